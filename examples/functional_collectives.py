@@ -3,7 +3,8 @@
 
     torchrun --nproc-per-node 2 examples/functional_collectives.py
 
-Compared with plain ``torch.compile``. ``auto`` would keep sites of this size, so schedule ``ring`` is forced.
+The result is compared with that of plain ``torch.compile``. ``auto`` would keep sites of this size, so schedule
+``ring`` is forced.
 """
 
 import torch
@@ -14,7 +15,7 @@ import overlap_inductor
 
 
 def mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """``x``: this rank's rows. ``up``, ``down``: its columns and rows of the weights."""
+    """``x``: this rank's rows. ``up``: its columns of the first weight. ``down``: its rows of the second one."""
     everything = functional.all_gather_tensor(x, 0, dist.group.WORLD)
     partial = torch.relu(everything @ up) @ down
     return functional.reduce_scatter_tensor(partial, "sum", 0, dist.group.WORLD)

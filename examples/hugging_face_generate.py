@@ -3,7 +3,7 @@
 
     torchrun --nproc-per-node 2 examples/hugging_face_generate.py
 
-Random weights in tiny sizes. ``auto`` would keep sites of this size, so schedule ``ring`` is forced.
+The weights are random and small. ``auto`` would keep sites of this size, so schedule ``ring`` is forced.
 """
 
 import tempfile
@@ -46,7 +46,7 @@ prompt = torch.arange(1, 17)[None]
 options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
 expected = model.generate(prompt, **options)
 
-# One graph for the prompt, one for every token after it.
+# Two graphs: one for the prompt, one that all later tokens share.
 model.forward = torch.compile(model.forward, backend="overlap_inductor", options={"schedule": "ring"})
 tokens = model.generate(prompt, **options)
 show("prefill", all_reports()[0])

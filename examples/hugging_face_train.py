@@ -3,7 +3,7 @@
 
     torchrun --nproc-per-node 2 examples/hugging_face_train.py
 
-Random weights in tiny sizes. ``auto`` would keep sites of this size, so schedule ``ring`` is forced.
+The weights are random and small. ``auto`` would keep sites of this size, so schedule ``ring`` is forced.
 """
 
 import tempfile
@@ -33,7 +33,7 @@ def save() -> str:
 
 
 def train(folder: str, **compile_options: Any) -> list[float]:
-    """The losses of two steps, from the same weights."""
+    """Train two steps from the saved weights. Returns the losses."""
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
     model.compile(**compile_options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -53,7 +53,7 @@ expected = train(checkpoint, backend="eager")
 found = train(checkpoint, backend="overlap_inductor", options={"schedule": "ring"})
 torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 if dist.get_rank() == 0:
-    for site in overlap_inductor.last_report().sites:  # of the backward, which is compiled last
+    for site in overlap_inductor.last_report().sites:  # of the backward graph, which was compiled last
         print(f"backward: {site.facts.module}: {site.facts.pattern}: {site.decision.status}")
     print(f"losses {found}: the same as eager's")
 dist.destroy_process_group()

@@ -3,8 +3,8 @@
 
     torchrun --nproc-per-node 2 examples/per_block_compile.py
 
-The report of that one graph counts for every layer. Compared with the whole model on one rank, eager. ``auto`` would
-keep sites of this size, so schedule ``ring`` is forced.
+The report of that one graph holds for every layer. The result is compared with that of the whole model, run eagerly on
+one rank. ``auto`` would keep sites of this size, so schedule ``ring`` is forced.
 """
 
 import torch

@@ -102,6 +102,11 @@ class OverlapConfig:
     """``preserve``: partial sums are sent once and summed once in fp32. ``allow_hop_rounding``: an accumulator may
     travel from rank to rank, rounded at each hop."""
 
+    sequence_parallel: str = _key("auto")
+    """``auto`` | ``on`` | ``off``: rewrite all-reduces into reduce-scatters and all-gathers, with the token-wise work
+    between them on each rank's rows. ``auto``: where that is estimated to pay together with the overlap. ``on``:
+    wherever it is legal."""
+
     tune: str = _key("off")
     """``off`` | ``on``: measure instead of estimating. Only ``off`` is available today; ``on`` raises ``ConfigError``.
     """
@@ -151,6 +156,7 @@ class OverlapConfig:
         _named("schedule", self.schedule, ("auto", "keep"), names.SCHEDULES)
         _named("transport", self.transport, ("auto",), names.TRANSPORTS)
         _choice("numerics", self.numerics, NUMERICS)
+        _choice("sequence_parallel", self.sequence_parallel, ("auto", *reversed(SWITCH)))
         _choice("tune", self.tune, SWITCH)
         _choice("replay", self.replay, SWITCH)
         _choice("notice", self.notice, SWITCH)

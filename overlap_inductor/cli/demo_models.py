@@ -72,8 +72,8 @@ class Block(nn.Module):
 
 
 def parallel_block(hidden: int, mesh: DeviceMesh, dtype: torch.dtype, inner: int | None = None) -> nn.Module:
-    """The block in sequence-parallel form, its MLP ``inner`` wide (``4 * hidden`` by default). Input and output are the rank's own shard of the sequence,
-    ``[1, tokens / W, hidden]``."""
+    """The block in sequence-parallel form, its MLP ``inner`` wide (``4 * hidden`` by default). Input and output are the
+    rank's own shard of the sequence, ``[1, tokens / W, hidden]``."""
     torch.manual_seed(0)
     block = Block(hidden, inner or 4 * hidden).to(device=mesh.device_type, dtype=dtype)
     plan = {

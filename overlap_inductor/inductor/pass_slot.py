@@ -75,14 +75,11 @@ class OverlapPass(_Base):
             report = one.run(graph, context)
             if report is not None:
                 self._take(report, config)
+        _register_lowerings_of(graph)
 
     def _take(self, report: OverlapReport, config: OverlapConfig) -> None:
         """Leave a report to be stored with the compiled graph. Outside of a compile scope, activate it now."""
-        from overlap_inductor.inductor.lowerings import register_lowerings
-
         scope = compile_scope.current()
-        if any(site.decision.status == "overlapped" for site in report.sites):
-            register_lowerings()
         if inductor_config._micro_pipeline_tp:
             report.notices.append(MICRO_PIPELINE_NOTICE)
         if scope is not None:
@@ -105,6 +102,17 @@ class OverlapPass(_Base):
     def __deepcopy__(self, memo: dict[int, Any]) -> OverlapPass:
         # Inductor deep-copies its configuration now and then; a copy would not follow enable() and disable().
         return self
+
+
+def _register_lowerings_of(graph: torch.fx.Graph) -> None:
+    """Register Inductor's lowerings of our ops, if the graph has any."""
+    from overlap_inductor.lowerings.library import NAMESPACE
+    from overlap_inductor.torch_compat.operators import qualified_name
+
+    if any(qualified_name(node)[0] == NAMESPACE for node in graph.nodes):
+        from overlap_inductor.inductor.lowerings import register_lowerings
+
+        register_lowerings()
 
 
 class PassChain(_Base):

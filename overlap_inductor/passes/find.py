@@ -18,6 +18,7 @@ from torch import fx
 
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.facts.site import SiteFacts
+from overlap_inductor.facts.stretch import META
 from overlap_inductor.passes.pattern import Match
 from overlap_inductor.passes.pattern import Miss
 from overlap_inductor.passes.pattern import Pattern
@@ -116,7 +117,9 @@ class SiteFinder:
         ordinal = self._ordinals[collective.node]
         moves = f"{facts.reduce_op}:{facts.dtype}:{tools.size_text(tools.shape(collective.input)[-1])}"
         identity = naming.site_id(pattern.name, module, self.phase, ordinal, moves)
-        described = SiteFacts(identity, pattern.name, module or anchor.name, facts, tuple(matmuls))
+        stretch = collective.node.meta.get(META, {})
+        derived_from = stretch["id"] if stretch.get("status") == "rewritten" else None
+        described = SiteFacts(identity, pattern.name, module or anchor.name, facts, tuple(matmuls), derived_from)
         self.sites.append(OverlapSite(described, nodes, found.obstacle))
 
     def _miss(self, node: fx.Node, kind: str, reason: Reason, anchor: fx.Node | None = None) -> None:

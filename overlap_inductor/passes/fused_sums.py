@@ -23,7 +23,7 @@ from torch import fx
 
 from overlap_inductor.sites import matmuls
 from overlap_inductor.torch_compat import operators
-from overlap_inductor.torch_compat.guards import without_guards
+from overlap_inductor.torch_compat.step_values import computed
 
 aten = torch.ops.aten
 MARK = "overlap_inductor_fused_sum"
@@ -36,8 +36,8 @@ def take_apart(graph: fx.Graph) -> None:
         operands = operators.summed_matmuls(node)
         if operands is None:
             continue
-        values = [_computed(aten.mm.default, *(n.meta["val"] for n in pair)) for pair in (operands[:2], operands[2:])]
-        values.append(_computed(aten.add.Tensor, *values))
+        values = [computed(aten.mm.default, *(n.meta["val"] for n in pair)) for pair in (operands[:2], operands[2:])]
+        values.append(computed(aten.add.Tensor, *values))
         with graph.inserting_before(node):
             products = [graph.call_function(aten.mm.default, pair) for pair in (operands[:2], operands[2:])]
             total = graph.call_function(aten.add.Tensor, tuple(products))
@@ -56,7 +56,7 @@ def unfold(nodes: Iterable[fx.Node]) -> bool:
     )
     for node in found:
         bias, *operands = node.args
-        product_value = _computed(aten.mm.default, *(n.meta["val"] for n in operands))
+        product_value = computed(aten.mm.default, *(n.meta["val"] for n in operands))
         with node.graph.inserting_before(node):
             product = node.graph.call_function(aten.mm.default, tuple(operands))
             total = node.graph.call_function(aten.add.Tensor, (product, bias))
@@ -90,9 +90,3 @@ def put_back(graph: fx.Graph, unfolded_only: bool = False) -> None:
         for old in (node, *dict.fromkeys(products)):
             graph.erase_node(old)
         whole.name = before
-
-
-def _computed(operator: Any, *values: Any) -> Any:
-    mode = operators.fake_mode(values)
-    with mode, without_guards(mode.shape_env):
-        return operator(*values)

@@ -41,6 +41,7 @@ from overlap_inductor.facts.exchange import ExchangePlan
 from overlap_inductor.passes import agreed_plan as exchange_steps
 from overlap_inductor.passes import fused_sums
 from overlap_inductor.passes import plan as planner
+from overlap_inductor.passes import sequence_parallel
 from overlap_inductor.passes.choose import Choice
 from overlap_inductor.passes.choose import find_and_choose
 from overlap_inductor.passes.graph_text import readable
@@ -101,6 +102,7 @@ def _find_and_rewrite(
     if not any(True for _ in find_collectives(graph)):
         return OverlapReport(**about, world_size=1, **_exchange_of(graph, config, None))
     before = readable(graph)
+    stretches, failed = sequence_parallel.stretches_of(graph), sequence_parallel.failures_of(graph)
     fused_sums.take_apart(graph)
     outcome = _choose_and_rewrite(graph, config, about["phase"], refusal)
     fused_sums.put_back(graph)
@@ -112,8 +114,9 @@ def _find_and_rewrite(
         near_misses=outcome.choice.found.near_misses,
         before=before,
         after=readable(graph),
-        notices=_notices(outcome),
-        failures=outcome.failures,
+        notices=_notices(outcome, failed),
+        failures=[*failed, *outcome.failures],
+        stretches=stretches,
         **_exchange_of(graph, config, outcome.rewritten),
     )
 
@@ -155,8 +158,9 @@ def _choose_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, refu
         failures.append(written)
 
 
-def _notices(outcome: _Outcome) -> list[str]:
-    notices = [
+def _notices(outcome: _Outcome, failed: list[Failure]) -> list[str]:
+    notices = [f"the sequence-parallel rewrite failed ({f.error}); the graph was left as written" for f in failed]
+    notices += [
         f"could not rewrite site {site} ({failure.error}); the graph was restored and the site runs as written"
         for failure in outcome.failures
         for site in failure.sites

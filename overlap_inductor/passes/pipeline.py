@@ -5,6 +5,7 @@
 
     slot       runs on
     JOINT      the joint graph, before the partitioner chooses what is saved for backward; also inference graphs
+               pass "sequence_parallel": all-reduces become reduce-scatters, work behind them runs on a rank's rows
     POST_GRAD  forward, backward and inference graphs, each on its own
                pass "overlap": collectives and the matmuls beside them become overlap ops
 
@@ -82,7 +83,18 @@ class Overlap:
         )
 
 
-PIPELINE: list[tuple[str, GraphPass]] = [(POST_GRAD, Overlap())]
+class SequenceParallel:
+    """Runs ``passes.sequence_parallel``. What it did is reported by the overlap pass of the same graph."""
+
+    name, version = "sequence_parallel", ""
+
+    def run(self, graph: fx.Graph, context: GraphContext) -> None:
+        from overlap_inductor.passes import sequence_parallel
+
+        sequence_parallel.run_sequence_parallel(graph, context.config, context.refusal)
+
+
+PIPELINE: list[tuple[str, GraphPass]] = [(JOINT, SequenceParallel()), (POST_GRAD, Overlap())]
 
 
 def passes_in(slot: str) -> list[GraphPass]:

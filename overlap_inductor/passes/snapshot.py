@@ -26,8 +26,7 @@ def rewrite_or_restore(
         What ``Rewriter.apply`` returns, or the failure. The failure names the site that failed, or all sites if it
         happened outside any single site.
     """
-    snapshot = fx.Graph()
-    _copy(graph, snapshot)
+    snapshot = Snapshot(graph)
     try:
         return rewriter.apply(chosen)
     except Exception as error:  # noqa: BLE001  (the model must compile in any case; the report names the error)
@@ -40,17 +39,30 @@ def rewrite_or_restore(
             BUG_REPORT,
             exc_info=True,
         )
-        # The graph may be out of order, so nodes cannot be erased users first. Remove every edge, then erase. A node
-        # that was inserted before an erased one is not in ``graph.nodes``, but is still a user of nodes that are.
-        for node in {*graph.nodes, *(user for n in graph.nodes for user in n.users)}:
-            node.args, node.kwargs = (), {}
-        for node in list(graph.nodes):
-            graph.erase_node(node)
-        _copy(snapshot, graph)
+        snapshot.restore()
         return Failure.of(error, "rewrite", [site.facts.id for site in blamed])
 
 
-def _copy(source: fx.Graph, target: fx.Graph) -> None:
+class Snapshot:
+    """A copy of a graph, to restore it from."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph, self.copy = graph, fx.Graph()
+        copy_into(graph, self.copy)
+
+    def restore(self) -> None:
+        """Give the graph its nodes as they were, as new objects with the old names."""
+        # The graph may be out of order, so nodes cannot be erased users first. Remove every edge, then erase. A node
+        # that was inserted before an erased one is not in ``graph.nodes``, but is still a user of nodes that are.
+        for node in {*self.graph.nodes, *(user for n in self.graph.nodes for user in n.users)}:
+            node.args, node.kwargs = (), {}
+        for node in list(self.graph.nodes):
+            self.graph.erase_node(node)
+        copy_into(self.copy, self.graph)
+
+
+def copy_into(source: fx.Graph, target: fx.Graph) -> None:
+    """Copy all nodes of ``source``, with names and metadata, to the empty graph ``target``."""
     mapping: dict[fx.Node, fx.Node] = {}
     result = target.graph_copy(source, mapping)
     output = target.output(result)

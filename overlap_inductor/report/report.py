@@ -16,6 +16,7 @@ from overlap_inductor.facts.decision import Decision
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.facts.site import Collective
 from overlap_inductor.facts.site import SiteFacts
+from overlap_inductor.facts.stretch import StretchFacts
 from overlap_inductor.report.failure import Failure
 
 SCHEMA_VERSION = 1
@@ -60,6 +61,7 @@ class OverlapReport:
             that has any.
         notices: things the user should know that belong to no site (another pass took the sites, a limit was hit...).
         failures: errors inside the pass, with their tracebacks; empty if all went well.
+        stretches: what the sequence-parallel rewrite did, for each stretch that has a collective in the graph.
     """
 
     overlap_inductor: str
@@ -79,10 +81,11 @@ class OverlapReport:
     workspaces: list[dict[str, Any]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    stretches: list[StretchFacts] = field(default_factory=list)
 
     def counters(self) -> Counter[str]:
         """The counters ``sites_found``, ``sites_overlapped``, ``schedule.<name>`` and ``reason.<code>``; ``failed`` if
-        there are failures."""
+        there are failures; ``stretches_found`` and ``stretches_rewritten`` if there are stretches."""
         counts: Counter[str] = Counter(sites_found=len(self.sites))
         if self.failures:
             counts["failed"] = len(self.failures)
@@ -94,6 +97,9 @@ class OverlapReport:
             else:
                 counts["schedule.keep"] += 1
         counts.update(f"reason.{miss.reason.code}" for miss in self.near_misses)
+        for stretch in self.stretches:
+            counts["stretches_found"] += 1
+            counts["stretches_rewritten"] += stretch.status == "rewritten"
         return counts
 
     def to_dict(self, graphs: bool = False) -> dict[str, Any]:
@@ -113,6 +119,7 @@ class OverlapReport:
             "failures": [f.to_dict() for f in self.failures],
             "sites": [s.to_dict() for s in self.sites],
             "near_misses": [m.to_dict() for m in self.near_misses],
+            "stretches": [s.to_dict() for s in self.stretches],
         }
         if graphs:
             value.update(before=self.before, after=self.after, exchange=self.exchange, groups=self.groups)
@@ -166,4 +173,5 @@ class OverlapReport:
             for m in value.pop("near_misses")
         ]
         failures = [Failure(**f) for f in value.pop("failures", [])]
-        return cls(sites=sites, near_misses=misses, failures=failures, **value)
+        stretches = [StretchFacts.from_dict(s) for s in value.pop("stretches", [])]
+        return cls(sites=sites, near_misses=misses, failures=failures, stretches=stretches, **value)

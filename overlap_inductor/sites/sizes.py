@@ -10,7 +10,11 @@ may choose different schedules. Their plans then do not agree, and all of them r
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,14 +27,30 @@ from overlap_inductor.facts.machine import machine_for
 from overlap_inductor.facts.machine_file import told
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import MatmulSizes
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.target import target
 
+_scale: ContextVar[float] = ContextVar("overlap_inductor_scale", default=1.0)
+
+
+@contextmanager
+def at_scale(factor: float) -> Iterator[None]:
+    """In this context, the example's value of every symbolic size is ``factor`` times as large. So sites can be planned
+    for another token count than the example's."""
+    token = _scale.set(factor)
+    try:
+        yield
+    finally:
+        _scale.reset(token)
+
 
 def hint(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) and size.node.hint is not None else int(size)
+    if isinstance(size, torch.SymInt) and size.node.hint is not None:
+        return max(math.ceil(int(size.node.hint) * _scale.get()), 1)
+    return int(size)
 
 
 def _scaled(sizes: list[Any], scale: float) -> list[int]:
@@ -64,28 +84,47 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         # Matmuls of a sum run one after the other, so only the largest counts.
         tiles = max(tiles, its_tiles) if site.nodes.is_sum else tiles + its_tiles
     collective = site.collectives[0]
-    world_size = collective.world_size
-    source = tools.value(collective.input)
-    local = float(hint(tools.numel(list(source.shape)))) * source.dtype.itemsize
-    gathers = collective.kind == "all_gather"
-    sent = local * (world_size - 1) * (1.0 if gathers else 1.0 / world_size)
-    legs = 2 if collective.kind == "all_reduce" else 1
+    moved = moved_by(collective)
     itemsize = tools.dtype(site.matmuls[0].lhs).itemsize
-    handed_out = local * world_size if site.nodes.hands_out_gathered() else 0.0
-    return cost_model.SiteSizes(
-        flops * scale, sent * scale, itemsize, world_size, legs, tiles, gathers, handed_out=handed_out * scale
+    handed_out = _local_bytes(collective) * moved.world_size if site.nodes.hands_out_gathered() else 0.0
+    return dataclasses.replace(
+        moved,
+        flops=flops * scale,
+        bytes_sent=moved.bytes_sent * scale,
+        itemsize=itemsize,
+        tiles=tiles,
+        handed_out=handed_out * scale,
     )
 
 
+def moved_by(collective: CollectiveNode) -> cost_model.SiteSizes:
+    """The bytes and legs of a collective without a matmul."""
+    local, world_size = _local_bytes(collective), collective.world_size
+    gathers = collective.kind == "all_gather"
+    sent = local * (world_size - 1) * (1.0 if gathers else 1.0 / max(world_size, 1))
+    legs = 2 if collective.kind == "all_reduce" else 1
+    return cost_model.SiteSizes(0.0, sent, tools.dtype(collective.input).itemsize, world_size, legs, 0, gathers)
+
+
+def _local_bytes(collective: CollectiveNode) -> float:
+    """Bytes of the collective's input on one rank."""
+    source = tools.value(collective.input)
+    return float(hint(tools.numel(list(source.shape)))) * source.dtype.itemsize
+
+
 def machine_of(site: OverlapSite, config: OverlapConfig) -> Machine:
-    """The rates and fixed costs that the site is planned with."""
-    ranks, device = site.facts.collective.ranks, tools.value(site.collectives[0].input).device
-    return machine_between(ranks, device, config)
+    """The rates and fixed costs that the site is planned with (``machine_at``)."""
+    return machine_at(site.collectives[0], config)
+
+
+def machine_at(collective: CollectiveNode, config: OverlapConfig) -> Machine:
+    """The rates and fixed costs of a collective's ranks (``machine_between``)."""
+    return machine_between(collective.ranks or (), tools.value(collective.input).device, config)
 
 
 def machine_between(ranks: tuple[int, ...], device: torch.device, config: OverlapConfig) -> Machine:
     """The rates and fixed costs of a group of these global ranks: those of the machine that ``target.planning_for``
-    names, or else those of the device on which the collective runs. The facts of ``config.machine`` replace them."""
+    names, or else those of the device on which its collectives run. The facts of ``config.machine`` replace them."""
     if (box := target()) is not None:
         return told(box.machine, config.machine)
     return told(machine_for(WITHOUT_PEERS if symmetric.without_peers(ranks, device) else device.type), config.machine)

@@ -37,3 +37,9 @@ def same_expression(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
 
     one, other = (n.node.expr if isinstance(n, torch.SymInt) else n for n in (a, b))
     return bool(sympy.expand(one - other) == 0)
+
+
+def decide(condition: Any) -> bool:
+    """The answer to ``condition``, a bool or ``SymBool``, for the example's sizes. It becomes a guard of the compiled
+    graph: sizes with the other answer are compiled anew."""
+    return bool(condition)

@@ -76,6 +76,24 @@ class StepValues:
             del node.meta[_MARK]
 
 
+def evaluated(node: fx.Node) -> Any:
+    """The value of ``node``, computed from the values of its arguments without adding a guard. The node is not
+    marked."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return computed(node.target, *args, **kwargs)
+
+
+def computed(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result of ``function``, computed without adding a guard. At least one argument is symbolic or fake."""
+    sizes = [v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.SymInt)]
+    if not operators.tensors_in((args, kwargs)):
+        with without_guards(sizes[0].node.shape_env if sizes else None):
+            return function(*args, **kwargs)
+    mode = operators.fake_mode((args, kwargs))
+    with mode, without_guards(mode.shape_env):
+        return function(*args, **kwargs)
+
+
 def mark(node: fx.Node) -> None:
     """Note that the node's value is up to date for its present arguments."""
     node.meta[_MARK] = (node.args, node.kwargs)

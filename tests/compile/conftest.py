@@ -18,5 +18,5 @@ def two() -> Iterator[None]:
 
 @pytest.fixture
 def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks reach each other's memory, as GPUs of one machine do."""
+    """Pretend that ranks reach each other's memory, as GPUs of one machine do."""
     monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)

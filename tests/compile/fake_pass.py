@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for the overlap pass: it reports one site for each matmul and leaves the graph alone.
 
-The tests of installing, caching and reporting are about when the pass runs and what becomes of its report; what it
-finds is other tests' business.
+The tests of installing, caching and reporting use it. They check when the pass runs and where its report goes, not what
+the pass finds.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setitem(STATUS, "status", "overlapped")
     for name in [n for n in os.environ if n.startswith("OVERLAP_INDUCTOR")]:
         monkeypatch.delenv(name)
-    # Other threads do not see that caches are switched off below, so theirs start empty.
+    # Other threads do not see that the caches are switched off below, so their caches must start empty.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     overlap_inductor.disable()
     start_again()
@@ -137,11 +137,11 @@ def chain(error: BaseException | None) -> str:
 
 
 def inference(**options: Any) -> None:
-    """Compile and run one graph with one site, anew."""
+    """Reset the compiler, then compile and run one graph with one site."""
     torch.compiler.reset()
     torch.compile(lambda x: x @ x, **options)(torch.ones(2, 2))
 
 
 def ours_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """The package's own log lines. (Other tests of a session may have made PyTorch's loggers verbose.)"""
+    """The package's own log lines. (Other tests of the process may have made PyTorch's loggers verbose.)"""
     return [r for r in caplog.records if r.name == "overlap_inductor"]

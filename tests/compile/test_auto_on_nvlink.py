@@ -23,8 +23,8 @@ from tests.support.hand_graph import aten
 pytestmark = pytest.mark.usefixtures("reachable")
 
 
-def test_auto_weighs_the_copy_of_what_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a gather is longer than the matmul of few columns, copying its result out costs more than overlap saves."""
+def test_auto_counts_the_copy_of_a_gathered_tensor_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If other ops read the gathered tensor, the estimates include the time to copy it out of the workspace."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     def estimate(schedule: str, columns: int, used: bool) -> float:
@@ -50,7 +50,7 @@ def test_auto_weighs_the_copy_of_what_is_handed_out(monkeypatch: pytest.MonkeyPa
         )
 
 
-def test_auto_takes_the_kernel_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_kernel_if_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
     with fake_group(8):
         (large,) = gather_site(1024, 8192, 3584).run(schedule="auto").sites
@@ -67,7 +67,7 @@ def test_auto_takes_the_kernel_where_it_is_the_fastest(monkeypatch: pytest.Monke
     assert over_p2p.decision.plan[0].schedule == "keep" and "fused" not in over_p2p.decision.plan[0].estimate_us
 
 
-def test_chunks_pay_earlier_where_a_calls_tensors_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_pay_earlier_if_calls_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without replays, or with one hardware queue, the host launches every chunk itself."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
@@ -114,7 +114,7 @@ def test_tiles_follow_the_tokens_wherever_they_lie(role: str) -> None:
 
 
 def test_one_of_several_symbolic_sizes_counts_the_tokens() -> None:
-    """A batch and its rows that are both symbolic would be scaled twice."""
+    """If both a batch and its rows are symbolic, scaling both would scale the token count twice."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 256, 64, dtype=BF16, dynamic=[0, 1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.compile(model, backend="overlap_inductor")``: options, modes, lazy backward, and where it has to refuse."""
+"""``torch.compile(model, backend="overlap_inductor")``: options, modes, lazy backward, and what it has to refuse."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_our_options_and_inductors_go_in_one_dictionary() -> None:
 
 
 def test_inductors_mode_is_applied_beside_ours() -> None:
-    """``torch.compile`` takes a mode or options; with a mode, ours come from enable() or the environment."""
+    """``torch.compile`` takes a mode or options. With a mode, our options come from enable() or the environment."""
     note = Noting("coordinate_descent_tuning")
     setattr(inductor_config, SLOT, note)
     overlap_inductor.enable(mode="report")
@@ -92,7 +92,7 @@ def test_unknown_option_names_near_ones() -> None:
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_bad_value_in_the_options_names_the_option(enabled: bool) -> None:
-    """The environment is not to blame, and neither is enable()."""
+    """The error must not name the environment's variable, whether overlap is enabled or not."""
     if enabled:
         overlap_inductor.enable()
     with pytest.raises(Exception) as error:
@@ -118,7 +118,7 @@ def test_inductors_mode_among_the_options_is_an_error_that_says_what_works() -> 
 
 
 def test_a_modes_settings_are_taken_as_options() -> None:
-    """What the error above says works."""
+    """Checks the advice in the error that the test above checks."""
     note = Noting("coordinate_descent_tuning")
     settings = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
     inference(options={**settings, "schedule": "ring", SLOT: note})
@@ -214,7 +214,7 @@ def test_export_is_untouched_by_enable() -> None:
 
 
 def test_aot_inductor_is_refused_site_by_site(tmp_path: Path) -> None:
-    """AOTInductor's library runs without Python, so every site is refused and compiling goes on."""
+    """AOTInductor's library runs without Python, so every site is refused and the compile continues."""
     overlap_inductor.enable()
     program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
     torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))

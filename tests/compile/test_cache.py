@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches: a hit is as good as a compile (report, counters, dump, strict), and whatever changes the code is a miss.
+"""Caches: a hit is as good as a compile (report, counters, dump, strict), and anything that changes the code is a miss.
 
-A hit in one process is a load from the same files as a hit in the next; one test uses two processes all the same.
+Most tests use one process, because a hit loads the same files there as in another process. One test uses two processes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def was_hit() -> bool:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """The dump's files, without those that name the run: the page over all graphs, and ``run.json`` of each."""
+    """The dump's files, without those that name the run: the page of all graphs, and ``run.json`` of each graph."""
     found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     return {name: data for name, data in found.items() if name != "index.html" and not name.endswith("/run.json")}
 
@@ -106,7 +106,7 @@ def test_hit_in_the_backend_and_by_enable_share_one_entry(cache: Path) -> None:
     assert was_hit() and len(reporting.all_reports()) == 2
 
 
-def test_hit_writes_the_dump_to_the_folder_of_now(cache: Path, tmp_path: Path) -> None:
+def test_hit_writes_the_dump_to_the_current_folder(cache: Path, tmp_path: Path) -> None:
     """The dump folder is not part of the key: with another folder the cache hits, and the stored report is written
     there."""
     overlap_inductor.enable(dump=str(tmp_path / "a"))
@@ -120,7 +120,7 @@ def test_hit_writes_the_dump_to_the_folder_of_now(cache: Path, tmp_path: Path) -
 
 
 def test_hit_is_as_strict(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AOTAutograd compiles anew if a load raises; sites must not be counted twice then."""
+    """AOTAutograd compiles again if a load raises. Sites must not be counted twice then."""
     monkeypatch.setitem(fake_pass.STATUS, "status", "refused")
     overlap_inductor.enable(mode="strict")
     outcomes = []
@@ -214,7 +214,7 @@ def test_every_source_file_counts(tmp_path: Path) -> None:
 
 
 def test_other_process_groups_are_another_key() -> None:
-    """An all_reduce names its group and not the size of it: the same graph text, another plan."""
+    """An all_reduce names its group but not the group's size, so graphs of the same text may need different plans."""
     keys = [fingerprint.fingerprint(OverlapConfig())]
     for world_size in (2, 4):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -284,7 +284,7 @@ print(json.dumps(dict(
 @pytest.mark.parametrize(("mode", "status"), [("on", "overlapped"), ("strict", "refused")])
 def test_second_process(tmp_path: Path, mode: str, status: str) -> None:
     """The contract: a warm cache gives the same dump, the same counters, the same last report, and is as strict."""
-    package = tmp_path / "code"  # a copy, so that nobody edits it between the two processes
+    package = tmp_path / "code"  # a copy, so that no edit changes it between the two processes
     shutil.copytree(Path(overlap_inductor.__file__).parent, package / "overlap_inductor")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OVERLAP_INDUCTOR")}
     environment |= {"OVERLAP_INDUCTOR": mode, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}

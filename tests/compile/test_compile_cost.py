@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of the pass in a compile, counted instead of timed: evaluations of fake tensors, checks about padding.
+"""The cost of the pass in a compile, counted instead of timed: evaluations of fake tensors, and searches for
+collectives.
 
 ``bench.compile_cost`` measures the seconds.
 """
@@ -55,8 +56,8 @@ def counted(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Counter[
 
 
 def test_steps_of_every_layer_are_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Except views, which have to share memory with their own base. (With every step evaluated, 64 sites took two
-    seconds.)"""
+    """Views are the exception, because each must share memory with its own base. (When every step was evaluated, 64
+    sites took two seconds.)"""
     found = []
     for layers in (4, 8, 16):
         with fake_group(2):
@@ -69,7 +70,7 @@ def test_steps_of_every_layer_are_evaluated_once(monkeypatch: pytest.MonkeyPatch
     assert large - medium < (added - fewer) / 2, found
 
 
-def test_steps_are_not_evaluated_again_behind_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_not_evaluated_again_after_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor evaluates the nodes that passes added, unless they have a value."""
 
     def run(layers: int) -> Counter[str]:
@@ -90,7 +91,7 @@ def test_steps_are_not_evaluated_again_behind_the_pass(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_every_step_has_a_value_of_its_own(dynamic: bool) -> None:
-    """The value that its fake function gives, in memory that only its views share."""
+    """A step's value is the one that its fake function gives, and only its views share its memory."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(16, 16, dynamic=(0,) if dynamic else ())
@@ -106,7 +107,7 @@ def test_every_step_has_a_value_of_its_own(dynamic: bool) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with made.mode:
             anew = node.target(*args, **kwargs)  # type: ignore[operator]
-        # (The stride of a dim of size 1 says nothing, and torch 2.15 gives it more than one.)
+        # (The stride of a dim of size 1 has no meaning, and may be above 1 in torch 2.15.)
         found, expected = (
             [(str(n), n == 1 or str(s)) for n, s in zip(v.shape, v.stride(), strict=True)] for v in (value, anew)
         )
@@ -119,8 +120,8 @@ def test_every_step_has_a_value_of_its_own(dynamic: bool) -> None:
         assert shares or bases.setdefault(memory, node) is node, f"{node} shares memory with {bases[memory]}"
 
 
-def test_a_value_belongs_to_its_arguments() -> None:
-    """A number's type decides the result's; another argument means another value."""
+def test_a_value_depends_on_its_arguments() -> None:
+    """The type of a number decides the result's dtype. After an argument is replaced, the value is out of date."""
     with fake_group(2):
         made = HandGraph()
     x, y = made.input(4, 6, dtype=torch.int64), made.input(6, 6, dtype=torch.int64, name="y")
@@ -136,8 +137,8 @@ def test_a_value_belongs_to_its_arguments() -> None:
     assert values.evaluate(node, "a site").shape == (6, 6) and step_values.up_to_date(node)
 
 
-def test_a_reader_of_a_replaced_tensor_keeps_its_value_where_that_is_right() -> None:
-    """But not if its strides would change, and never a view."""
+def test_a_reader_of_a_replaced_tensor_keeps_its_value_if_that_is_right() -> None:
+    """It does not keep its value if the strides would change, or if it is a view."""
     with fake_group(2):
         made = HandGraph()
     x, alike, y = made.input(4, 6), made.input(4, 6, name="alike"), made.input(6, 4, name="y")
@@ -154,9 +155,9 @@ def test_a_reader_of_a_replaced_tensor_keeps_its_value_where_that_is_right() -> 
         assert not step_values.up_to_date(reader)
 
 
-def test_collectives_are_not_looked_for_where_inductor_pads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor pads nothing on a CPU. The search walked the residual stream from each matmul, two seconds for 32
-    layers."""
+def test_collectives_are_not_searched_for_if_inductor_pads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor pads nothing on a CPU. The search walks the residual stream from each matmul, and took two seconds for
+    32 layers."""
     asked: list[fx.Node] = []
     monkeypatch.setattr(hooks, "beside_collective", asked.append)
 

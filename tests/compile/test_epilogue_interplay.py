@@ -41,8 +41,9 @@ def planned(report: OverlapReport) -> list[tuple[str, str, Any]]:
     ]
 
 
-def test_a_small_messages_norm_is_no_gathers_epilogue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both would end in the same sum. The gather's kernel runs before the all-reduce whose result the sum reads."""
+def test_the_norm_of_a_small_message_is_not_the_epilogue_of_a_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both could take the same sum. The gather must not, because its kernel runs before the all-reduce whose result the
+    sum reads."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     def f(
@@ -61,7 +62,7 @@ def test_a_small_messages_norm_is_no_gathers_epilogue(monkeypatch: pytest.Monkey
     ]
     zeros[4].requires_grad_()
     with fake_group(4):
-        # (Where the host's launches count, chunks are not the faster of the two for the gather.)
+        # (Without replays the host's launches count, so ``fused`` is faster than ``chunked`` for the gather.)
         forward = reports_of(f, *zeros, schedule="auto", mode="on", replay="off")[0]
     assert not forward.notices and planned(forward) == [
         ("overlapped", "small_message", True),
@@ -69,9 +70,9 @@ def test_a_small_messages_norm_is_no_gathers_epilogue(monkeypatch: pytest.Monkey
     ]
 
 
-def test_what_becomes_readable_when_the_op_is_placed_was_not_planned(two: None) -> None:
-    """A cast moves before the gather because an epilogue in the ring reads it; the second weight, planned without an
-    epilogue, stays without one."""
+def test_a_rewrite_adds_no_epilogue_that_was_not_planned(two: None) -> None:
+    """The rewrite moves a cast before the gather, because an epilogue on the gather's pieces would read it. Only then
+    could the kernel read it, too. The second weight was planned without an epilogue and must stay without one."""
 
     def f(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = all_gather(x, 0, torch.distributed.group.WORLD)
@@ -84,7 +85,7 @@ def test_what_becomes_readable_when_the_op_is_placed_was_not_planned(two: None) 
 
 
 @pytest.mark.parametrize("kind", ["reduce", "scatter"])
-def test_a_ring_behind_reads_what_an_epilogue_ends_in(kind: str, two: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_ring_reads_the_result_of_an_epilogue(kind: str, two: None, monkeypatch: pytest.MonkeyPatch) -> None:
     real, schedules = planner.plan, iter(["fused", "ring"])
 
     def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
@@ -104,8 +105,8 @@ def test_a_ring_behind_reads_what_an_epilogue_ends_in(kind: str, two: None, monk
     assert not report.notices and [p[:2] for p in planned(report)] == [("overlapped", "fused"), ("overlapped", "ring")]
 
 
-def test_ranks_need_not_agree_on_numbers_of_their_own() -> None:
-    """A rank's epilogue is computed on its own results, so ranks may differ in it."""
+def test_ranks_need_not_agree_on_an_epilogues_numbers() -> None:
+    """A rank computes its epilogue on its own results, so the epilogue may differ between ranks."""
     hashes = []
     for rank in range(2):
         with fake_group(2, rank) as group:

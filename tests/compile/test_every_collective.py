@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every collective of a program is in a report: as a site, as a near miss, or as a call at which Dynamo broke the
-graph."""
+"""Every collective of a program is in a report: as a site, as a near miss, or as a call that broke the graph."""
 
 from __future__ import annotations
 
@@ -81,9 +80,8 @@ def notices(reports: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("call", BREAKS)
 @pytest.mark.usefixtures("two")
-def test_calls_that_break_the_graph_are_told(call: str) -> None:
-    """No graph holds them, and the report of a program with ``async_op=True`` said that there were no collectives at
-    all."""
+def test_calls_that_break_the_graph_are_reported(call: str) -> None:
+    """No graph holds such a call, so a notice must name the call and its line."""
     function = BREAKS[call]
     found = notices(reports_of(lambda x, w: function(x @ w), torch.randn(4, 16), torch.randn(16, 8)))
     assert len(found) == 1 and found[0].startswith(f"torch.distributed.{call} breaks the graph")
@@ -95,7 +93,7 @@ def test_calls_that_break_the_graph_are_told(call: str) -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_other_breaks_are_not_told() -> None:
+def test_other_breaks_are_not_reported() -> None:
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = x @ w
         torch._dynamo.graph_break()
@@ -105,8 +103,8 @@ def test_other_breaks_are_not_told() -> None:
     assert len(found) == 2 and notices(found) == []
 
 
-def test_a_compiled_program_tells_each_break_once() -> None:
-    """Also after a load from a cache, and not again with the next graph."""
+def test_a_compiled_program_reports_each_break_once() -> None:
+    """This also holds after a load from a cache. The report of the next graph does not name the break again."""
     with fake_group(2), torch.no_grad(), overlap_inductor.overlap():
         for _ in range(2):
             torch.compiler.reset()
@@ -118,7 +116,7 @@ def test_a_compiled_program_tells_each_break_once() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_broadcast_is_listed() -> None:
-    """A broadcast was missing in the report."""
+    """Catches a broadcast that is missing in the report."""
     (report,) = reports_of(lambda x, w: funcol.broadcast(x @ w, 0, world()), torch.randn(4, 16), torch.randn(16, 8))
     assert misses(report) == [("broadcast", "pattern_not_available")] and report.before == report.after != ""
 
@@ -133,7 +131,7 @@ NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_fun
 
 
 def test_every_operator_that_moves_data_is_a_collective() -> None:
-    """An operator that a later release adds is reported as not overlapped, instead of being left out."""
+    """Catches a new operator of a later release that would be left out of the report."""
     graph, names = fx.Graph(), set()
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
@@ -154,7 +152,7 @@ def test_every_operator_that_moves_data_is_a_collective() -> None:
 @pytest.mark.skipif(not hasattr(torch.ops._c10d_functional, "isend"), reason="torch 2.11 has no functional send")
 @pytest.mark.usefixtures("two")
 def test_ranks_that_send_and_receive_exchange_alike() -> None:
-    """One rank's graph sends what another one's receives: a comparison of both would find that they differ."""
+    """One rank's graph sends and another rank's receives. If plans named these calls, ranks would seem to differ."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(2)

@@ -63,7 +63,7 @@ def test_graph_breaks_give_a_report_each() -> None:
 
 
 def test_symbolic_sizes_reach_the_code_between_graphs_as_they_are() -> None:
-    """Zeros of a wrong shape would fail, or take another branch, in the code after a graph break."""
+    """With zeros of a wrong shape, the code after a graph break would fail or take another branch."""
     shapes = []
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_config() -> None:
     ]
 
 
-def test_what_is_compiled_already_is_explained_too() -> None:
+def test_a_model_that_is_already_compiled_is_explained_too() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).requires_grad_(False)
     assert len(overlap_inductor.explain(torch.compile(model), torch.ones(1, 2)).reports) == 1
     for layer in model:

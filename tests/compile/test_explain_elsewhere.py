@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans for a machine that this one is not, in one process that plays rank 0 of ranks that do not exist."""
+"""Plans for another machine, made in one process that acts as rank 0. The other ranks do not exist."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_peers_of_another_machine_are_within_reach(ranks: int, reason: str | Non
 
 
 def test_integer_matmuls_keep_to_the_gpus_limits() -> None:
-    """``_int_mm`` needs more than 16 rows on a GPU: a limit that is the machine's, and not that of this CPU."""
+    """``_int_mm`` needs more than 16 rows on a GPU. The limit applies to a plan for GPUs, although this is a CPU."""
 
     def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         gathered = funcol.all_gather_tensor(x, 0, dist.group.WORLD)
@@ -101,7 +101,7 @@ def test_a_plan_for_another_machine_has_a_cache_key_of_its_own() -> None:
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_program_is_planned_and_not_run(trains: bool) -> None:
-    """Its compiled regions return zeros at once; eager code runs."""
+    """Its compiled regions return zeros without running. Its eager code runs."""
     install.enable(mode="report")
     publish.forget_reports()
     torch.compiler.reset()
@@ -152,13 +152,13 @@ def test_one_process_gets_the_groups_that_a_script_makes() -> None:
     assert not dist.is_initialized() and dict(os.environ) == before and dist.init_process_group is make_group
 
 
-def test_a_mesh_alone_makes_the_group() -> None:
+def test_a_mesh_makes_the_group_by_itself() -> None:
     with one_process_as(4, fixed=False):
         assert init_device_mesh("cpu", (4,)).size() == 4
         assert dist.get_backend() == "fake"
 
 
-def test_a_script_may_ask_for_a_size_of_its_own() -> None:
+def test_a_script_may_ask_for_its_own_size() -> None:
     with one_process_as(8, fixed=False, most=8):
         dist.init_process_group("gloo", world_size=4, rank=3)
         assert (dist.get_rank(), dist.get_world_size(), os.environ["WORLD_SIZE"]) == (3, 4, "4")

@@ -14,8 +14,8 @@ from tests.support.fake_group import fake_group
 from tests.support.hand_graph import HandGraph
 
 
-def test_a_failing_pass_is_no_failing_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever goes wrong while looking: the graph stays, the report says so, and only strict mode raises."""
+def test_a_failing_pass_does_not_fail_the_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If finding sites fails, the graph is unchanged, the report holds the failure, and only strict mode raises."""
     monkeypatch.setattr(SiteFinder, "run", lambda self: 1 / 0)
     with fake_group(2):
         made = HandGraph()
@@ -37,7 +37,7 @@ def test_a_failing_pass_is_no_failing_compile(monkeypatch: pytest.MonkeyPatch) -
             publish.activate(strict)
 
 
-def test_a_graph_that_cannot_be_shown_has_a_report_of_the_failure_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_cannot_be_shown_still_has_a_report_of_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing the graph as text may be what failed. The report of this failure must not fail for the same reason."""
     monkeypatch.setattr(overlap_pass, "readable", lambda graph: 1 / 0)
     with fake_group(2):

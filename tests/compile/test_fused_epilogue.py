@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pointwise ops behind fused sites: what becomes an epilogue, what is left alone and why, and that no kernel is left
-for it in the generated code."""
+"""Pointwise ops after fused sites: which become an epilogue, and which are left alone. The generated code has no kernel
+for an epilogue."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_of_a_model(name: str, two: None) -> None:
-    """As tracing spells them, after a linear layer of a batch of sequences."""
+    """Activations as tracing spells them become epilogues, here after a linear layer of a batch of sequences."""
     function, expected = ACTIVATIONS[name]
     group = torch.distributed.group.WORLD
     ((found,),) = planned(
@@ -73,7 +73,7 @@ def test_activations_of_a_model(name: str, two: None) -> None:
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_what_takes_longer_on_tiles_is_left_behind(approximate: str, two: None) -> None:
+def test_gelu_which_takes_longer_on_tiles_is_not_an_epilogue(approximate: str, two: None) -> None:
     group = torch.distributed.group.WORLD
     found = planned(
         report_of(
@@ -88,7 +88,8 @@ def test_what_takes_longer_on_tiles_is_left_behind(approximate: str, two: None) 
 
 
 def test_silu_alone_and_a_gated_product(two: None) -> None:
-    """A product of two results needs both, so Inductor computes it, and the activation with it at no extra cost."""
+    """A product of two results needs both, so Inductor computes it, and computes the activation in the same kernel at
+    no extra cost."""
     group = torch.distributed.group.WORLD
     x, gate, up = half(ROWS, K), half(N, K), half(N, K)
     (alone,) = planned(
@@ -104,7 +105,8 @@ def test_silu_alone_and_a_gated_product(two: None) -> None:
 
 
 def test_residuals_of_layers(two: None) -> None:
-    """Each sum of a residual stream is read by the next norm and by the next sum, so it is stored."""
+    """Each sum of a residual stream becomes an epilogue. The next norm and the next sum read it, so the kernel stores
+    it."""
     group = torch.distributed.group.WORLD
     weights = [half(K, N), half(N, K)]
 
@@ -121,7 +123,7 @@ def test_residuals_of_layers(two: None) -> None:
 
 
 class Hand:
-    """A gather or a reduction, written by hand; ``result`` of ``[rows, N]``."""
+    """A hand-written graph of a gather or a reduction. ``result`` has the shape ``[rows, N]``."""
 
     def __init__(self, kind: str = "gather") -> None:
         self.g = HandGraph()
@@ -191,8 +193,8 @@ def test_near_misses(name: str) -> None:
         assert not any(h.planned(*left_alone()[name](h)))
 
 
-def test_of_a_longer_chain_the_part_that_is_known() -> None:
-    """The result is stored, since a matmul and an op that no kernel here computes read it."""
+def test_only_the_supported_part_of_a_chain_becomes_the_epilogue() -> None:
+    """The kernel stores the part's result, which a matmul and an unsupported op read."""
     with fake_group(2):
         h = Hand()
         added = h.call(aten.add.Tensor, h.relu(), h.full)
@@ -201,9 +203,9 @@ def test_of_a_longer_chain_the_part_that_is_known() -> None:
         ]
 
 
-def test_one_node_falls_to_one_site() -> None:
-    """A sum of two reductions is the epilogue of the later one, if the earlier one's result is there by then; else it
-    is nobody's."""
+def test_one_node_belongs_to_one_site() -> None:
+    """A sum of two reductions is the epilogue of the later one if the earlier one's result comes before it. Otherwise
+    it is no epilogue."""
     for early in (True, False):
         with fake_group(2):
             h = Hand("scatter")
@@ -215,14 +217,14 @@ def test_one_node_falls_to_one_site() -> None:
             assert h.planned(total) == [None, ["e0 full: relu(x), add(e0, t0)"] if early else None]
 
 
-def test_what_is_written_in_place_is_read_where_it_stands() -> None:
+def test_a_tensor_that_is_written_in_place_is_not_read_earlier() -> None:
     with fake_group(2):
         h = Hand()
         written = h.call(aten.copy_.default, h.full, h.call(aten.neg.default, h.full))
         assert h.planned(h.call(aten.add.Tensor, h.result, h.full), written) == [None]
 
 
-def test_extra_tensors_of_all_weights_share_the_room() -> None:
+def test_extra_tensors_of_all_weights_share_one_limit() -> None:
     with fake_group(2):
         g = HandGraph()
         gathered = g.gather(g.input(ROWS, K, dtype=BF16))
@@ -230,7 +232,7 @@ def test_extra_tensors_of_all_weights_share_the_room() -> None:
         results = [g.mm(gathered, g.input(K, N, name=f"w{i}", dtype=BF16)) for i in range(3)]
         made = [g.call(aten.mul.Tensor, result, row) for result, row in zip(results, rows)]
         g.graph.output(tuple(made))
-        # Inputs come first in a graph, so an epilogue's operands are there before the gather.
+        # Move the inputs to the start of the graph, so that an epilogue's operands come before the gather.
         first = next(iter(g.graph.nodes))
         for node in reversed([n for n in g.graph.nodes if n.op == "placeholder"][1:]):
             first.append(node)
@@ -248,16 +250,16 @@ def test_a_dynamic_token_count_leaves_pointwise_ops_to_inductor() -> None:
     assert all("epilogue" not in p.parameters for s in report.sites for p in s.decision.plan) and "relu" in report.after
 
 
-def test_the_report_says_it() -> None:
+def test_the_report_shows_the_epilogue() -> None:
     with fake_group(2):
         h = Hand()
         assert "epilogue=['relu(x)']" in render_text(h.g.output(h.relu()).run(schedule="fused", mode="strict"))
 
 
 @pytest.mark.parametrize("epilogue", [True, False], ids=["as planned", "without epilogues"])
-def test_kernels_behind_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matmul, bias, activation and residual are one kernel, as with Inductor's templates. Without epilogues each result
-    has one kernel more."""
+def test_the_number_of_kernels_beside_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matmul, bias, activation and residual are one kernel, as with Inductor's templates. Without epilogues, each
+    result has one more kernel."""
     from torch._inductor.utils import run_and_get_code
 
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
@@ -285,7 +287,7 @@ def after(h: Hand, *outputs: fx.Node) -> str:
 
 
 def test_gather_golden() -> None:
-    """The activation is gone, and the result is a view of the op's."""
+    """The activation is no longer in the graph, and the result is a view of the op's result."""
     with fake_group(2):
         h = Hand()
         check_golden(after(h, h.relu(h.g.view(h.result, 2, ROWS, N))), "fused_epilogue/gather.txt")

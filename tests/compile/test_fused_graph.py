@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites of schedule ``fused`` in the graph: which are refused, and what is written."""
+"""Sites of schedule ``fused`` in the graph: which are refused, and which graph is written for the others."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_one_text_for_every_rank(kind: str, world_size: int) -> None:
 @pytest.mark.parametrize("schedule", ["ring", "fused", "chunked"])
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
 def test_a_second_wait_is_erased_with_the_site(kind: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``wait_tensor(all_gather_tensor(x))``: the functional collective has waited already. Before, the first wait kept
-    the collective alive, so that the rewrite failed and the site ran as written."""
+    """``wait_tensor(all_gather_tensor(x))`` waits twice, because the functional collective has waited already. If the
+    first wait stayed, it would keep the collective, and the rewrite would fail."""
     wait = HandGraph.wait
     monkeypatch.setattr(HandGraph, "wait", lambda made, x: wait(made, wait(made, x)))
     with fake_group(8, 0):
@@ -95,7 +95,7 @@ def refused_sites() -> Iterator[tuple[str, Callable[[], HandGraph], str]]:
 
 
 @pytest.mark.parametrize(("site", "text"), [pytest.param(f, t, id=n) for n, f, t in refused_sites()])
-def test_what_no_kernel_computes_is_refused_with_its_reason(site: Callable[[], HandGraph], text: str) -> None:
+def test_a_site_that_no_kernel_supports_is_refused_with_a_reason(site: Callable[[], HandGraph], text: str) -> None:
     with fake_group(2):
         report = site().run(schedule="fused")
     (found,) = report.sites
@@ -104,7 +104,7 @@ def test_what_no_kernel_computes_is_refused_with_its_reason(site: Callable[[], H
 
 
 @pytest.mark.parametrize("schedule", ["fused", "chunked"])
-def test_the_matmuls_that_an_op_leaves_are_said_and_count(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmuls_that_an_op_leaves_are_reported_and_counted(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
     with fake_group(2):
         (site,) = trained_gather_site().run(schedule=schedule).sites
@@ -120,8 +120,8 @@ def test_the_matmuls_that_an_op_leaves_are_said_and_count(schedule: str, monkeyp
 
 @pytest.mark.parametrize("schedule", ["fused", "chunked"])
 @pytest.mark.parametrize("left_first", [True, False])
-def test_a_count_that_only_the_op_sees_as_dynamic_stays_so(schedule: str, left_first: bool) -> None:
-    """The batch is dynamic and the sequence is gathered. A batched matmul beside the op sees a known number of rows,
+def test_a_token_count_that_is_dynamic_only_for_the_op_stays_dynamic(schedule: str, left_first: bool) -> None:
+    """The batch is dynamic and the sequence is gathered. A batched matmul beside the op has a known number of rows, but
     the op does not."""
     with fake_group(2):
         made = HandGraph()
@@ -145,7 +145,7 @@ def test_a_count_that_only_the_op_sees_as_dynamic_stays_so(schedule: str, left_f
         assert site.decision.plan[0].parameters["matmuls"] == "1 of 2" and len(made.shapes.guards) == before
 
 
-def test_tokens_that_are_columns_are_not_taken_for_a_number() -> None:
+def test_dynamic_tokens_that_are_columns_are_refused() -> None:
     """The transposed product has tokens in its right operand, and a kernel's tensor map needs that operand's size."""
     with fake_group(2):
         made = HandGraph()
@@ -161,7 +161,7 @@ def golden(made: HandGraph) -> str:
 
 
 def test_gather_golden() -> None:
-    """Guards against a gathered tensor that nobody reads, and a collective that is still there."""
+    """Catches a gathered tensor that no node reads, and a collective that is still in the graph."""
     with fake_group(2):
         check_golden(golden(gather_site()), "fused_graph/gather.txt")
 

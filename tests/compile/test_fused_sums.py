@@ -49,19 +49,19 @@ def test_each_product_is_multiplied_in_pieces(name: str) -> None:
     (site,) = found.sites
     assert site.decision.status == "overlapped" and len(site.facts.matmuls) == count and not found.near_misses
     assert "mm_plus_mm" not in found.after and "_c10d_functional" not in found.after
-    # (Of both ranks' slices.)
+    # (There is a matmul for each rank's slice.)
     assert len(re.findall(r"= aten\.(?:add)?mm\.default", found.after)) >= 2 * count
 
 
 @pytest.mark.parametrize("fields", [{"schedule": "keep"}, {"mode": "report"}], ids=["kept", "reported"])
-def test_what_is_kept_stays_one_kernel(fields: dict[str, object]) -> None:
+def test_a_sum_that_is_kept_stays_one_kernel(fields: dict[str, object]) -> None:
     found = report(FUNCTIONS["scatter"][0], **fields)
     assert len(found.sites[0].facts.matmuls) == 2 and found.sites[0].decision.status == "kept"
     assert "mm_plus_mm" in found.after and "aten.mm.default" not in found.after
 
 
 def test_a_rewrite_that_fails_leaves_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph is restored from a copy, which has other nodes."""
+    """The graph is restored from a copy, which has other nodes, and the copy must also have one kernel."""
 
     def fail(self: object, chosen: object) -> None:
         raise RuntimeError("on purpose")
@@ -82,7 +82,7 @@ def test_a_sum_beside_no_collective_stays_one_kernel() -> None:
 
 @pytest.mark.parametrize("schedule", ["ring", "keep"])
 def test_gathered_operands_are_found(schedule: str) -> None:
-    """A gathered tensor times a weight, and times an adapter's two."""
+    """The gathered tensor is multiplied by a weight, and by the two weights of an adapter."""
 
     def adapted(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         gathered = all_gather(x, 0, world())
@@ -97,7 +97,7 @@ def test_gathered_operands_are_found(schedule: str) -> None:
 
 
 def test_it_compiles_and_runs_as_kept() -> None:
-    """Inductor lowers the restored node."""
+    """Inductor can lower the restored node."""
     x, w, y, v = torch.randn(16, 24), torch.randn(24, 8), torch.randn(16, 12), torch.randn(12, 8)
     with torch._inductor.config.patch(max_autotune=True):
         out = torch.compile(FUNCTIONS["scatter"][0], backend="overlap_inductor", options={"schedule": "keep"})(
@@ -107,7 +107,7 @@ def test_it_compiles_and_runs_as_kept() -> None:
 
 
 def test_a_sum_that_cannot_be_taken_apart_leaves_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two sums the second cannot be split; the first is fused into one kernel again."""
+    """The second of two sums cannot be split. Then the first one is fused into one kernel again."""
     computed: list[object] = []
     plain = fused_sums._computed
 

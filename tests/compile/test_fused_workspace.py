@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The symmetric memory that sites of ``fused`` ask for, in the graph and in the report."""
+"""The symmetric memory that sites of ``fused`` request, in the graph and in the report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ pytestmark = pytest.mark.usefixtures("reachable")
 
 def workspace_of(report: OverlapReport, made: HandGraph) -> dict[str, list[list[int]]]:
     agree = next(n for n in made.graph.nodes if n.target is torch.ops.overlap_inductor.agree.default)
-    # The compared plan holds no group's needs, since a rank's other groups have other names on other ranks.
+    # The plan that ranks compare does not hold the bytes of each group, because ranks name their other groups
+    # differently.
     assert set(json.loads(agree.args[1])) == {
         "overlap_inductor",
         "mode",
@@ -42,7 +43,7 @@ def workspace_of(report: OverlapReport, made: HandGraph) -> dict[str, list[list[
     return {agree.args[0]: [numbers for _, *numbers in json.loads(agree.args[3])]}
 
 
-def test_the_plan_asks_for_workspace() -> None:
+def test_the_plan_requests_workspace() -> None:
     """Bytes: the gathered tensor for a gather; every source's shard in whole tiles of 128 rows for a scatter, and twice
     that for an all-reduce. Signals: one for each band, or for each slice of a gather."""
     for site, numbers in (
@@ -55,7 +56,7 @@ def test_the_plan_asks_for_workspace() -> None:
             assert workspace_of(made.run(schedule="fused"), made) == {"0": [numbers]}
 
 
-def test_the_report_says_what_memory_the_sites_hold() -> None:
+def test_the_report_shows_the_memory_that_the_sites_hold() -> None:
     with fake_group(2):
         report = scatter_site().run(schedule="fused")
         kept = scatter_site().run(schedule="keep")
@@ -82,8 +83,8 @@ def test_a_dynamic_token_count_holds_workspace_up_to_the_planned_maximum(monkeyp
     with fake_group(2):
         (site,) = dynamic_site(8192).run(schedule="auto", patterns=("matmul_all_reduce",), max_tokens=9000).sites
         (small,) = dynamic_site(16).run(schedule="auto", max_tokens=9000).sites
-    # The plan names a schedule for few and one for many tokens, whatever the example's count. (16 rows are one tile of
-    # 128.)
+    # The plan names a schedule for few and one for many tokens, whatever the example's count is. (16 rows are one tile
+    # of 128.)
     assert (
         [p.schedule for p in site.decision.plan]
         == ["small_message", "keep", "fused", "keep"]
@@ -99,7 +100,7 @@ def test_a_dynamic_token_count_holds_workspace_up_to_the_planned_maximum(monkeyp
     assert few.parameters["beyond"] == ["fused", many.parameters["settings"]] and few.parameters["norm"] is False
 
 
-def test_the_largest_sites_are_kept_where_workspace_is_short() -> None:
+def test_sites_that_do_not_fit_the_workspace_limit_are_refused() -> None:
     with fake_group(2):
         (large,), (small,) = (
             m.run(schedule="fused", workspace_limit=1).sites

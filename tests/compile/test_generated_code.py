@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor's code for the steps: their order, what is fused into a chunk, and that nothing in flight is freed or
-reused."""
+"""Inductor's code for a ring's steps: their order, the ops that are fused into a chunk, and that no buffer in flight is
+freed or reused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EVENTS = {
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the comparison of plans: one process plays all ranks, and nobody else publishes one."""
+    """Skip the comparison of plans, because this process is the only rank that publishes one."""
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
 
 
@@ -65,8 +65,8 @@ def world() -> Any:
 
 
 def test_bias_and_activation_are_fused_into_each_chunk() -> None:
-    """One matmul (with its bias) and one pointwise kernel a chunk, each under the next hop, written in place: nothing
-    is left for the end."""
+    """Each chunk has one matmul (with its bias) and one pointwise kernel, which run under the next hop. They write into
+    the result, so no kernel is left for the end."""
     lines = lines_of(
         lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, world()), w)) * 2, (16, 32), (32, 24), (24,)
     )
@@ -76,8 +76,8 @@ def test_bias_and_activation_are_fused_into_each_chunk() -> None:
 
 
 def test_gated_mlp_in_chunks() -> None:
-    """``silu(gate) * up`` needs both matmuls of a chunk; where the halves are saved for backward they too are written
-    in place."""
+    """``silu(gate) * up`` needs both matmuls of a chunk. If the halves are saved for backward, they are also written in
+    place."""
 
     def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gathered = all_gather(x, 0, world())
@@ -90,22 +90,23 @@ def test_gated_mlp_in_chunks() -> None:
     assert "empty_strided_cpu((16, 24)" not in "\n".join(lines)
 
 
-def test_what_is_fused_elsewhere_stays_there() -> None:
-    """A scale in front of a softmax is free in the softmax's kernel: taken into the chunks it would cost a pass over
-    the memory."""
+def test_an_op_that_is_fused_elsewhere_stays_there() -> None:
+    """A scale before a softmax costs nothing in the softmax's kernel. In the chunks, it would read and write the memory
+    once more."""
     lines = lines_of(lambda x, w: torch.softmax(all_gather(x, 0, world()) @ w * 2, 1), (16, 32), (32, 24))
     assert events(lines) == ["start", "mm", *["step", "mm"] * (WORLD_SIZE - 1), "pointwise"]
 
 
 def test_order_of_a_reduction() -> None:
-    """Each partial is sent before the next is computed, the own one comes last, and only the sum remains after it."""
+    """Each partial sum is sent before the next is computed. The rank's own partial sum comes last, and only the
+    addition follows it."""
     lines = lines_of(lambda x, w: reduce_scatter(x @ w, "sum", 0, world()), (128, 32), (32, 24))
     assert events(lines) == ["start", *["mm", "send"] * (WORLD_SIZE - 1), "mm", "wait", "pointwise"]
 
 
 def test_cast_before_a_reduction_is_fused_into_each_chunk() -> None:
-    """What stands between a matmul and its reduction is computed on the partial that is sent, not on a whole matrix
-    first."""
+    """Ops between a matmul and its reduction are computed on each partial sum before it is sent, not on the whole
+    matrix."""
     lines = lines_of(lambda x, w: reduce_scatter((x @ w).relu().bfloat16(), "sum", 0, world()), (128, 32), (32, 24))
     assert events(lines) == [
         "start",
@@ -118,7 +119,7 @@ def test_cast_before_a_reduction_is_fused_into_each_chunk() -> None:
 
 
 def test_chunks_are_read_in_place() -> None:
-    """A copy of each slice would cost what the overlap gains."""
+    """A copy of each slice would cost as much time as the overlap saves."""
     lines = lines_of(lambda x, w: all_gather(x, 1, world()) @ w, (1, 16, 32), (32, 24))
     assert events(lines) == ["start", "mm", *["step", "mm"] * (WORLD_SIZE - 1)]
     lines = lines_of(lambda x, w: reduce_scatter(x @ w, "sum", 1, world()), (1, 128, 32), (32, 24))
@@ -126,7 +127,7 @@ def test_chunks_are_read_in_place() -> None:
 
 
 def test_max_autotune_applies_to_the_chunks() -> None:
-    """The user's options reach the chunks' matmuls; autotuning one of them must not disturb the order."""
+    """The user's options reach the chunks' matmuls, and autotuning must not change the order."""
     fn = lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, world()), w))  # noqa: E731
     lines = lines_of(
         fn, (16, 32), (32, 24), (24,), options={"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}
@@ -135,7 +136,8 @@ def test_max_autotune_applies_to_the_chunks() -> None:
 
 
 def branches(collective: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Work of the same sizes beside the site: buffers for the allocator to reuse, kernels for the scheduler to move."""
+    """A function with work of the same sizes beside the site: buffers that the allocator could reuse, and kernels that
+    the scheduler could move."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         early = torch.sin(z @ v)
@@ -170,7 +172,7 @@ def branches(collective: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -
     ],
 )
 def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Tensor], numerics: str) -> None:
-    """A buffer handed to a transfer and written by another kernel before the wait: wrong numbers, now and then."""
+    """Catches a buffer that is freed or reused while a transfer uses it. Results would be wrong from time to time."""
     sub_chunks = 2
     lines = lines_of(
         branches(collective), (64, 32), (32, 24), (64, 32), (32, 24), sub_chunks=sub_chunks, numerics=numerics
@@ -186,7 +188,7 @@ def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Te
         if match := re.search(r"(\w+) = torch\.ops\.overlap_inductor\.(?:gather|exchange)_start", line):
             in_flight[match[1]] = {}
         elif (match := re.match(r"(buf\d+) = (buf\d+)$", line)) and match[2] in in_flight:
-            # The name that later lines use for the op's result; the first name is deleted at once.
+            # Later lines use the new name for the op's result. The first name is deleted at once.
             in_flight[match[1]] = in_flight.pop(match[2])
         elif match := re.search(r"exchange_send\.default\(buf\d+, (buf\d+), (.*?), \[[\d, ]*\], (\d+), '(\w+)'", line):
             # A broadcast copies the piece into its place in the buffer, and sends from there.
@@ -202,7 +204,7 @@ def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Te
         ):
             for hop in match[2].split(","):
                 in_flight[match[1]].pop(int(hop))
-            # (An accumulator that travels is waited for before it is sent on: nothing is in flight between its hops.)
+            # (A travelling accumulator is received before it is sent on, so nothing is in flight between its hops.)
             last = (1 if match[3] == "broadcast" else WORLD_SIZE - 1) * sub_chunks - 1
             if not in_flight[match[1]] and int(hop) == last:
                 in_flight.pop(match[1])

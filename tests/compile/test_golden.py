@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report and the graph before and after, word for word, of every spelling and structure; the same on every rank.
+"""Compares the report and the graphs of every spelling and structure with golden files, and between ranks.
 
-The files in ``golden/spellings`` are those of the torch version below. They hold whole graphs for groups of two ranks
-(of spellings A and G for all sizes), and reports for larger groups. On every torch version the text must be the same on
-all ranks.
+The files in ``golden/spellings`` are for the torch version below. They hold whole graphs for groups of two ranks (for
+spellings A and G, for groups of all sizes) and reports for larger groups. On every torch version, the text must be the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tests.support.structures import STRUCTURES
 
 TORCH = "2.13"
 RANKS = {2: (0, 1), 3: (1,), 8: (0, 7), 64: (40,)}
-"""By the number of ranks, those whose text is compared: a first one, a last one and one in the middle."""
+"""``{number of ranks: ranks whose text is compared}``: among them a first one, a last one and one in the middle."""
 GRAPHS: dict[str, tuple[Function, tuple[Make, ...]]] = {
     **{f"spelling {k}": v[:2] for k, v in SPELLINGS.items()},
     **{f"spelling {k}": v for k, v in KEPT.items()},
     **STRUCTURES,
 }
 WITHOUT_OVERLAP_TOO = {"spelling D of unbacked sizes on dim 1": "2.12"}
-"""Graphs that a torch version cannot trace, whatever the backend."""
+"""``{graph: torch version}``. That version cannot trace the graph for any backend."""
 WHOLE = {"spelling A", "spelling G"}
-"""Those whose golden files hold the graph for groups of every size."""
+"""Graphs whose golden files hold the graph for groups of every size."""
 
 
 def file_of(name: str) -> str:
@@ -67,7 +67,7 @@ def text(found: list[OverlapReport], graphs: bool) -> str:
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_golden(name: str) -> None:
-    """Shows any change in what is found, decided, written or reported."""
+    """Catches any change of the sites, decisions, graphs and reports."""
     if (broken := WITHOUT_OVERLAP_TOO.get(name)) and torch.__version__.startswith(broken):
         pytest.skip(f"torch {broken} fails to trace it for backend eager, too")
     pinned = torch.__version__.startswith(TORCH)
@@ -83,7 +83,7 @@ def test_golden(name: str) -> None:
 
 
 def test_no_golden_file_is_left_over() -> None:
-    """A graph was renamed or dropped, or no test names a file."""
+    """Catches a golden file whose graph was renamed or dropped, or that no test names."""
     files = {str(f.relative_to(FOLDER)) for f in FOLDER.rglob("*.txt")}
     graphs = {file_of(name) for name in GRAPHS}
     sources = "".join(f.read_text() for f in FOLDER.parent.rglob("test_*.py"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several groups, the collectives that stay, and the order all ranks must keep."""
+"""Several groups, collectives that stay in the graph, and the order that all ranks must keep."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.spellings import world
 
 
 def test_other_groups_are_left_alone_and_in_order() -> None:
-    """2-D mesh: the tensor-parallel group is overlapped; the data-parallel collectives keep their number, group and
-    order."""
+    """On a 2-D mesh, the tensor-parallel group is overlapped. The data-parallel collectives keep their number, group
+    and order."""
     with fake_group(8, 3), torch.no_grad():
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
@@ -63,7 +63,8 @@ def test_every_rank_of_a_mesh_has_the_text_of_its_group() -> None:
 
 
 def test_kept_collectives_of_the_group_are_chained() -> None:
-    """Rank order: a collective left in place must not be moved across the ring's steps by Inductor's scheduler."""
+    """Inductor's scheduler must not move a kept collective across the ring's steps, because all ranks must call them in
+    one order."""
     with fake_group(2):
         made = HandGraph()
         x, w, g, h = made.input(4, 16), made.input(16, 8, name="w"), made.input(3, name="g"), made.input(3, name="h")
@@ -106,7 +107,7 @@ def test_every_group_agrees_before_any_data_moves() -> None:
 
 
 def test_sites_of_one_group_share_one_chain() -> None:
-    """One agreement a group and graph; every communicating op takes part in one order."""
+    """There is one agreement for each group and graph, and one order of all ops that communicate."""
     report = traced(
         lambda x, w, v: reduce_scatter((all_gather(x, 0, world()) @ w).relu() @ v, "sum", 0, world()),
         (4, 16),
@@ -126,8 +127,8 @@ def test_sites_of_one_group_share_one_chain() -> None:
 
 
 def test_ids_differ_and_stay() -> None:
-    """Reports, traces and graphs join on the id: two equal layers must not share one, nor may it change from run to
-    run."""
+    """Reports, traces and graphs are joined by the id. Two equal layers must not share one, and it must not change from
+    run to run."""
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return all_reduce(all_reduce(x @ w, "sum", world()).relu() @ w, "sum", world())
@@ -136,8 +137,8 @@ def test_ids_differ_and_stay() -> None:
     assert len(set(first)) == 2 and first == second
 
 
-def test_collectives_in_place_of_the_own_op_are_not_touched() -> None:
-    """A collective of the same group without a matmul keeps its arguments."""
+def test_a_collective_without_a_matmul_is_not_changed() -> None:
+    """It keeps its arguments, although the group has an overlapped site."""
     with fake_group(4):
         made = HandGraph()
         started = made.call(c10d.all_gather_into_tensor.default, made.input(3), 4, made.group)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switching on and off: the pass runs in every graph it should, in no other, once, beside what others put there."""
+"""Switching on and off: the pass runs once in each graph in which it should, in no other, and beside other authors'
+passes."""
 
 from __future__ import annotations
 
@@ -140,18 +141,18 @@ def said_by(caplog: pytest.LogCaptureFixture, switch: Callable[[], Any]) -> list
     return [r.getMessage() for r in ours_of(caplog)]
 
 
-def test_enable_names_what_is_compiled_already(caplog: pytest.LogCaptureFixture) -> None:
-    """It would run without overlap, which nobody would see."""
+def test_enable_names_functions_that_are_already_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    """Such a function would keep running without overlap, unnoticed."""
     compiled = torch.compile(compiled_here)
     compiled(torch.ones(2, 2))
     (text,) = said_by(caplog, lambda: overlap_inductor.enable(schedule="ring"))
     assert "compiled_here (test_install.py:" in text and "torch.compiler.reset()" in text
     compiled(torch.ones(2, 2))
-    assert calls == [], "it keeps its code, as the text says"
+    assert calls == [], "the function keeps its code, as the warning says"
     torch.compiler.reset()
     compiled(torch.ones(2, 2))
-    assert len(calls) == 1, "the advice helps"
-    assert said_by(caplog, lambda: overlap_inductor.enable(schedule="ring", dump=None)) == [], "nothing changes"
+    assert len(calls) == 1, "the warning's advice helps"
+    assert said_by(caplog, lambda: overlap_inductor.enable(schedule="ring", dump=None)) == [], "no switch changes"
     assert len(said_by(caplog, lambda: overlap_inductor.enable(schedule="keep"))) == 1
 
 
@@ -162,7 +163,7 @@ def test_enable_names_a_module_of_torch(caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.parametrize("before", ["nothing", "eager", "ours", "reset", "off"])
-def test_enable_says_nothing_where_nothing_keeps_its_code(caplog: pytest.LogCaptureFixture, before: str) -> None:
+def test_enable_does_not_warn_if_nothing_keeps_its_code(caplog: pytest.LogCaptureFixture, before: str) -> None:
     if before != "nothing":
         compiler: Any = {"eager": "eager", "ours": backend}.get(before, "inductor")
         torch.compile(compiled_here, backend=compiler)(torch.ones(2, 2))
@@ -194,7 +195,7 @@ def test_composes_with_a_pass_that_was_there_before(plain: bool) -> None:
 
 @pytest.mark.skipif(not TAKES_LIST, reason="the slot holds lists from torch 2.13")
 @pytest.mark.parametrize("make", [list, tuple])
-def test_composes_with_a_list_and_gives_the_same_one_back(make: Callable[..., Any]) -> None:
+def test_composes_with_a_list_and_restores_the_same_one(make: Callable[..., Any]) -> None:
     user = UserPass()
     theirs = make([user])
     set_slot(theirs)
@@ -208,7 +209,7 @@ def test_composes_with_a_list_and_gives_the_same_one_back(make: Callable[..., An
 
 
 @pytest.mark.skipif(not TAKES_LIST, reason="the slot holds lists from torch 2.13")
-def test_a_pass_appended_after_us_stays_after_we_go() -> None:
+def test_a_pass_that_is_appended_after_ours_stays_after_disable() -> None:
     user = UserPass()
     overlap_inductor.enable()
     set_slot([slot(), user])
@@ -218,7 +219,7 @@ def test_a_pass_appended_after_us_stays_after_we_go() -> None:
     assert pass_slot.members(slot()) == (user,)
 
 
-def test_somebody_who_chains_us_calls_us_and_we_fall_silent_on_disable() -> None:
+def test_another_pass_may_call_ours_which_does_nothing_after_disable() -> None:
     user = UserPass()
     overlap_inductor.enable()
     ours = slot()
@@ -236,7 +237,7 @@ def test_somebody_who_chains_us_calls_us_and_we_fall_silent_on_disable() -> None
 
 
 @pytest.mark.skipif(TAKES_LIST, reason="torch 2.13 and later take a list")
-def test_a_chain_is_cacheable_only_if_each_of_it_is() -> None:
+def test_a_chain_is_cacheable_only_if_each_of_its_passes_is() -> None:
     user = UserPass()
     set_slot(user)
     overlap_inductor.enable()
@@ -268,7 +269,7 @@ def test_replaced_by_an_option_is_noticed(caplog: pytest.LogCaptureFixture) -> N
     assert "now holds UserPass" in caplog.text
 
 
-def test_no_warning_where_the_pass_ran(caplog: pytest.LogCaptureFixture) -> None:
+def test_there_is_no_warning_if_the_pass_ran(caplog: pytest.LogCaptureFixture) -> None:
     overlap_inductor.enable(mode="report")
     with caplog.at_level(logging.WARNING, "overlap_inductor"):
         training().backward()
@@ -276,7 +277,7 @@ def test_no_warning_where_the_pass_ran(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_installed_twice_runs_once_a_graph() -> None:
-    """Installed by enable() and by the backend, or in the slot and inside another pass's chain."""
+    """It may be installed by enable() and by the backend, or another pass may call it twice."""
     overlap_inductor.enable()
     torch.compile(lambda x: x @ x, backend=backend)(torch.ones(2, 2))
     assert len(calls) == 1
@@ -292,7 +293,7 @@ def test_installed_twice_runs_once_a_graph() -> None:
     assert count()["sites_found"] == 2
 
 
-def test_overlap_block_and_what_is_outside() -> None:
+def test_the_pass_runs_inside_an_overlap_block_only() -> None:
     with overlap_inductor.overlap(schedule="ring") as config:
         assert config.schedule == "ring"
         inference()
@@ -302,7 +303,7 @@ def test_overlap_block_and_what_is_outside() -> None:
 
 
 def test_backward_after_the_block_follows_its_forward() -> None:
-    """The backward is compiled by its first run; by then the block, and its configuration, are gone."""
+    """The backward is compiled at its first run, when the block and its configuration have ended."""
     with overlap_inductor.overlap(schedule="ring"):
         loss = training()
     loss.backward()
@@ -318,7 +319,7 @@ def test_backward_follows_its_forward_and_not_the_block_it_runs_in() -> None:
     assert schedules() == ["ring", "ring"]
 
 
-def test_backward_of_a_forward_without_us_stays_without_us(caplog: pytest.LogCaptureFixture) -> None:
+def test_backward_of_a_forward_without_overlap_stays_without_overlap(caplog: pytest.LogCaptureFixture) -> None:
     overlap_inductor.enable()
     with overlap_inductor.overlap(mode="off"):
         loss = training()
@@ -326,7 +327,7 @@ def test_backward_of_a_forward_without_us_stays_without_us(caplog: pytest.LogCap
     assert calls == [] and ours_of(caplog) == []
 
 
-def test_backward_of_a_forward_that_another_pass_kept_us_from() -> None:
+def test_backward_of_a_forward_in_which_another_pass_replaced_ours() -> None:
     overlap_inductor.enable()
     ours = slot()
     set_slot(UserPass())
@@ -337,7 +338,8 @@ def test_backward_of_a_forward_that_another_pass_kept_us_from() -> None:
 
 
 def test_backward_of_a_forward_without_operations() -> None:
-    """Inductor compiles nothing for such a forward, so the pass cannot have seen it; the backward is overlapped."""
+    """Inductor compiles nothing for such a forward, so the pass cannot have seen it. The backward is still
+    overlapped."""
 
     class Double(torch.autograd.Function):
         @staticmethod
@@ -355,7 +357,8 @@ def test_backward_of_a_forward_without_operations() -> None:
 
 
 def test_backward_on_another_thread_follows_its_forward() -> None:
-    """The autograd engine runs CUDA backwards on a thread of its own, where assigned configuration is not seen."""
+    """The autograd engine runs CUDA backwards on its own thread, which does not see the configuration of the forward's
+    thread."""
     with overlap_inductor.overlap(schedule="ring"):
         loss = training()
     in_thread(loss.backward)
@@ -407,7 +410,7 @@ def test_pytorchs_own_pass_is_named_in_the_report() -> None:
     assert "_micro_pipeline_tp" in reporting.all_reports()[-1].notices[0]
 
 
-def test_hooks_say_nothing_outside_a_compile() -> None:
+def test_hooks_return_nothing_outside_a_compile() -> None:
     assert (
         compile_scope.current_graph_name() is None
         and compile_scope.current_phase() is None

@@ -49,8 +49,8 @@ def _columns_gathered(rows: int) -> Callable[[HandGraph], fx.Node]:
     ids=["rows", "a row left over", "few rows", "rows scattered", "few scattered", "sub-chunks of rows", "of few rows"],
 )
 def test_pieces_are_large_enough(program: Callable[[HandGraph], fx.Node], status: str) -> None:
-    """With two sub-chunks a rank, a row that two ranks do not divide was multiplied alone, and sub-chunks of a matmul
-    with gathered columns had 16 rows."""
+    """There are two sub-chunks for each rank. Catches a last row that is multiplied alone because two ranks do not
+    divide the rows, and sub-chunks of only 16 rows in a matmul with gathered columns."""
     with fake_group(2):
         made = HandGraph()
         (site,) = made.output(program(made)).run(sub_chunks=2).sites

@@ -45,8 +45,8 @@ def scales(row_wise: bool, rows: int, columns: int) -> tuple[torch.Tensor, torch
 @pytest.mark.parametrize("row_wise", [False, True])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_spelling_f_fp8_gathered_as_bytes(row_wise: bool, dim: int) -> None:
-    """fp8 is gathered as uint8. The views of the bits, and the row-wise scales, which must be cut with the rows, hid
-    the site."""
+    """fp8 is gathered as uint8. Neither the views of the bits nor row-wise scales may hide the site, and the scales
+    must be cut with the rows."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return scaled(as_bytes(x, dim).flatten(0, 1), w, a, b)
@@ -84,7 +84,7 @@ def sliced(spans: Sequence[tuple[int, int]], dim: int = 1) -> HandGraph:
 
 @pytest.mark.parametrize("end", ["exact", "open"])
 def test_spelling_d_slices_are_a_gather(end: str) -> None:
-    """The spelling for sizes that are known at run time only; the last slice may be open-ended."""
+    """This is the spelling for sizes that are only known at run time. The last slice may be open-ended."""
     with fake_group(3):
         report = sliced([(0, 2), (2, 4), (4, 6 if end == "exact" else 2**63 - 1)]).run()
     assert summary(report) == [(GATHER, 1, ["mm M"], "overlapped")]
@@ -101,8 +101,8 @@ NOT_PLAIN = {
 
 
 @pytest.mark.parametrize("spans", NOT_PLAIN.values(), ids=NOT_PLAIN)
-def test_what_only_looks_like_a_gather(spans: list[tuple[int, int]]) -> None:
-    """Any cat of slices taken for the plain gather gives wrong numbers; the graph must be left alone."""
+def test_slices_that_only_look_like_a_gather(spans: list[tuple[int, int]]) -> None:
+    """If such a cat of slices is taken for a gather, results are wrong. The graph must be left alone."""
     with fake_group(3):
         made = sliced(spans)
         before = made.text()
@@ -111,7 +111,7 @@ def test_what_only_looks_like_a_gather(spans: list[tuple[int, int]]) -> None:
     assert made.text() == before
 
 
-def test_a_cat_of_something_else_is_no_reason() -> None:
+def test_a_cat_of_another_tensor_is_not_a_near_miss() -> None:
     with fake_group(3):
         made = HandGraph()
         y = made.input(6, 16, name="y")
@@ -121,8 +121,8 @@ def test_a_cat_of_something_else_is_no_reason() -> None:
     assert summary(report) == [] and misses(report) == [("all_gather", "no_matmul")]
 
 
-def test_order_matters_for_splits_too() -> None:
-    """The same through split and getitem."""
+def test_the_order_of_splits_matters_too() -> None:
+    """As for slices: only pieces in the ranks' order are a gather."""
     for order, expected in (((0, 1, 2), [GATHER]), ((0, 2, 1), [])):
         with fake_group(3):
             made = HandGraph()
@@ -134,7 +134,7 @@ def test_order_matters_for_splits_too() -> None:
 
 @pytest.mark.parametrize("starts", [(0, 2, 4), (2, 0, 4), (0, 0, 4)])
 def test_scatter_by_slices(starts: tuple[int, int, int]) -> None:
-    """Slices before a reduce-scatter in another order send rows to the wrong owner."""
+    """If slices before a reduce-scatter are in another order, rows go to the wrong owner."""
     with fake_group(3):
         made = HandGraph()
         y = made.view(made.mm(made.input(24, 16), made.input(16, 8, name="w")), 4, 6, 8)
@@ -148,7 +148,7 @@ def test_scatter_by_slices(starts: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("steps", [(2, 1), (1, 1)])
 def test_scatter_by_slices_with_gaps(steps: tuple[int, int]) -> None:
-    """Every other row: as many rows as the first half, with the same first row."""
+    """A slice of every other row has as many rows as the first half, and the same first row."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(8, 16), made.input(16, 8, name="w"))
@@ -169,7 +169,7 @@ def test_scatter_by_slices_with_gaps(steps: tuple[int, int]) -> None:
     ],
 )
 def test_scatter_of_padded_pieces(value: int, short: int, bias: bool, found: list[str]) -> None:
-    """Uneven shards: only zeros after all rows may be dropped, of a result that is zero where its operands are."""
+    """With uneven shards, only zeros after all rows may be dropped, and only if zero operands give a zero result."""
     with fake_group(2):
         made = HandGraph()
         x, w = made.input(7, 16), made.input(16, 8, name="w")
@@ -188,7 +188,7 @@ def test_scatter_of_padded_pieces(value: int, short: int, bias: bool, found: lis
     ids=["in each of two", "one row in each of two", "columns beside the rows"],
 )
 def test_scatter_of_padded_rows_of_a_batch(shape: tuple[int, ...], code: str | None) -> None:
-    """Rows appended to the middle dim come between the matmul's rows: each batch's after its own."""
+    """Rows that are appended to the middle dim come between the matmul's rows, after the rows of each batch."""
     with fake_group(2):
         made = HandGraph()
         x, w = made.call(aten.reshape.default, made.input(*shape), [-1, 16]), made.input(16, 8, name="w")
@@ -203,8 +203,8 @@ def test_scatter_of_padded_rows_of_a_batch(shape: tuple[int, ...], code: str | N
     assert misses(report) == ([] if code is None else [("reduce_scatter", code)])
 
 
-def test_rows_appended_to_an_unknown_number() -> None:
-    """It is unknown which ranks are short, so the graph is left unchanged."""
+def test_rows_appended_to_an_unknown_number_of_rows() -> None:
+    """It is not known which ranks have fewer rows, so the graph is left unchanged."""
     with fake_group(2) as group:
         (report,) = reports_of(
             lambda x, w: reduce_scatter(torch.nn.functional.pad(x @ w, (0, 0, 0, 1)), "sum", 0, group),
@@ -216,8 +216,8 @@ def test_rows_appended_to_an_unknown_number() -> None:
     assert summary(report) == [] and misses(report) == [("reduce_scatter", "op_between")]
 
 
-def test_rows_cut_from_an_unknown_number() -> None:
-    """Pieces of known size of a tensor of unknown size: the pass adds no guard."""
+def test_rows_cut_from_an_unknown_number_of_rows() -> None:
+    """For pieces of known size of a tensor of unknown size, the pass adds no guard."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(9, 16, dynamic=[0]), made.input(16, 8, name="w"))
@@ -232,7 +232,7 @@ def test_rows_cut_from_an_unknown_number() -> None:
 
 @pytest.mark.parametrize("scatters", [True, False])
 def test_padded_factor(scatters: bool) -> None:
-    """Padding of one factor of a product is data."""
+    """The padding of one factor of a product is data, not padding of a shard."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(8, 16), made.input(16, 8, name="w"))
@@ -244,8 +244,8 @@ def test_padded_factor(scatters: bool) -> None:
 
 
 def test_trim_of_uneven_shards() -> None:
-    """Spelling E by hand: rows cut off the gathered tensor's end are cut off the result, not computed from other
-    rows."""
+    """Spelling E, by hand: rows that are cut off the gathered tensor's end are cut off the result, and not computed
+    from other rows."""
     with fake_group(3):
         made = HandGraph()
         gathered = made.gather(made.input(4, 16))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inductor's passes that run after ours and move nodes: if one is on, each ring is written as one op. If a step of a
-ring was moved all the same, the compile ends with an error."""
+ring is still moved, the compile ends with an error."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_no_ring_is_unrolled_if_a_later_pass_moves_nodes(setting: dict[str, Any]
 
 
 def test_a_moved_step_is_detected() -> None:
-    """A read is moved before the wait for its data, or after a write that it must precede."""
+    """The check finds a read that is moved before the wait for its data, and one that is moved after a write that it
+    must precede."""
     with fake_group(2):
         made = sites()
         made.run()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The residual add and RMSNorm behind an all-reduce: found where graphs of models have them, refused wherever something
-else is computed."""
+"""The residual add and RMSNorm after an all-reduce: found in the graphs of models, and refused if something else is
+computed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_two_layers_of_llama(shape: tuple[int, ...], dtype: torch.dtype, group: 
         )
 
 
-def test_a_norm_that_rounds_later_is_another(group: Any, found: Any) -> None:
+def test_a_norm_that_rounds_later_is_not_found(group: Any, found: Any) -> None:
     norm, weight = torch.nn.RMSNorm(COLUMNS, EPS).bfloat16(), torch.randn(16, COLUMNS).bfloat16()
     assert found(
         lambda x, y: norm(y + all_reduce(x @ weight, "sum", group)),
@@ -94,7 +94,7 @@ def test_a_norm_that_rounds_later_is_another(group: Any, found: Any) -> None:
 
 
 class Hand:
-    """The chain, node by node; each argument replaces one of its parts."""
+    """The chain of residual add and norm, node by node. Each argument of ``norm`` replaces one part."""
 
     def __init__(self) -> None:
         self.g = HandGraph()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that only switches overlap on reads one line for each graph with a collective, as does its second run."""
+"""A program that only switches overlap on prints one line for each graph with a collective, also in its second run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LINE = "graph 0_0 inference: 1 site found, 1 overlapped (1 ring), estimated "
 
 
 def lines(folder: Path, rank: int = 0, **variables: str) -> list[str]:
-    """What the program writes to standard error about graphs."""
+    """The lines about graphs that the program writes to standard error."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OVERLAP_INDUCTOR", "TORCH_LOGS"))}
     kept |= {
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
@@ -58,7 +58,7 @@ def test_one_line_by_default_also_from_a_cache(tmp_path: Path) -> None:
 
 
 def test_torch_logs_shows_it_once(tmp_path: Path) -> None:
-    """With torch's prefix, and with the graphs that have no collective."""
+    """The line has torch's prefix, and there is also a line for the graph without a collective."""
     pretend_installed(tmp_path)
     first, second = lines(tmp_path, TORCH_LOGS="overlap_inductor")
     assert f"] {LINE}" in first and "] graph 1_0 inference: 0 sites found" in second

@@ -42,8 +42,8 @@ def hand_made(kind: str, world_size: int) -> HandGraph:
     return made.output(result)
 
 
-def test_one_text_whatever_a_rank_calls_its_device() -> None:
-    """``cuda:1`` in a node's arguments is a rank number like any other."""
+def test_one_text_for_ranks_with_different_device_numbers() -> None:
+    """``cuda:1`` in a node's arguments would be a rank number in the graph."""
     texts = set()
     for rank in (0, 3):
         with fake_group(4, rank):
@@ -66,7 +66,7 @@ HAND_MADE = ["gather", "gather inner dim", "scatter", "scatter inner dim", "scat
 @pytest.mark.parametrize("kind", HAND_MADE)
 @pytest.mark.parametrize("world_size", [2, 3, 8, 64])
 def test_one_text_for_every_rank(kind: str, world_size: int) -> None:
-    """A rank number in the graph: ranks would compile different code and miss each other's caches, or hang."""
+    """Catches a rank number in the graph: ranks would compile different code, miss each other's caches, or hang."""
     texts = set()
     for rank in sorted({0, 1, world_size // 2, world_size - 1}):
         with fake_group(world_size, rank):
@@ -78,7 +78,7 @@ def test_one_text_for_every_rank(kind: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_one_text_for_every_rank_when_traced(world_size: int) -> None:
-    """The same through Dynamo, whose own tracing must not bring the rank in either."""
+    """The same if Dynamo traces the graph: its tracing must not put the rank into it."""
     texts = set()
     for rank in (0, world_size - 1):
         with fake_group(world_size, rank), torch.no_grad():
@@ -100,8 +100,7 @@ OPS = {
 
 @pytest.mark.parametrize("kind", HAND_MADE)
 def test_node_count_is_bounded_in_a_large_world(kind: str) -> None:
-    """Unrolled steps of 1024 ranks would be thousands of nodes per site; the bound must not be reached by refusing
-    either."""
+    """Unrolled steps of 1024 ranks would be thousands of nodes per site. The site must still be overlapped."""
     with fake_group(1024, 77):
         made = hand_made(kind, 1024)
         before = len(made.graph.nodes)
@@ -120,13 +119,13 @@ def golden(report: OverlapReport) -> str:
 
 
 def test_gather_golden() -> None:
-    """Steps in another order, copies where views were, a reshape that was not there."""
+    """Shows steps in another order, a copy in place of a view, or a new reshape."""
     with fake_group(2):
         check_golden(golden(hand_made("gather", 2).run(sub_chunks=1)), "one_text/gather.txt")
 
 
 def test_gather_on_an_inner_dim_in_parts_golden() -> None:
-    """Which rows of which rank each piece is."""
+    """Shows which rows of which rank each piece has."""
     with fake_group(3, 1):
         check_golden(
             golden(hand_made("gather inner dim", 3).run(sub_chunks=2)), "one_text/gather_on_an_inner_dim_in_parts.txt"
@@ -134,13 +133,13 @@ def test_gather_on_an_inner_dim_in_parts_golden() -> None:
 
 
 def test_scatter_golden() -> None:
-    """Own slice last, one sum in fp32, sends before the next matmul."""
+    """The rank's own slice comes last, partial sums are added once in fp32, and each is sent before the next matmul."""
     with fake_group(2):
         check_golden(golden(hand_made("scatter inner dim", 2).run(sub_chunks=1)), "one_text/scatter.txt")
 
 
 def test_travelling_accumulator_golden() -> None:
-    """Only under allow_hop_rounding; an accumulator visits every rank once."""
+    """With ``allow_hop_rounding``, an accumulator visits every rank once."""
     with fake_group(3):
         check_golden(
             golden(hand_made("scatter", 3).run(sub_chunks=1, numerics="allow_hop_rounding")),
@@ -149,18 +148,18 @@ def test_travelling_accumulator_golden() -> None:
 
 
 def test_reduce_golden() -> None:
-    """The second leg under the next band's matmuls."""
+    """The second leg of a band runs under the next band's matmuls."""
     with fake_group(2):
         check_golden(golden(hand_made("reduce", 2).run(sub_chunks=2)), "one_text/reduce.txt")
 
 
 def test_head_golden() -> None:
-    """Bands of rows, each sent to all ranks."""
+    """Each band of rows is sent to all ranks."""
     with fake_group(2):
         check_golden(golden(hand_made("head", 2).run(sub_chunks=2)), "one_text/head.txt")
 
 
 def test_looping_golden() -> None:
-    """One op for the site where the steps do not fit the budget."""
+    """The site is one op if its steps do not fit the budget."""
     with fake_group(2):
         check_golden(hand_made("gather", 2).run(step_node_budget=1).after, "one_text/looping.txt")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pattern and a schedule that are registered from outside of the package.
+"""A pattern and a schedule that are registered from outside the package (``tests.support.toy_all_to_all``).
 
-Nothing else of the package, its doctor or its bench is told of them (``tests.support.toy_all_to_all``). Each is found,
-planned, rewritten, compared between ranks, reported, shown and offered.
-"""
+The package, its doctor and its bench do not know them otherwise. Their sites are found, planned, rewritten and
+reported; ranks compare them; the doctor shows them and the bench offers them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registering a transport from outside of the package is all that it takes to configure, plan, show and offer it."""
+"""A transport from outside the package needs only to be registered: then it can be configured and planned, the doctor
+shows it, and the bench offers it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ MIB = 1 << 20
 
 
 def _fitted(mib: int, **settings: Any) -> str:
-    """The transport of a gather of shards of so many MiB."""
+    """The transport that is chosen for a gather of shards of ``mib`` MiB."""
     p = ChunkedParameters(132, **settings)
     return chunked_plan.fitted("all_gather_matmul", 8, mib * MIB // 2048, 1024, 1024, 2, 2, p).transport
 
@@ -64,7 +65,7 @@ def test_one_call_offers_it_everywhere(transport: Any, providers: list[str]) -> 
         OverlapConfig(transport=transport.name)
 
 
-def test_it_is_chosen_by_size_only_where_it_says_from_which_on_it_is_fastest() -> None:
+def test_it_is_chosen_by_size_only_if_it_sets_fastest_from() -> None:
     by_size = {1: "sm_push", 2: "copy_engine", 64: "copy_engine"}
     assert {mib: _fitted(mib) for mib in by_size} == by_size
     with toy.registered(toy.Courier()):
@@ -76,14 +77,14 @@ def test_it_is_chosen_by_size_only_where_it_says_from_which_on_it_is_fastest() -
         assert chunked_plan.automatic("all_gather_matmul") == ("copy_engine", "sm_push", "courier")
 
 
-def test_the_plan_of_a_fused_gather_names_another_copier_and_not_the_first() -> None:
+def test_the_plan_of_a_fused_gather_names_a_copier_that_is_not_the_default() -> None:
     with toy.registered(toy.Courier()):
         settings = {name: fused_plan.settings_for("all_gather_matmul", name) for name in ("copy_engine", "courier")}
     assert settings["courier"] == {**settings["copy_engine"], "copier": "courier"}
     assert settings["copy_engine"]["copies_from"] == 0
 
 
-def test_what_is_no_transport_is_refused() -> None:
+def test_an_object_that_is_not_a_transport_is_refused() -> None:
     class Half:
         name = "half"
         moved_by = "nothing"
@@ -98,6 +99,6 @@ def test_what_is_no_transport_is_refused() -> None:
     assert len(registry.transports()) == 4
 
 
-def test_a_graph_of_a_transport_that_is_not_registered_is_an_error_that_names_it() -> None:
+def test_a_transport_that_is_not_registered_is_an_error_that_names_it() -> None:
     with pytest.raises(UnsupportedError, match="transport 'pigeons' is not registered in this process; expected.* p2p"):
         registry.transport_named(Exchanges, "pigeons")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor pads a matmul where a timing on that rank says so. What is found beside a collective does not rest on it."""
+"""Inductor pads a matmul if a measurement on that rank says that it pays. The sites that are found do not depend on
+this."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def _paddings(reports: list[OverlapReport]) -> int:
 
 
 def test_padding_changes_neither_sites_nor_plan() -> None:
-    """Row and column counts of which none is aligned."""
+    """A shard has 7 rows, which is not an aligned size."""
     with fake_group(3):
         for name in cases(3, 4):
             function, shapes, expected = cases(3, 7)[name]
@@ -70,7 +71,8 @@ SMALL = [(7, 18), (18, 10), (10, 18)]
 
 
 def test_padding_elsewhere_renames_no_site() -> None:
-    """Inductor numbers its own nodes; a site of a plain function has no module to be named after."""
+    """Padding changes the numbers in the names of Inductor's nodes. A site of a plain function has no module for its
+    name, but its id must not change."""
     group = torch.distributed.group
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
@@ -98,9 +100,9 @@ def test_padding_of_the_next_matmul_leaves_the_epilogue(budget: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["on", "report"])
-def test_matmuls_elsewhere_are_padded_as_ever(mode: str) -> None:
-    """A softmax keeps the first matmul from the collective; where nothing is rewritten, nothing is asked to stay as it
-    is."""
+def test_matmuls_elsewhere_are_padded_as_before(mode: str) -> None:
+    """A softmax is between the first matmul and the collective, so the first matmul is padded. In mode report nothing
+    is rewritten, so all matmuls are padded."""
     group = torch.distributed.group
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

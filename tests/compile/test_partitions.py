@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Inductor's partitions for CUDA graphs are given, and that a ring's transfer is never captured in halves. Kernels
-of the CPU stand for those of a GPU here."""
+"""Checks the arguments of Inductor's partitions for CUDA graphs, and that a ring's transfer is never captured only in
+part. CPU kernels take the place of GPU kernels here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[type]]]:
-    """Types of what each partition was given, a list a call."""
+    """The types of the arguments of each partition, one list for each call."""
     seen: list[list[type]] = []
 
     def recorded(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
@@ -48,7 +48,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[type]]]:
 
         return call
 
-    # (One process is all ranks: nobody else publishes a plan.)
+    # (Skip the comparison of plans, because no other rank publishes one.)
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
     monkeypatch.setattr(
         BaseSchedulerNode, "is_gpu", lambda node: not isinstance(node.node, GroupRank | ir.AssertScalar)
@@ -59,8 +59,8 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[type]]]:
 
 
 def compiled(function: Callable[..., Any], *shapes: tuple[int, ...], reorders: bool = True, **fields: Any) -> Any:
-    """The report; ``reorders``: Inductor may move what no CUDA graph can hold, as it does for its own CUDA graphs and
-    not for those of others."""
+    """Compile and run ``function``, and return the report. ``reorders``: Inductor may move ops that no CUDA graph can
+    hold, as it does for its own CUDA graphs but not for CUDA graphs that the user captures."""
     settings = {
         "force_disable_caches": True,
         "custom_should_partition_ops": ["overlap_test::beside_graphs"],
@@ -85,8 +85,8 @@ def scattered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def gathered_for_a_late_weight(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The second weight comes out of an op beside graphs that waits for a kernel: until then Inductor runs what is
-    ready, the transfer's begin."""
+    """The second weight is the result of an op that no CUDA graph can hold and that waits for a kernel. Before this op,
+    Inductor runs the ops that are ready, such as the start of the transfer."""
     whole = all_gather(x, 0, dist.group.WORLD)
     return whole @ w, whole @ beside_graphs(w.cos())
 
@@ -101,8 +101,8 @@ def scattered_behind(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, to
 def test_a_partition_is_given_tensors_and_numbers(
     given: list[list[type]], function: Callable[..., Any], reorders: bool
 ) -> None:
-    """The rank's symbol is made by a kernel without a result: its name stands in the list all the same, and CUDA graph
-    trees fail on anything else there."""
+    """The rank's symbol comes from a kernel without a result, whose name is still in the list of inputs. CUDA graph
+    trees fail on inputs that are neither tensors nor numbers."""
     report = compiled(function, (64, 32), (32, 24), reorders=reorders)
     assert given and all(issubclass(kind, torch.Tensor | int) for kinds in given for kind in kinds), given
     assert int in {kind for kinds in given for kind in kinds}
@@ -110,20 +110,20 @@ def test_a_partition_is_given_tensors_and_numbers(
 
 
 @pytest.mark.parametrize("function", [gathered, scattered])
-def test_kernels_that_say_nothing_of_their_views(
+def test_the_rank_is_passed_to_kernels_that_do_not_report_their_symbols(
     given: list[list[type]], function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Triton's templates say nothing: the rank is handed to their partition all the same."""
+    """Triton's templates do not report the symbols of their views. Their partition must still get the rank."""
     monkeypatch.setattr(ir.ExternKernelOut, "get_free_symbol_uses", lambda *_, **__: ir.OrderedSet())
     compiled(function, (64, 32), (32, 24))
     assert int in {kind for kinds in given for kind in kinds}
 
 
 @pytest.mark.parametrize("function", [gathered, scattered])
-def test_the_rank_comes_before_kernels_that_say_nothing(
+def test_the_rank_comes_before_kernels_that_do_not_report_their_symbols(
     given: list[list[type]], function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In whatever order Inductor runs them that their dependencies allow: here with the rank as late as may be."""
+    """This must hold in any order that the dependencies allow. Here the rank comes as late as they allow."""
     monkeypatch.setattr(ir.ExternKernelOut, "get_free_symbol_uses", lambda *_, **__: ir.OrderedSet())
     moved = []
 
@@ -149,8 +149,8 @@ def test_a_transfer_that_would_be_cut_is_not_captured(given: list[list[type]], s
 
 @pytest.mark.parametrize("budget", [4000, 30], ids=["both unrolled", "a looping op, then an unrolled one"])
 def test_the_rank_is_made_before_all_transfers_of_its_group(given: list[list[type]], budget: int) -> None:
-    """Also where another op of the chain stands between the ranks' agreement and the transfer: else what makes the rank
-    cuts it."""
+    """This must hold even if another op of the chain is between the ranks' agreement and the transfer. Otherwise the
+    kernel that makes the rank would cut the transfer."""
 
     def block(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return gathered(torch.relu(scattered(x, w)), v)
@@ -170,10 +170,11 @@ def test_the_rank_is_made_before_all_transfers_of_its_group(given: list[list[typ
         ([["a"], ["b"], ["b"]], [False, True, True], False),
     ],
 )
-def test_what_is_cut(
+def test_a_transfer_is_cut_unless_one_partition_or_the_host_runs_it(
     places: list[list[str]], uncaptured: list[bool], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A transfer with members in two partitions, one or both in a CUDA graph. Only the host may run both."""
+    """A transfer is cut if it has members in two partitions of which one or both are in a CUDA graph. It is not cut if
+    the host runs both partitions."""
 
     class Scheduled:
         def __init__(self, name: str) -> None:
@@ -189,8 +190,9 @@ def test_what_is_cut(
 def test_a_kernel_that_writes_to_a_rotated_place_needs_the_rank(
     given: list[list[type]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inductor asks neither the place's offset nor, of a template, its inputs: what reads is told by inputs, what
-    writes by where its result lies."""
+    """Inductor does not look for symbols in the offset of a kernel's result, nor in a template's inputs. So
+    ``rank_symbol`` looks at inputs, for kernels that read a rotated place, and at results, for kernels that write to
+    one."""
     found: dict[str, set[str]] = {"inputs": set(), "results": set()}
     views = rank_symbol._views
 
@@ -205,6 +207,6 @@ def test_a_kernel_that_writes_to_a_rotated_place_needs_the_rank(
     assert found["inputs"] and found["results"], found
 
 
-def test_a_graph_that_is_cut_beside_its_transfers_is_captured(given: list[list[type]]) -> None:
+def test_a_graph_that_is_cut_outside_its_transfers_is_captured(given: list[list[type]]) -> None:
     report = compiled(scattered_behind, (64, 32), (32, 24))
     assert len(given) > 1 and report.notices == []

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass on the joint graph is one entry of the pipeline: its slot is filled and emptied with the switches, and it is
-part of the cache key."""
+"""A pass on the joint graph is one entry of the pipeline. Switching overlap on and off fills and empties its slot, and
+it is part of the cache key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class CosForSin:
-    """Writes ``cos`` for each ``sin``: seen in the numbers, in gradients too only where it ran on the joint graph."""
+    """Replaces each ``sin`` by ``cos``, which changes the numbers. Gradients show that it ran on the joint graph."""
 
     name = "cos for sin"
 
@@ -71,7 +71,7 @@ def test_it_runs_while_the_switch_is_on(added: CosForSin, trains: bool) -> None:
         found = _compiled()(x)
     assert torch.allclose(found, x.cos() * 3) and len(added.graphs) == 1
     if trains:
-        # (The joint graph holds the backward of sin, which nobody has changed.)
+        # (The joint graph already holds the backward of sin, which the pass has not changed.)
         (gradient,) = torch.autograd.grad(found.sum(), x)
         assert torch.allclose(gradient, x.cos() * 3)
     assert _joint() is None
@@ -99,7 +99,7 @@ def test_by_the_backend(added: CosForSin) -> None:
         assert torch.allclose(found, x.sin() * 5)
 
 
-def test_somebody_elses_pass_stays(added: CosForSin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_authors_pass_stays(added: CosForSin, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs: list[str] = []
 
     class Theirs(torch._inductor.custom_graph_pass.CustomGraphPass):
@@ -118,7 +118,8 @@ def test_somebody_elses_pass_stays(added: CosForSin, monkeypatch: pytest.MonkeyP
 
 
 def test_it_is_part_of_the_cache_key(added: CosForSin) -> None:
-    """Another version of the pass compiles anew; the same one is not run again."""
+    """With another version of the pass, the graph is compiled again. With the same version, the pass does not run
+    again."""
     x = torch.randn(5)
     # (Other tests of this process may have switched the caches off.)
     on = inductor_config.patch(fx_graph_cache=True), torch._functorch.config.patch(enable_autograd_cache=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain program of a graph: kept as bytes, compiled later, in the place of what was overlapped."""
+"""The plain program of a graph is kept as bytes, and compiled later if it must replace the overlapped program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _no_caches() -> Iterator[None]:
 
 @pytest.fixture
 def ranks_differ(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Every graph runs its plain program; the compiled ones, in order."""
+    """Every graph runs its plain program. Returns the compiled plain programs, in order."""
     compiled: list[Any] = []
     compile_plain = plain_program.compile_plain
 
@@ -74,8 +74,8 @@ def _with_a_size_of_the_run(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
 def test_the_plain_program_computes_what_plain_compile_does(
     function: Callable[..., Any], dynamic: bool, ranks_differ: list[Any]
 ) -> None:
-    """The fake group's collectives leave garbage, the same for one seed of memory: so sizes and strides are compared,
-    and the code that ran."""
+    """Collectives of the fake group return uninitialised memory, so the test compares sizes, and checks the code that
+    ran."""
     inputs = [torch.randn(6, 8), torch.randn(8, 5), torch.randn(5, 7)]
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         with overlap_inductor.overlap(schedule="ring"):
@@ -110,7 +110,7 @@ def test_a_backward_finds_what_its_forward_would_have_saved(ranks_differ: list[A
 
 
 def test_results_have_the_strides_that_were_promised() -> None:
-    """A backward was compiled for the strides of the graph whose place the plain one takes."""
+    """The backward was compiled for the result strides of the overlapped graph, which the plain program replaces."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     s0 = ShapeEnv().create_unbacked_symint()
@@ -151,7 +151,7 @@ def test_a_large_tensor_is_taken_from_the_graph_that_holds_it(monkeypatch: pytes
 
 
 def test_without_a_plain_program_nothing_is_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that cannot be kept could not run without overlap where ranks differ."""
+    """A graph that cannot be kept could not run without overlap if ranks differ."""
 
     def fails(*args: Any) -> Any:
         raise TypeError("cannot pickle this")
@@ -165,7 +165,7 @@ def test_without_a_plain_program_nothing_is_overlapped(monkeypatch: pytest.Monke
 
 
 def test_a_call_whose_plan_is_settled_is_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs: no text is parsed, no store is read."""
+    """On GPUs, such a call must not parse text or read the store."""
     from overlap_inductor.facts.exchange import ExchangePlan
     from overlap_inductor.report.report import OverlapReport
 
@@ -185,7 +185,8 @@ def test_a_call_whose_plan_is_settled_is_only_counted(monkeypatch: pytest.Monkey
 
 
 def test_a_dry_run_of_kernels_runs_the_plain_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No peer exists whose memory they could reach; planned for a GPU, compiled as one rank of many."""
+    """In a dry run, one process compiles as one rank of many, planned for GPUs. Kernels cannot run there, because no
+    peer exists."""
     from overlap_inductor.facts.exchange import ExchangePlan
     from overlap_inductor.report.report import OverlapReport
 
@@ -208,7 +209,7 @@ def test_a_dry_run_of_kernels_runs_the_plain_program(monkeypatch: pytest.MonkeyP
 
 
 def test_a_size_that_the_plain_program_was_not_compiled_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own compile may guard on what the overlapped one did not."""
+    """The plain program's compile may add guards that the overlapped program does not have."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -225,7 +226,7 @@ def test_a_size_that_the_plain_program_was_not_compiled_for_is_an_error(monkeypa
     assert plain_program.guarded(plain, [torch.ones(1)]) is plain
 
 
-def test_triton_kernels_are_numbers_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_program_of_another_process_is_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = fx.Graph()
     graph.output((graph.placeholder("x"),))
     gm = fx.GraphModule({}, graph)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a graph's report: strict errors, log lines, trace artifacts, and the report of a failed compile."""
+"""Uses of a graph's report: strict errors, log lines, trace artifacts, and the report of a failed compile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_strict_raises_naming_site_and_reason(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("status", ["kept", "overlapped"])
-def test_strict_does_not_mind_a_site_that_does_not_pay(monkeypatch: pytest.MonkeyPatch, status: str) -> None:
+def test_strict_does_not_raise_for_a_site_that_does_not_pay(monkeypatch: pytest.MonkeyPatch, status: str) -> None:
     monkeypatch.setitem(fake_pass.STATUS, "status", status)
     overlap_inductor.enable(mode="strict")
     inference()
@@ -41,8 +41,8 @@ def test_strict_does_not_mind_a_site_that_does_not_pay(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("mode", ["on", "strict"])
-def test_report_of_a_compile_that_fails_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str) -> None:
-    """It is the one that somebody will want to read; and its error is not to be hidden by a StrictError."""
+def test_the_report_of_a_failed_compile_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str) -> None:
+    """The user will want to read this report. A StrictError must not hide the compile's own error."""
     from torch._inductor.graph import GraphLowering
 
     def broken(*args: Any, **kwargs: Any) -> None:
@@ -59,7 +59,7 @@ def test_report_of_a_compile_that_fails_is_known(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_subgraph_has_a_report_of_its_own() -> None:
-    """Inductor runs its passes on the branches of a cond first; the graph itself must still come out by its name."""
+    """Inductor runs its passes on the branches of a cond first. The graph itself must still be the first report."""
     overlap_inductor.enable()
 
     def fn(flag: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

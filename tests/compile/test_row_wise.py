@@ -18,7 +18,8 @@ from tests.support.row_wise_programs import arguments
 @pytest.mark.parametrize("name", [n for n in PROGRAMS if n not in TRAINED])
 @pytest.mark.usefixtures("two")
 def test_site_is_found(name: str) -> None:
-    """Without row-wise ops, a collective is a near miss: it has no matmul, or an op between does not commute."""
+    """If the finder did not know row-wise ops, each collective would be a near miss: ``no_matmul`` or
+    ``op_between``."""
     function, _, (pattern, matmuls) = PROGRAMS[name]
     report = report_of(function, *arguments(name, 2, torch.Generator()))
     ((found, theirs, status),) = facts(report)
@@ -38,7 +39,7 @@ def test_site_is_found(name: str) -> None:
     ],
 )
 def test_other_schedules_refuse(name: str, schedule: str) -> None:
-    """A schedule of one op would multiply the gathered tensor without its norm."""
+    """Otherwise a schedule of one op would, for example, multiply the gathered tensor without its norm."""
     with fake_group(2), torch.no_grad():
         report = report_of(PROGRAMS[name][0], *arguments(name, 2, torch.Generator()), schedule=schedule)
     (site,) = report.sites

@@ -21,7 +21,7 @@ def golden(made: HandGraph) -> str:
 
 
 def test_gather_golden() -> None:
-    """A gathered tensor that nobody reads, or a collective that is still there."""
+    """Catches a gathered tensor that no node reads, and a collective that is still in the graph."""
     with fake_group(2):
         check_golden(golden(gather_site()), "scaled_graph/gather_2_ranks.txt")
     with fake_group(8):

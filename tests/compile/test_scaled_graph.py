@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 sites (``_scaled_mm``) of schedule ``chunked`` in the graph: which are planned, where their scales go, what
-workspace they ask for, and why others are not."""
+"""fp8 sites (``_scaled_mm``) of schedule ``chunked`` in the graph: where their scales go, which workspace they request,
+and why some sites are refused."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def op_of(made: HandGraph, pattern: str) -> fx.Node:
     return op
 
 
-def test_bytes_that_are_gathered_are_multiplied_as_fp8_and_handed_on_as_bytes() -> None:
-    """One that nobody else reads is not handed on, although a view of its bits stands between."""
+def test_gathered_bytes_are_multiplied_as_fp8_and_returned_as_bytes() -> None:
+    """If no other node reads the gathered tensor, the op does not return it, although a view of its bits is between."""
     for used in (False, True):
         with fake_group(2):
             made = two_weights(used)
@@ -78,7 +78,7 @@ def test_bytes_that_are_gathered_are_multiplied_as_fp8_and_handed_on_as_bytes() 
         assert len(bits) == used
 
 
-def test_an_op_stands_behind_scales_that_are_gathered_behind_it() -> None:
+def test_an_op_is_placed_after_the_gather_of_its_scales() -> None:
     with fake_group(2):
         made = gathered_scales()
         report = made.run(schedule="chunked")
@@ -90,8 +90,9 @@ def test_an_op_stands_behind_scales_that_are_gathered_behind_it() -> None:
     assert miss.reason.code == "no_matmul" and "gathers a scale of" in miss.reason.text
 
 
-def test_scales_lie_as_the_rows_do() -> None:
-    """Rows of a sequence gathered or scattered within its batch go in the ranks' order; so must their scales."""
+def test_scales_are_in_the_order_of_the_rows() -> None:
+    """If a sequence is gathered or scattered within its batch, the op takes rows in the ranks' order. Their scales must
+    be in the same order."""
     with fake_group(2):
         made = HandGraph()
         flat = made.view(made.gather_on(fp8(made, 3, 32, 32), 1), 192, 32)
@@ -100,7 +101,7 @@ def test_scales_lie_as_the_rows_do() -> None:
         op = op_of(made, "all_gather_matmul")
         (scale,) = op.args[4]
         assert op.args[8] is False, (
-            "pieces of what is gathered, joined in front of the matmul, are nothing that someone else reads"
+            "pieces of the gathered tensor that are joined before the matmul do not count as another reader"
         )
         scattered = HandGraph()
         product = multiply(scattered, scattered.view(fp8(scattered, 3, 64, 32), 192, 32), weight(scattered), True)
@@ -116,7 +117,7 @@ def test_scales_lie_as_the_rows_do() -> None:
         )
 
 
-def test_scales_change_sides_where_the_product_is_transposed() -> None:
+def test_scales_change_sides_if_the_product_is_transposed() -> None:
     with fake_group(2):
         made = HandGraph()
         product = multiply(made, fp8(made, 48, 32), weight(made, 32, 64), True)
@@ -136,8 +137,8 @@ def workspace_of(made: HandGraph) -> int:
     return int(nbytes)
 
 
-def test_the_plan_asks_for_workspace_of_what_travels() -> None:
-    """fp8 in a gather, bf16 in a reduction, in bytes."""
+def test_the_plan_requests_workspace_for_the_bytes_that_are_sent() -> None:
+    """A gather sends fp8, and a reduction sends bf16."""
     for site, nbytes in ((gather_site, 64 * 32), (scatter_site, 64 * 48 * 2), (reduce_site, 2 * 64 * 48 * 2)):
         with fake_group(2):
             made = site()
@@ -146,7 +147,8 @@ def test_the_plan_asks_for_workspace_of_what_travels() -> None:
 
 
 def test_a_dynamic_token_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workspace for the most rows; the plain collective below the break-even, which depends on fp8's matmul rate."""
+    """The workspace is for the most rows. Below the break-even, which depends on fp8's matmul rate, the plain
+    collective runs."""
     with fake_group(2):
         made = gathered_scales(16, (0,))
         (forced,) = made.run(schedule="chunked", max_tokens=1000).sites
@@ -165,7 +167,7 @@ def test_a_dynamic_token_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moving.estimate_us["matmul"] == pytest.approx(flops / machine_for("cuda").matmul_flops[1] * 1e6, abs=0.1)
 
 
-def test_auto_takes_chunks_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_chunks_if_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
     with fake_group(2):
         (large,) = gather_site(True, 8192, 8192, 8192).run(schedule="auto").sites
@@ -249,7 +251,7 @@ def refused_sites() -> Iterator[tuple[str, Callable[[], HandGraph], str]]:
 
 
 @pytest.mark.parametrize(("site", "text"), [pytest.param(f, t, id=n) for n, f, t in refused_sites()])
-def test_what_no_op_computes_is_refused_with_its_reason(site: Callable[[], HandGraph], text: str) -> None:
+def test_a_site_that_no_op_supports_is_refused_with_a_reason(site: Callable[[], HandGraph], text: str) -> None:
     with fake_group(2):
         report = site().run(schedule="chunked")
     (found,) = report.sites
@@ -268,7 +270,7 @@ def test_schedules_without_such_ops_say_so(schedule: str, noun: str) -> None:
 
 
 def test_a_scale_that_needs_the_gathered_tensor_makes_no_site() -> None:
-    """The op would need what it returns."""
+    """The op would need its own result as an operand."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.gather(fp8(made, 32, 32))
@@ -284,8 +286,9 @@ def test_a_scale_that_needs_the_gathered_tensor_makes_no_site() -> None:
     )
 
 
-def test_another_matmul_s_scale_may_need_the_gathered_tensor() -> None:
-    """Of two matmuls the one that needs more than the shard is left as it stood, and reads what the op gathered."""
+def test_the_scale_of_another_matmul_may_need_the_gathered_tensor() -> None:
+    """One of two matmuls has a scale that needs the whole gathered tensor. It stays in the graph and reads the tensor
+    that the op returns."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.gather(fp8(made, 32, 32))
@@ -302,7 +305,7 @@ def test_another_matmul_s_scale_may_need_the_gathered_tensor() -> None:
     )
 
 
-def test_sizes_that_the_library_rejects_are_those_that_are_refused() -> None:
+def test_sizes_that_the_library_rejects_are_refused() -> None:
     assert (
         chunked_plan.why_not(FP8, 16, 16, scaled=True) is None
         and chunked_plan.why_not(FP8_WIDE, 16, 16, scaled=True) is None

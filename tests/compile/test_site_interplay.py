@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites that read each other, nodes that a rewrite leaves in the graph, and failures of the pass."""
+"""Sites that read each other, nodes that move with a site, and nodes that a rewrite leaves in the graph."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reach(made: HandGraph) -> None:
         for n in made.graph.nodes
         if n.op == "call_function" and str(n.target).startswith(("aten.", "_c10d")) and n not in wanted
     ]
-    assert dead == [], f"computed for nothing: {dead}"
+    assert dead == [], f"results that are not used: {dead}"
 
 
 def test_a_site_that_feeds_another() -> None:
@@ -117,7 +117,8 @@ def test_a_scale_of_rank_one_keeps_its_promotion() -> None:
 
 
 def test_written_in_place_between_site_and_epilogue() -> None:
-    """The bias is overwritten after the matmul and before it is added: an epilogue moved up would read the old one."""
+    """The bias is overwritten after the matmul and before it is added. An epilogue that moves up would read the old
+    bias."""
     with fake_group(2):
         made = HandGraph()
         bias, newer = made.input(8, name="b"), made.input(8, name="n")
@@ -127,7 +128,7 @@ def test_written_in_place_between_site_and_epilogue() -> None:
     assert [r.code for r in report.sites[0].decision.reasons] == ["mutation"] and report.before == report.after
 
 
-def test_scale_computed_from_what_is_gathered() -> None:
+def test_scale_computed_from_the_gathered_tensor() -> None:
     """A dynamic scale needs the whole gathered tensor before the first chunk."""
     with fake_group(2):
         made = HandGraph()
@@ -137,7 +138,7 @@ def test_scale_computed_from_what_is_gathered() -> None:
     assert facts(report) == [] and codes(report) == ["weight_depends_on_collective"] and report.before == report.after
 
 
-def test_size_of_the_result_is_used_behind_it() -> None:
+def test_size_of_the_result_is_used_after_it() -> None:
     """The epilogue reads a symbolic size of the matmul's output. The pieces need this size before the whole output
     exists."""
     with fake_group(2):
@@ -150,7 +151,7 @@ def test_size_of_the_result_is_used_behind_it() -> None:
 
 
 def test_dynamic_gated_mlp_of_a_sequence() -> None:
-    """Sizes read off the gathered tensor for its views are not needed by the pieces, and need not be moved."""
+    """Views of the gathered tensor read its sizes. The pieces do not need these sizes, so they need not be moved."""
 
     def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gathered = all_gather(x, 1, world())
@@ -166,8 +167,8 @@ def test_dynamic_gated_mlp_of_a_sequence() -> None:
 
 
 def test_broadcast_that_changes_the_rank() -> None:
-    """A pointwise op with an operand of more dims gives a result of more dims. A layout with fewer dims than the result
-    crashed the finder and thereby the compile."""
+    """A pointwise op with an operand of more dims gives a result of more dims. Catches a layout with fewer dims than
+    the result, on which the finder fails."""
     with fake_group(2):
         made = HandGraph()
         scaled = made.call(aten.mul.Tensor, made.gather(made.input(4, 8)), made.input(1, 1, 1, name="s"))
@@ -230,7 +231,7 @@ def test_an_output_gathered_in_another_order() -> None:
     assert report.sites == [] and codes(report) == ["layout"]
 
 
-def test_a_gathers_matmul_stays_with_its_gather_where_it_is_added_to_another_one() -> None:
+def test_a_gathers_matmul_stays_with_its_gather_if_it_is_added_to_another_one() -> None:
     """Both sites are overlapped: the product of the first is the bias of the second."""
     with fake_group(2) as group:
 
@@ -245,7 +246,7 @@ def of_sites(made: HandGraph) -> list[tuple[str, int, str]]:
     return [(s.facts.pattern, len(s.facts.matmuls), s.decision.status) for s in made.run().sites]
 
 
-def test_it_stays_there_where_the_sum_is_no_bias() -> None:
+def test_it_stays_with_its_gather_if_the_sum_is_an_add() -> None:
     """The sum is an ``add`` node, as after ``mm_plus_mm`` is taken apart. A pointwise op is between the gather's matmul
     and the sum."""
     with fake_group(2):
@@ -254,10 +255,12 @@ def test_it_stays_there_where_the_sum_is_no_bias() -> None:
         other = made.mm(made.input(8, 6, name="y"), made.input(6, 6, name="b"))
         made.output(made.scatter(made.call(aten.add.Tensor, made.call(aten.relu.default, gathered), other)))
         assert of_sites(made) == [("all_gather_matmul", 1, "overlapped"), ("matmul_reduce_scatter", 1, "overlapped")]
-        assert "wait_tensor" not in made.text() and made.text().count("relu") >= 2, "the pointwise op is cut"
+        assert "wait_tensor" not in made.text() and made.text().count("relu") >= 2, (
+            "the pointwise op runs on each piece"
+        )
 
 
-def test_it_stays_there_where_the_reduction_begins_before_the_gather() -> None:
+def test_it_stays_with_its_gather_if_the_reduction_begins_earlier() -> None:
     """All-reduces that are added up are one site. It is found at the first all-reduce, before the gather."""
     with fake_group(2):
         made = HandGraph()
@@ -272,7 +275,7 @@ def test_it_stays_there_where_the_reduction_begins_before_the_gather() -> None:
 
 @pytest.mark.parametrize("order", ["gathered first", "gathered last"])
 @pytest.mark.parametrize("kind", ["addmm", "add"])
-def test_both_terms_of_a_sum_are_overlapped_in_whatever_order_they_stand(kind: str, order: str) -> None:
+def test_both_terms_of_a_sum_are_overlapped_in_either_order(kind: str, order: str) -> None:
     """``y @ b + all_gather(x) @ a`` may reach the pass as ``addmm(y @ b, gathered, a)``. Then the bias of the gather's
     matmul is the reduction's own matmul."""
 
@@ -298,27 +301,27 @@ def test_both_terms_of_a_sum_are_overlapped_in_whatever_order_they_stand(kind: s
         assert [(len(s.facts.matmuls), s.decision.status) for s in report.sites] == [
             (1, "kept"),
             (2, "overlapped"),
-        ], "a gather that is kept owns nothing"
+        ], "the reduction takes the matmul of a gather that is kept"
         other = graph()
         report = other.run(patterns=("all_gather_matmul",))
         assert (report.sites[0].facts.pattern, report.sites[0].decision.status) == ("all_gather_matmul", "overlapped")
         reduction = [s.decision.status for s in report.sites[1:]] + codes(report)
         assert reduction == (["shares_nodes"] if (kind, order) == ("addmm", "gathered last") else ["kept"]), (
-            "its sum is computed within the gather's matmul, and it is switched off"
+            "its sum is part of the gather's matmul, or its pattern is switched off"
         )
         sums = {n.target for n in other.graph.nodes} & {aten.addmm.default, aten.add.Tensor}
         assert sums == {aten.addmm.default if kind == "addmm" else aten.add.Tensor}, (
-            "nothing is taken apart for a reduction that is not overlapped"
+            "a sum is not taken apart for a reduction that is not overlapped"
         )
         for fields in ({"mode": "report"}, {"schedule": "keep"}):
             kept = graph()
             before = kept.text()
             assert kept.run(**fields).sites and kept.text() == before, (
-                "a node that was taken apart for no gain is one node again"
+                "a sum that was taken apart in vain must be one node again"
             )
 
 
-def test_a_matmul_that_is_read_elsewhere_is_no_term_of_a_gather_that_is_kept() -> None:
+def test_the_matmul_of_a_kept_gather_is_not_a_term_if_it_is_read_elsewhere() -> None:
     """The reduction takes only its own matmul. It adds the gather's product as a whole tensor, as it does if the gather
     is overlapped."""
     with fake_group(2):
@@ -348,7 +351,7 @@ def test_two_gathers_that_sink(kind: str) -> None:
     assert [s.decision.status for s in report.sites] == ["overlapped"] * 2 and report.notices == []
 
 
-def test_an_operand_of_a_site_that_sinks_is_not_there_yet() -> None:
+def test_a_site_is_refused_if_its_operand_sinks_below_it() -> None:
     with fake_group(2):
         made = HandGraph()
         first, reduced = made.gather(made.input(4, 8)), made.reduce(made.input(8, 8, name="y"))
@@ -359,7 +362,7 @@ def test_an_operand_of_a_site_that_sinks_is_not_there_yet() -> None:
     assert [s.decision.status for s in report.sites] == ["overlapped", "refused"] and report.notices == []
 
 
-def test_a_node_that_moves_up_reads_nothing_that_moves_down() -> None:
+def test_a_site_is_refused_if_a_node_that_moves_up_reads_one_that_moves_down() -> None:
     """The first gather's matmul needs the result of a reduction, so the first gather moves down below the second one.
     An operand of the second site is computed from the first gathered tensor, so that operand cannot be moved up. The
     second site must be refused by a check. Its rewrite must not be tried and fail."""
@@ -381,7 +384,7 @@ def test_a_node_that_moves_up_reads_nothing_that_moves_down() -> None:
 
 
 @pytest.mark.parametrize("kind", ["its operand, too", "twice", "a size known when it runs"])
-def test_a_bias_that_is_not_taken_for_a_term(kind: str) -> None:
+def test_a_bias_that_is_not_a_term(kind: str) -> None:
     """A product that is read twice is not a term of the sum, because it would be computed more than once. An unbacked
     size in the bias's matmul is not a reason to refuse the site."""
     with fake_group(2):
@@ -404,7 +407,7 @@ def test_a_bias_that_is_not_taken_for_a_term(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gather", "reduce", "scatter"])
 @pytest.mark.parametrize("batch", [4, None], ids=["bmm", "mm"])
-def test_a_column_and_a_row_that_lie_alike_are_no_two_terms(kind: str, batch: int | None) -> None:
+def test_a_column_and_a_row_of_the_same_layout_are_not_two_terms(kind: str, batch: int | None) -> None:
     """One product is ``[4, 1]``, the other ``[1, 4]``: their layouts differ only in the place of the dim of size 1. The
     sum of their pieces would broadcast to a square."""
     with fake_group(2):
@@ -418,7 +421,7 @@ def test_a_column_and_a_row_that_lie_alike_are_no_two_terms(kind: str, batch: in
     assert report.sites == [] and codes(report) == ["layout"] and not report.notices
 
 
-def test_sizes_that_are_written_in_two_ways() -> None:
+def test_sizes_that_have_two_forms() -> None:
     """In ``layer``, the batch and the sequence length are dynamic, so the same number of rows may be written as a
     product or as a sum of products. In ``mean``, a guard makes the number of scattered rows one."""
 
@@ -440,7 +443,7 @@ def test_sizes_that_are_written_in_two_ways() -> None:
         assert facts(report) == [("all_gather_matmul", ["mm K"], "overlapped")] and report.notices == []
 
 
-def test_pieces_of_what_is_gathered_in_another_order_are_no_shards() -> None:
+def test_pieces_of_a_transposed_gathered_tensor_are_not_shards() -> None:
     """The transposed gathered tensor is split along the dim that was not gathered, into as many pieces as there are
     ranks. So the pieces are not shards. The report gives a reason for this gather, and the pass does not fail."""
     with fake_group(2):
@@ -452,7 +455,7 @@ def test_pieces_of_what_is_gathered_in_another_order_are_no_shards() -> None:
     assert report.sites == [] and codes(report) == ["layout"] and not report.notices
 
 
-def test_a_gather_that_sinks_does_not_move_what_it_replaces() -> None:
+def test_a_gather_that_sinks_does_not_move_a_node_that_it_replaces() -> None:
     """Found by a random program. One tensor is gathered along an inner dim and also reduced, and the two results are
     multiplied. The wait of the reduction comes after that of the gather."""
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites of schedules ``small_message``, ``chunked`` and ``wave_groups`` in the graph: when they are chosen, what is
-written, what is left alone."""
+"""Sites of schedules ``small_message``, ``chunked`` and ``wave_groups`` in the graph: when each schedule is chosen,
+which op is written, and which sites are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ prims = torch.ops.prims
 
 @pytest.fixture(autouse=True)
 def _reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs of one machine."""
+    """Pretend that ranks reach each other's memory, as GPUs of one machine do, and that kernels can run."""
     monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
     monkeypatch.setattr(symmetric, "why_no_kernels", lambda device: None)
 
@@ -78,8 +78,9 @@ def test_a_norm_is_written_with_its_all_reduce() -> None:
     assert piece.parameters == {"settings": "{}", "norm": True} and piece.tokens == (0, None)
 
 
-def test_a_matmul_does_not_move_behind_a_write_to_its_operand() -> None:
-    """The op with the norm is placed before the add; the matmul would read what is written in between."""
+def test_a_matmul_does_not_move_after_a_write_to_its_operand() -> None:
+    """The op with the norm would be placed at the add, after the write, and its matmul would read the new operand. So
+    the op without the norm is used."""
 
     def overwritten(made: HandGraph) -> None:
         x, other = next(n for n in made.graph.nodes if n.name == "x"), made.input(6, 16, name="y", dtype=BF16)
@@ -94,8 +95,8 @@ def test_a_matmul_does_not_move_behind_a_write_to_its_operand() -> None:
     )
 
 
-def test_two_all_reduces_before_one_norm_are_both_overlapped_and_neither_takes_it() -> None:
-    """They are of two groups, so they are not one sum."""
+def test_two_all_reduces_before_one_norm_are_overlapped_without_it() -> None:
+    """The all-reduces are of two groups, so they are not one site."""
     with fake_group(2) as first:
         second = dist.new_group([0, 1])
         made = HandGraph()
@@ -148,7 +149,7 @@ def test_one_op_serves_a_site(schedule: str, pattern: str, transport: str) -> No
         ("chunked", lambda made: made.gather(product(made, "x")), "computes matmul_all_gather"),
     ],
 )
-def test_what_a_schedule_does_not_compute_is_refused_with_its_reason(
+def test_a_site_that_a_schedule_does_not_support_is_refused_with_a_reason(
     schedule: str, made: Callable[[HandGraph], fx.Node], text: str
 ) -> None:
     with fake_group(2):
@@ -160,10 +161,10 @@ def test_what_a_schedule_does_not_compute_is_refused_with_its_reason(
 @pytest.mark.parametrize(
     ("pattern", "schedule"), [("scatter", "wave_groups"), ("reduce", "wave_groups"), ("gather", "keep")]
 )
-def test_auto_takes_groups_of_waves_where_peers_are_out_of_reach(
+def test_auto_takes_groups_of_waves_if_peers_are_out_of_reach(
     monkeypatch: pytest.MonkeyPatch, pattern: str, schedule: str
 ) -> None:
-    """It does not take the ring, which was slower than the plain graph there."""
+    """It must not take the ring, which was slower than the plain graph in measurements."""
     monkeypatch.setattr(
         symmetric, "why_no_symmetric_memory", lambda ranks, device: "this GPU cannot reach the memory of GPUs (1,)"
     )
@@ -180,9 +181,9 @@ def test_auto_takes_groups_of_waves_where_peers_are_out_of_reach(
     assert [p.schedule for p in site.decision.plan] == [schedule], site.decision
 
 
-def test_peers_are_out_of_reach_in_one_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known of the link between machines; and of two pairs joined by NVLink, each pair is a group that
-    reaches its peer."""
+def test_peers_are_out_of_reach_only_within_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on other machines do not count, because the link between machines is not known. Of four GPUs that NVLink
+    joins in pairs, each pair is a group whose peers are in reach."""
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a // 2 == b // 2)
     symmetric._all_cut_off.cache_clear()

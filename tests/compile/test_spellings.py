@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every spelling of a gather or a scatter that frameworks give is one site."""
+"""Every spelling of a gather, a scatter or an all-reduce that frameworks use becomes one site."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.structures import ScatterTokens
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.usefixtures("two")
 def test_spelling(spelling: str) -> None:
-    """A spelling that is no longer seen through, or is taken for another dim, pattern or role."""
+    """Catches a spelling that is no longer found, or that is found with another dim, pattern or role."""
     fn, arguments, expected = SPELLINGS[spelling]
     report = report_of(fn, *[a() for a in arguments])
     assert summary(report) == [(*expected, "overlapped")]
@@ -46,14 +46,14 @@ def test_spelling(spelling: str) -> None:
     ids=["before", "after"],
 )
 def test_spelling_l_all_to_all_is_a_near_miss(fn: Function) -> None:
-    """An all-to-all dropped from the report without a word, or taken for a gather."""
+    """Catches an all-to-all that is missing in the report or is taken for a gather."""
     report = report_of(fn, x2(), weight())
     assert summary(report) == [] and misses(report) == [("all_to_all", "pattern_not_available")]
 
 
 @pytest.mark.usefixtures("two")
 def test_spelling_k_change_of_shards_is_a_near_miss() -> None:
-    """``Shard(i) -> Shard(j)`` is an operator of its own and was not reported at all."""
+    """``Shard(i) -> Shard(j)`` has its own operator. Catches a report without it."""
     report = report_of(
         lambda x, w: torch.ops._dtensor.shard_dim_alltoall(x @ w, 0, 1, world().group_name), x2(), weight()
     )
@@ -61,8 +61,7 @@ def test_spelling_k_change_of_shards_is_a_near_miss() -> None:
 
 
 def test_spelling_o_backward_of_a_row_wise_layer() -> None:
-    """One gathered gradient feeds dgrad (gathered on M) and wgrad (gathered on the contraction): both belong to the one
-    site."""
+    """One gathered gradient feeds dgrad (gathered on M) and wgrad (gathered on K). Both belong to one site."""
     with fake_group(2):
         x, w = x2().requires_grad_(), weight().requires_grad_()
         forward, backward = reports_of(lambda x, w: ScatterTokens.apply(x.relu() @ w).relu(), x, w)
@@ -73,7 +72,7 @@ def test_spelling_o_backward_of_a_row_wise_layer() -> None:
 
 
 def test_backward_of_a_column_wise_layer() -> None:
-    """The gathered activation is saved for backward, and the gradient is scattered there."""
+    """Forward has a gather. Backward scatters the gradient."""
     with fake_group(2):
         x, w = x2().requires_grad_(), weight().requires_grad_()
         forward, backward = reports_of(lambda x, w: (GatherTokens.apply(x) @ w).relu(), x, w)
@@ -82,7 +81,7 @@ def test_backward_of_a_column_wise_layer() -> None:
 
 
 def test_unbacked_token_count_is_found_and_refused() -> None:
-    """A size only known at run time must reach legality as a site, and no guard may be put on it."""
+    """A gather whose size is only known at run time must be a site that a check refuses, and not a near miss."""
     with fake_group(2):
         made = HandGraph()
         report = made.output(made.mm(made.gather(made.unbacked_input(16)), made.input(16, 8, name="w"))).run()
@@ -93,7 +92,7 @@ def test_unbacked_token_count_is_found_and_refused() -> None:
 
 
 def test_spelling_i_scattered_result_saved_for_backward() -> None:
-    """The collective itself, not only its wait, is an output: other passes silently drop the site."""
+    """The collective itself is an output, and not only its wait. The site must still be overlapped."""
     with fake_group(2):
         made = HandGraph()
         started = made.call(

@@ -21,11 +21,12 @@ from tests.support.hand_graph import aten
 
 BUDGET = 3000
 OP_NODES = 10
-"""A looping op with its views, results and token."""
+"""Nodes of a looping op: the op with its views, results and token."""
 
 
 def backward(layers: int) -> HandGraph:
-    """Layers of a backward graph: dgrad and wgrad on one gathered gradient, and the next layer's scattered one."""
+    """Layers of a backward graph. Each gathers a gradient, computes dgrad and wgrad with it, and scatters the next
+    layer's gradient."""
     made = HandGraph()
     gradient = made.input(4, 16, name="g")
     saved = [
@@ -46,7 +47,7 @@ def unrolled(report: OverlapReport) -> list[bool]:
 
 @pytest.mark.parametrize(("world_size", "layers"), [(8, 80), (64, 80), (1024, 80)])
 def test_eighty_layers_stay_within_the_budget(world_size: int, layers: int) -> None:
-    """No site is lost where steps do not fit, and the graph does not grow with the number of ranks."""
+    """A site whose steps do not fit is still overlapped, and the graph does not grow with the number of ranks."""
     with fake_group(world_size, 1):
         made = backward(layers)
         before = len(made.graph.nodes)
@@ -60,7 +61,7 @@ def test_eighty_layers_stay_within_the_budget(world_size: int, layers: int) -> N
     assert added <= BUDGET + OP_NODES * 2 * layers
     chosen = unrolled(report)
     assert any(chosen) == (world_size < 1024) and not all(chosen)
-    # The first gathers are unrolled; the rest of the budget may hold a smaller site further on.
+    # The first gathers are unrolled. The rest of the budget may suffice for a smaller site that comes later.
     gathers = chosen[::2]
     assert gathers == sorted(gathers, reverse=True)
     assert report.after.count("overlap_inductor.all_gather_matmul.default(") == gathers.count(False)
@@ -68,7 +69,7 @@ def test_eighty_layers_stay_within_the_budget(world_size: int, layers: int) -> N
 
 
 def calls_of_the_pass(world_size: int) -> int:
-    """Function calls of the pass on a graph whose sites all become looping ops."""
+    """The number of function calls that the pass makes on a graph whose sites all become looping ops."""
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -93,7 +94,7 @@ def test_the_pass_takes_no_longer_in_a_larger_group() -> None:
 
 
 def looked_at(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Nodes that gathers are followed to, and that are asked whether they belong to an epilogue."""
+    """The number of nodes that the finder visits on its walks: users of gathers, and candidates for an epilogue."""
     seen: list[object] = []
     walk = tools.walk
 
@@ -107,15 +108,15 @@ def looked_at(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(seen)
 
 
-def test_finding_a_site_looks_at_what_is_behind_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not at the rest of the graph: finding took three seconds for 80 layers when each was followed to the graph's
-    end."""
+def test_finding_a_site_visits_only_the_nodes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of visited nodes grows with the number of layers, and not with its square. When each gather was
+    followed to the end of the graph, finding took three seconds for 80 layers."""
     assert looked_at(40, monkeypatch) == 2 * looked_at(20, monkeypatch) > 0
 
 
 @pytest.mark.parametrize("layers", [10, 40])
 def test_a_graphs_collectives_are_read_once(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with sums of all-reduces. Read once for each term, 160 sites took two seconds."""
+    """This holds with sums of all-reduces, too. When they were read once for each term, 160 sites took two seconds."""
     read = []
     find = collectives.find_collectives
     monkeypatch.setattr(collectives, "find_collectives", lambda graph: read.append(1) or find(graph))
@@ -139,8 +140,8 @@ def test_all_ranks_unroll_the_same_sites() -> None:
 
 
 @pytest.mark.parametrize("budget", [220, 4000])
-def test_a_site_without_a_looping_op_is_served_first(budget: int) -> None:
-    """If sites that can become looping ops took the budget first, it would be refused."""
+def test_a_site_without_a_looping_op_gets_its_budget_first(budget: int) -> None:
+    """If sites that can become looping ops took the budget first, this site would be refused."""
     with fake_group(4):
         made = HandGraph()
         outs = [
@@ -157,7 +158,7 @@ def test_a_site_without_a_looping_op_is_served_first(budget: int) -> None:
 
 
 def test_dgrad_and_wgrad_in_one_looping_op() -> None:
-    """One ring for both matmuls; the gathered tensor itself is still there for another reader."""
+    """There is one ring for all matmuls, and the op also returns the gathered tensor for another reader."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.gather(made.input(4, 16))
@@ -170,9 +171,9 @@ def test_dgrad_and_wgrad_in_one_looping_op() -> None:
     assert "_c10d_functional" not in report.after and "permute" not in report.after
 
 
-def test_a_dynamic_token_count_is_compared_where_tokens_are_contracted() -> None:
-    """The op counts a shard's rows, which are tokens for dgrad and wgrad, but not if columns of the contracted dim are
-    gathered."""
+def test_a_dynamic_token_count_can_be_compared_if_tokens_are_contracted() -> None:
+    """The op compares a shard's rows with the break-even. For dgrad and wgrad, rows are tokens. If columns of the
+    contracted dim are gathered, they are not."""
     with fake_group(2):
         for transposed, status in ((True, "overlapped"), (False, "kept")):
             made = HandGraph()
@@ -192,8 +193,9 @@ def test_a_dynamic_token_count_is_compared_where_tokens_are_contracted() -> None
     ("kind", "status"),
     [("activation", "overlapped"), ("narrowed", "overlapped"), ("widened", "refused"), ("read elsewhere", "refused")],
 )
-def test_pointwise_ops_before_the_matmul_are_of_the_shards(kind: str, status: str) -> None:
-    """Their result is then gathered: it must have no more bytes, and nobody else may read the gathered tensor."""
+def test_pointwise_ops_before_the_matmul_are_computed_on_shards(kind: str, status: str) -> None:
+    """Their result is gathered instead of their input, so it must not have more bytes, and no other node may read
+    it."""
     convert = torch.ops.prims.convert_element_type.default
     with fake_group(2):
         made = HandGraph()
@@ -224,9 +226,9 @@ def test_pointwise_ops_before_the_matmul_are_of_the_shards(kind: str, status: st
         ("a number added", "refused"),
     ],
 )
-def test_what_looping_reductions_compute_behind_the_matmul(kind: str, status: str) -> None:
-    """A sum as Inductor writes it (one matmul is the bias of the other), and one change of dtype. A term left out gives
-    a wrong number."""
+def test_ops_after_the_matmul_that_looping_reductions_compute(kind: str, status: str) -> None:
+    """They compute a sum as Inductor writes it (one matmul is the bias of the other), and one change of dtype. Catches
+    a term that is left out."""
 
     def convert(x: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
         return made.call(torch.ops.prims.convert_element_type.default, x, dtype)
@@ -249,7 +251,7 @@ def test_what_looping_reductions_compute_behind_the_matmul(kind: str, status: st
         report = made.output(made.scatter(terms[kind]()), *([y] if "elsewhere" in kind else [])).run(step_node_budget=1)
     assert [f[2] for f in facts(report)] == [status] and report.notices == []
     if "another result" in kind:
-        # Both are multiplied in pieces, or one is, and pieces of the other are added.
+        # Both matmuls are computed in pieces, or only one is, and pieces of the other one's result are added.
         operands, bias = (
             ("[x, x], [v, w], [None, None]", False)
             if kind == "another result added"
@@ -263,7 +265,7 @@ def test_what_looping_reductions_compute_behind_the_matmul(kind: str, status: st
         assert f"torch.{'bfloat16' if kind == 'cast' else 'float32'}, 'sum'" in report.after
 
 
-def test_what_a_looping_op_does_not_cut_is_said_to_be_whole() -> None:
+def test_the_report_gives_the_sub_chunks_of_a_looping_op() -> None:
     """Each shard is multiplied transposed, so sub-chunks would split the contracted dim. The report states the op's own
     parameters."""
     with fake_group(2):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a site's collective feeds and what feeds it: kinds, sums, heads, and what stands between."""
+"""Ops around a site's collective: matmuls of all kinds, sums, heads, and ops between matmul and collective."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.support.spellings import world
 from tests.support.structures import GatheredWeight
 from tests.support.structures import GatherTokens
 
-# What the gathered tensor feeds
+# Readers of the gathered tensor
 
 
 def test_one_gather_feeds_matmuls_of_every_kind() -> None:
-    """A consumer of another kind or role that is dropped from the site would have its operand gathered twice, or after
-    the ring."""
+    """All matmuls that read the gathered tensor belong to one site, whatever their kind and role. For a matmul outside
+    it, the operand would be gathered twice or after the ring."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 16)
@@ -56,7 +56,7 @@ def test_one_gather_feeds_matmuls_of_every_kind() -> None:
     ids=["left M", "left K", "right K", "right N"],
 )
 def test_gathered_on_either_side(role: str, left: tuple[int, ...], dim: int) -> None:
-    """A role mixed up writes pieces into the wrong rows, or does not add what must be added."""
+    """With a wrong role, pieces would go to the wrong rows, or would not be added."""
     with fake_group(2):
         made = HandGraph()
         x = made.call(aten.relu.default, made.input(4, 16))
@@ -72,7 +72,8 @@ def test_gathered_on_either_side(role: str, left: tuple[int, ...], dim: int) -> 
 
 
 def test_gathered_tensor_is_used_elsewhere_too() -> None:
-    """The other user must read the ring's own buffer after the last hop, not a second all-gather."""
+    """The other reader must read the ring's own buffer after the last hop, and not the result of a second
+    all-gather."""
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gathered = all_gather(x, 0, world())
@@ -90,7 +91,7 @@ def test_gathered_tensor_is_used_elsewhere_too() -> None:
 
 
 def test_gathered_tensor_saved_for_backward() -> None:
-    """wgrad needs the gathered activation: saving it must neither stop the site nor keep the collective."""
+    """wgrad needs the gathered activation. Saving it must neither prevent the site nor keep the collective."""
     with fake_group(2):
         x, w = torch.randn(4, 16, requires_grad=True), torch.randn(16, 8, requires_grad=True)
         forward, backward = reports_of(lambda x, w: (GatherTokens.apply(x).relu() @ w).relu(), x, w)
@@ -100,7 +101,7 @@ def test_gathered_tensor_saved_for_backward() -> None:
 
 
 def test_input_of_the_collective_is_an_output() -> None:
-    """The local tensor is read elsewhere, too. A gather may still be overlapped, a reduction may not."""
+    """The collective's input is read elsewhere, too. A gather is still overlapped, but a reduction is refused."""
     gather = traced(lambda x, w: ((y := x.relu()), all_gather(y, 0, world()) @ w), (4, 16), (16, 8))
     assert facts(gather) == [("all_gather_matmul", ["mm M"], "overlapped")]
     reduction = traced(lambda x, w: ((y := x @ w), all_reduce(y, "sum", world())), (4, 16), (16, 8))
@@ -114,7 +115,7 @@ def test_input_of_the_collective_is_an_output() -> None:
 
 
 def test_sum_of_matmuls_into_one_scatter() -> None:
-    """Every term must be cut; a term left whole is added to a slice of another."""
+    """Every term must be cut. Otherwise a whole term would be added to a slice of another."""
     with fake_group(2):
         made = HandGraph()
         x, y = made.input(4, 16), made.input(4, 32, name="y")
@@ -125,7 +126,7 @@ def test_sum_of_matmuls_into_one_scatter() -> None:
 
 
 def test_two_all_reduces_added_are_one() -> None:
-    """Linearity: the sum is reduced once. Where a term is used elsewhere it must not be."""
+    """All-reduces are linear, so their sum is reduced once. If a term is used elsewhere, each must stay a site."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return all_reduce(x @ w, "sum", world()) + all_reduce(x @ v, "sum", world())
@@ -160,7 +161,7 @@ def test_two_all_reduces_added_are_one() -> None:
 
 
 def test_all_reduces_of_other_kinds_are_not_merged() -> None:
-    """A sum and an average added to each other are two reductions."""
+    """A sum and an average that are added to each other stay two sites."""
     report = traced(
         lambda x, w, v: all_reduce(x @ w, "sum", world()) + all_reduce(x @ v, "avg", world()), (4, 16), (16, 8), (16, 8)
     )
@@ -172,22 +173,23 @@ def test_all_reduces_of_other_kinds_are_not_merged() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_sharded_head(dim: int) -> None:
-    """A matmul's output is gathered: logits on the vocabulary dim."""
+    """A matmul's result is gathered, as logits are on the vocabulary dim."""
     report = traced(lambda x, w: all_gather(x @ w, dim, world()), (4, 16), (16, 8))
     assert facts(report) == [("matmul_all_gather", ["mm M"], "overlapped")]
 
 
 def test_sharded_head_whatever_uses_the_logits() -> None:
-    """A matmul behind an op that does not commute made the finder give up before it looked at the producer."""
+    """Catches a finder that stops at a later matmul after an op that does not commute, and does not look at the matmul
+    before the gather."""
     report = traced(lambda x, w, v: torch.cumsum(all_gather(x @ w, 0, world()), 0) @ v, (4, 16), (16, 8), (8, 4))
     assert facts(report) == [("matmul_all_gather", ["mm M"], "overlapped")] and report.near_misses == []
 
 
-# What stands between
+# Ops between matmul and collective
 
 
-def test_what_commutes_is_taken_after_a_gather() -> None:
-    """Cast, scale and activation are applied to each piece; refusing them loses most real sites."""
+def test_ops_that_commute_after_a_gather_are_part_of_the_site() -> None:
+    """Cast, scale and activation are applied to each piece. Without them, most sites of real models would be lost."""
     report = traced(
         lambda x, w, s: (all_gather(x, 0, world()) * s).relu().double() @ w.double(), (4, 16), (16, 8), (1,)
     )
@@ -195,8 +197,8 @@ def test_what_commutes_is_taken_after_a_gather() -> None:
     assert report.after.count("aten.relu.default(") == report.after.count("gather_step.default(") + 1
 
 
-def test_what_commutes_is_taken_before_a_reduction() -> None:
-    """Bias of a column, scale, activation and cast."""
+def test_ops_that_commute_before_a_reduction_are_part_of_the_site() -> None:
+    """The ops are a bias for each column, a scale, an activation and a cast."""
     report = traced(
         lambda x, w, b: all_reduce(((x @ w + b) * 3).relu().double(), "sum", world()), (4, 16), (16, 8), (8,)
     )
@@ -205,8 +207,9 @@ def test_what_commutes_is_taken_before_a_reduction() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_softmax_between_is_refused(dim: int) -> None:
-    """A softmax over rows of all ranks cannot be computed piece by piece; the report must not say 'no matmul'. Over
-    columns it is independent for each row."""
+    """A softmax over the rows of all ranks cannot be computed on pieces, and the report must not say ``no_matmul``. A
+    softmax over columns treats each row by itself. After a gather it is part of the site, but an all-reduce refuses it,
+    because the softmax of partial sums is not linear."""
     after = traced(lambda x, w: torch.softmax(all_gather(x, 0, world()), dim) @ w, (4, 16), (16, 8))
     before = traced(lambda x, w: all_reduce(torch.softmax(x @ w, dim), "sum", world()), (4, 16), (16, 8))
     for report in (after, before)[dim:]:
@@ -215,13 +218,14 @@ def test_softmax_between_is_refused(dim: int) -> None:
 
 
 def test_collective_alone() -> None:
-    """Nothing to hide behind: reported as such, and left in place."""
+    """A collective without a matmul cannot be hidden. It is a near miss, and the graph stays unchanged."""
     report = traced(lambda x: all_reduce(x, "sum", world()) * 2, (4, 16))
     assert facts(report) == [] and codes(report) == ["no_matmul"] and report.before == report.after
 
 
 def test_weight_gather_is_left_to_bucketing() -> None:
-    """FSDP's gathers belong to Inductor's bucketing; a ring for each would be slower. Casts do not hide them."""
+    """FSDP's gathers are left to Inductor's bucketing, because a ring for each would be slower. They are recognised
+    through casts, too."""
 
     module = GatheredWeight(8, 8)
     report = traced(lambda x: x.bfloat16() @ all_gather(module.weight.bfloat16(), 0, world()), (4, 16))
@@ -229,8 +233,8 @@ def test_weight_gather_is_left_to_bucketing() -> None:
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_parameters_are_told_from_activations(trained: bool) -> None:
-    """An activation that is a graph's input, gathered as the right-hand operand, was taken for a weight of FSDP."""
+def test_parameters_are_distinguished_from_activations(trained: bool) -> None:
+    """Catches an activation that is a graph's input and the right operand, and that is taken for an FSDP weight."""
     module = GatheredWeight(8, 8)
 
     def fn(x: torch.Tensor, y: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -242,8 +246,8 @@ def test_parameters_are_told_from_activations(trained: bool) -> None:
 
 
 def test_operand_behind_another_collective() -> None:
-    """Full activation checkpointing gathers the gradient, then recomputes what the weight's gradient needs, then uses
-    both results. Refusing it loses a third of the backward sites."""
+    """With full activation checkpointing, backward gathers the gradient, then recomputes the operand of wgrad from
+    another gather, and then uses both. If such sites were refused, a third of the backward sites would be lost."""
     with fake_group(2):
         made = HandGraph()
         gradient = made.gather(made.input(4, 16, name="g"))
@@ -259,9 +263,9 @@ def test_operand_behind_another_collective() -> None:
     assert ", x," in report.after[starts[0] :].splitlines()[0] and len(starts) == 2
 
 
-def test_what_sinks_with_a_gather_and_stays() -> None:
-    """A gather moves down to its matmuls. An op between them that something else reads stayed above the steps whose
-    buffer it reads, and the rewrite failed."""
+def test_an_op_that_sinks_with_a_gather_and_is_read_elsewhere() -> None:
+    """A gather moves down to its matmuls. An op between them that another node reads, too, must move with it, because
+    it reads the buffer of the gather's steps."""
     with fake_group(2):
         made = HandGraph()
         gradient = made.call(aten.relu.default, made.gather(made.input(4, 16, name="g")))
@@ -270,6 +274,3 @@ def test_what_sinks_with_a_gather_and_stays() -> None:
         weights = made.mm(made.call(aten.permute.default, gradient, [1, 0]), made.call(aten.relu.default, again))
         report = made.output(made.call(aten.mul.Tensor, data, again), weights, gradient).run()
     assert [status for _, _, status in facts(report)] == ["overlapped", "overlapped"] and report.notices == []
-
-
-# Sites that read each other, and what they leave behind

@@ -38,8 +38,8 @@ def test_a_sum_with_two_biases_is_refused() -> None:
 
 @pytest.mark.parametrize("read_elsewhere", [False, True])
 def test_a_sum_that_inductor_made_one_matmul_is_a_sum(read_elsewhere: bool) -> None:
-    """``addmm(x @ a, y, b)`` is Inductor's form of a sum of 2-D matmuls; here of three, the first with a bias of one
-    row. A product that something else reads whole is no term."""
+    """``addmm(x @ a, y, b)`` is Inductor's form of a sum of 2-D matmuls. Here there are three, and the first has a bias
+    of one row. A product that another node reads whole is not a term."""
     with fake_group(2):
         made = HandGraph()
         pairs = [
@@ -60,7 +60,7 @@ def test_a_sum_that_inductor_made_one_matmul_is_a_sum(read_elsewhere: bool) -> N
 
 
 def test_a_sum_scattered_in_chunks_golden() -> None:
-    """Guards against a matmul of the sum that is still there, and a bias that is added to another one."""
+    """Catches a matmul of the sum that is still in the graph, and a bias that is added to the wrong matmul."""
     with fake_group(2):
         report = summed_scatter_site(biased=1).run(schedule="chunked")
         check_golden(report.after, "fused_graph/a_sum_scattered_in_chunks.txt")

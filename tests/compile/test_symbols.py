@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symbolic dims: nothing may tie the graph to the example it was traced with."""
+"""Symbolic dims: the pass must not tie the graph to the sizes of the example."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.support.spellings import world
 
 @pytest.mark.parametrize("kind", ["gather", "gather inner dim", "reduce", "scatter", "head"])
 def test_rows_that_are_a_product_of_symbols(kind: str) -> None:
-    """Batch and tokens both dynamic: M is s0*s1, and no rewrite may need it to be known or tie the graph to its
-    example."""
+    """If both batch and tokens are dynamic, M is ``s0*s1``. No rewrite may need its value or add a guard that other
+    sizes do not satisfy."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 6, 16, dynamic=(0, 1))
@@ -49,7 +49,7 @@ def test_rows_that_are_a_product_of_symbols(kind: str) -> None:
 
 
 def test_two_dynamic_dims_when_traced() -> None:
-    """The same through Dynamo."""
+    """The same if Dynamo traces the graph."""
     with fake_group(2), torch.no_grad():
         x = torch.randn(4, 6, 16)
         for dim in (0, 1):
@@ -60,7 +60,7 @@ def test_two_dynamic_dims_when_traced() -> None:
 
 
 def test_dynamic_shapes_compile_once() -> None:
-    """A guard added by the pass makes every new token count a new compile, on some ranks and not on others."""
+    """If the pass added a guard, a new token count could lead to a new compile, and only on some of the ranks."""
     from torch._dynamo.testing import CompileCounter
     from torch._functorch.aot_autograd import aot_module_simplified
 
@@ -71,7 +71,7 @@ def test_dynamic_shapes_compile_once() -> None:
         frames(module, inputs)
 
         def lower(lowered: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-            # The pass on a copy: what runs afterwards is the plain graph, under the same guards.
+            # Run the pass on a copy. Afterwards the plain graph runs, with the same guards.
             copied = torch.fx.GraphModule(lowered, torch.fx.Graph())
             copied.graph.output(copied.graph.graph_copy(lowered.graph, {}))
             for node, twin in zip(lowered.graph.nodes, copied.graph.nodes, strict=True):
@@ -95,9 +95,9 @@ def test_dynamic_shapes_compile_once() -> None:
     assert facts(report) == [("all_gather_matmul", ["mm M"], "overlapped")], report.notices
 
 
-def test_columns_do_not_tell_how_many_tokens_there_are() -> None:
-    """A looping op that scatters columns counts columns where others count tokens: its run-time threshold would compare
-    the wrong size."""
+def test_no_run_time_threshold_for_a_looping_op_that_scatters_columns() -> None:
+    """A looping op that scatters columns counts columns, while other ops count tokens. Its run-time threshold would
+    compare the wrong size."""
     with fake_group(2):
         for schedule, status, reasons in (("auto", "kept", ["dynamic_shape"]), ("ring", "overlapped", [])):
             made = HandGraph()
@@ -116,8 +116,8 @@ def packed(made: HandGraph, node: Any) -> bool:
     return first.target is torch.ops.overlap_inductor.packed.default
 
 
-def test_a_slice_with_gaps_is_brought_together_before_a_reshape() -> None:
-    """Also a slice of a slice, if either has gaps; but not a slice without gaps, nor one of known sizes."""
+def test_a_slice_with_gaps_is_copied_before_a_reshape() -> None:
+    """A slice of a slice is also copied if either has gaps. A slice without gaps, or of known sizes, is not copied."""
     with fake_group(2):
         made = HandGraph()
         x, fixed = made.input(4, 6, 16, dynamic=(1,)), made.input(4, 6, 16, name="fixed")

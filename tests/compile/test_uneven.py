@@ -28,8 +28,8 @@ MOVES = re.compile(
 
 
 def exchange(report: OverlapReport) -> list[Any]:
-    """What a rank moves: the ops that move data in order, with sizes and texts but without operands' names; and the
-    sites' plans."""
+    """The plan hash, the ops that move data (in order, with sizes and texts, without the names of operands), the sites'
+    plans, and the near misses of a rank."""
     moved = []
     for name, arguments in (m.groups() for m in map(MOVES.search, report.after.splitlines()) if m):
         moved.append((name, re.findall(r"'[^']*'|\[[\d, ]*\]|(?<![\w.])\d+|torch\.\w+", arguments)))
@@ -51,7 +51,7 @@ def exchange(report: OverlapReport) -> list[Any]:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", cases(0, 2))
 def test_ranks_exchange_alike(name: str, world_size: int, fields: dict[str, Any]) -> None:
-    """Catches bands, budgets or ids that depend on what only one rank has."""
+    """Catches bands, budgets or ids that depend on a property of one rank only."""
     found = []
     for rank in range(world_size):
         with fake_group(world_size, rank):
@@ -61,8 +61,8 @@ def test_ranks_exchange_alike(name: str, world_size: int, fields: dict[str, Any]
 
 
 def layer(inner: int, bias: bool, adds: int = 0) -> HandGraph:
-    """A row-wise layer of bf16 on GPUs: ``inner`` columns of a weight, ``bias`` in its matmul, and as many other
-    additions before the all-reduce as asked for."""
+    """A row-wise bf16 layer on GPUs with a weight of ``inner`` rows. ``bias``: the matmul has a bias. ``adds``: number
+    of additions between the matmul and the all-reduce."""
     made = HandGraph()
     x, w = (
         made.on("cuda:0", 8192, inner, dtype=torch.bfloat16),
@@ -76,7 +76,8 @@ def layer(inner: int, bias: bool, adds: int = 0) -> HandGraph:
 
 
 def test_estimates_are_the_same_on_every_rank() -> None:
-    """11008 columns over 3 ranks: estimates of 3670 and of 3668 columns could fall on two sides of a threshold."""
+    """If K is 11008 on 3 ranks, the ranks' own K is 3670 or 3668. Estimates for these could be on two sides of a
+    threshold."""
     with fake_group(3):
         found = []
         for inner, bias in ((3670, True), (3670, False), (3668, False)):
@@ -87,17 +88,17 @@ def test_estimates_are_the_same_on_every_rank() -> None:
 
 @pytest.mark.parametrize("total", [11008, 14336, 28672, 101, 32001, 50257, 128256, 151936])
 @pytest.mark.parametrize("world_size", [2, 3, 5, 6, 8])
-def test_sizes_of_uneven_shards_count_the_same(total: int, world_size: int) -> None:
-    """The usual sizes of models, in groups that do not divide them."""
+def test_sizes_of_uneven_shards_round_to_the_same(total: int, world_size: int) -> None:
+    """Checks the usual sizes of models in groups that do not divide them."""
     shards = {len(c) for c in torch.arange(total).chunk(world_size)}
     assert len({rounded(s) for s in shards}) == 1 or total == 101
     assert all(abs(s - rounded(s)) <= s / 32 for s in shards)
 
 
 @pytest.mark.parametrize("budget", range(20, 90, 10))
-def test_a_bias_of_one_rank_changes_nothing_that_is_unrolled(budget: int) -> None:
-    """The budget is spent alike on all ranks, although a bias that is added after the matmul is one node more in every
-    piece."""
+def test_a_bias_of_one_rank_does_not_change_which_sites_are_unrolled(budget: int) -> None:
+    """All ranks spend the budget in the same way, although a bias that is added after the matmul is one more node in
+    every piece."""
     with fake_group(2):
         reports = [
             layer(2048, bias, adds).run(step_node_budget=budget) for bias, adds in ((False, 0), (True, 0), (False, 1))
@@ -106,9 +107,9 @@ def test_a_bias_of_one_rank_changes_nothing_that_is_unrolled(budget: int) -> Non
     assert unrolled[0] == unrolled[1] == unrolled[2], reports
 
 
-def test_a_fused_gather_is_sliced_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices are pushed and awaited one by one. A rank whose weight has one tile more than its peers' waited for flags
-    that nobody sets."""
+def test_a_fused_gather_is_sliced_alike_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices are pushed and awaited one by one. If a rank's weight has one more tile than its peers' weights, the rank
+    must not wait for the flag of a slice that no peer pushes."""
     monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
     found = []
     for rank, columns in enumerate((2312, 2304)):

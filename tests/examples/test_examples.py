@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples run as a user runs them, on two gloo ranks: their sites, their numbers, and their length."""
+"""Runs every example as a user does, on two gloo ranks, and checks its output. Checks that every example is short."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import transformers  # noqa: F401  (a missing one must be an error here, not in a child)
+import transformers  # noqa: F401  (if it is missing, the error must come from here, not from a child)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# What every example must print, in this order: each of its sites, overlapped, and that the numbers agree.
+# A part of each line that an example must print, in this order: sites, all overlapped, and that numbers agree.
 LINES: dict[str, list[str]] = {
     "dtensor_block": [
         "forward: mlp.0: all_gather_matmul: overlapped",
@@ -56,7 +56,7 @@ def test_every_example_is_run_here_and_is_short() -> None:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Inductor's cache for all examples: most of a first compile is spent on what they share, its C++ headers."""
+    """One Inductor cache for all examples. Most of a first compile goes into C++ headers, which the examples share."""
     return tmp_path_factory.mktemp("cache")
 
 

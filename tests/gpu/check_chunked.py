@@ -4,9 +4,9 @@ chunks and bands, eager calls and CUDA graphs.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_chunked [--calls 60] [--tokens 2048]
 
-Prints one JSON row per setting: the worst error, relative to the error bound of the plain computation in fp32; how many
-calls and replays differ in a bit from the first call; and microseconds of host time. The exit status is 1 if something
-is wrong. (``check_fused --schedule chunked`` checks the same with compiled models.)
+Prints one JSON row per setting: the largest error against the plain computation in fp32, relative to its largest
+element; how many results of calls and of replays differ in a bit from those of the first call; and microseconds of host
+time. The exit status is 1 if something is wrong. (``check_fused --schedule chunked`` checks compiled functions.)
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def settings(pattern: str, world_size: int) -> list[dict[str, Any]]:
 def site(
     pattern: str, tokens: int, some: dict[str, Any], rank: int, world_size: int
 ) -> tuple[Callable[[], list[torch.Tensor]], list[torch.Tensor]]:
-    """What calls the op, and what it should return, in fp32."""
+    """``(function that calls the op, the results it should return, in fp32)``."""
     group, name = dist.group.WORLD, f"{pattern} {tokens} {some}"
     chosen = json.dumps(some, sort_keys=True)
     generator = torch.Generator("cuda").manual_seed(rank)
@@ -121,7 +121,7 @@ def main() -> int:
     rank, world_size = start_rank(PATIENCE_SECONDS)
     chance, failed = random.Random(rank), 0
     for pattern in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-        # The largest first: smaller sites find room in its slots. The last size leaves shards of odd rows.
+        # The largest comes first, so that smaller sites find room in its slots. The last one has shards of 333 rows.
         for tokens in [*sorted(arguments.tokens, reverse=True), 333 * world_size]:
             for some in settings(pattern, world_size):
                 call, expected = site(pattern, tokens, some, rank, world_size)

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on GPUs whose exchanges differ, by every schedule: all must run the plain program, with right results and one
-warning.
+"""Checks ranks on GPUs whose exchanges differ: all must run the plain program, with right results. Prints one JSON row
+per schedule and case.
 
     torchrun --nproc-per-node 3 -m tests.gpu.check_differ [--ranks-share-gpus] [--schedules fused chunked ...]
 
-``--ranks-share-gpus``: several ranks a GPU (``bench.support.gpu_ranks``); gloo ends with a fault in its all-gather and
-reduce-scatter of GPU tensors, so the block has all-reduces only. Each schedule runs one block three times: ``alike``,
-with the same switches on every rank; ``differ``, with a pattern switched off on the last one; and ``alone``, where the
-last rank compiles it again alone, with that pattern off, after all have run it alike, and then goes back. One JSON row
-a case; status 1 where a result is wrong, a case falls back that should not, or does not that should.
+Each schedule runs one block in three cases:
+
+- ``alike``: all ranks have the same switches. They must overlap.
+- ``differ``: the last rank has a pattern switched off. All ranks must run the plain program.
+- ``alone``: after all ranks have run the block with the same switches, the last rank alone compiles it again, with a
+  pattern switched off, and then goes back. In between, all ranks must run the plain program.
+
+The exit status is 1 if a result is wrong, or if a case does not do what it must.
+
+With ``--ranks-share-gpus``, several ranks may share a GPU (``bench.support.gpu_ranks``). The block then has all-reduces
+only, because gloo crashes in an all-gather or reduce-scatter of GPU tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from overlap_inductor.torch_compat.functional_collectives import all_reduce
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 
 SECONDS = 60
-"""For a case; where one hangs, every rank's stacks are printed then."""
+"""Time limit of a case. A rank that exceeds it prints its stacks and ends."""
 SCHEDULES = ("ring", "fused", "chunked", "small_message")
 PATTERNS = {
     "ring": "all_gather_matmul",
@@ -41,13 +47,13 @@ PATTERNS = {
     "chunked": "matmul_reduce_scatter",
     "small_message": "matmul_all_reduce",
 }
-"""What the last rank has switched off."""
+"""The pattern that the last rank switches off. If ranks share GPUs, it switches off ``matmul_all_reduce``."""
 ROWS = {"alike": 256, "differ": 384, "alone": 320}
-"""Of the block's input, by case: each case has plans of its own."""
+"""Rows of the block's input in each case. They differ, so that each case has plans of its own."""
 
 
 def block(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
-    """One site of each pattern that a layer has."""
+    """A block with one site of each of three patterns: gather, scatter and all-reduce."""
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         y = reduce_scatter(torch.relu(all_gather(x, 0, group) @ a) @ b, "sum", 0, group)
@@ -57,7 +63,7 @@ def block(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
 
 
 def shared_block(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
-    """A block of all-reduces, which gloo has for GPU tensors."""
+    """A block with all-reduces only, which gloo supports for GPU tensors."""
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         return all_reduce(torch.relu(all_reduce(torch.relu(x @ a) @ b, "sum", group) / 8) @ c, "sum", group)
@@ -72,7 +78,7 @@ def main() -> int:
     arguments = parser.parse_args()
     rank, world_size = start_rank(seconds=120, share_gpus=arguments.ranks_share_gpus)
     if arguments.ranks_share_gpus:
-        # (The plan asks for a GPU for each rank.)
+        # (Otherwise the planner would refuse ranks that share a GPU.)
         symmetric.why_no_symmetric_memory = lambda ranks, device: symmetric.why_no_kernels(device)
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False

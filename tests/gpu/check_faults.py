@@ -9,7 +9,7 @@ per scenario. ``found`` is the error of rank 0.
     python -m tests.gpu.check_faults --only killed skipped --schedule chunked --pattern matmul_all_reduce
     python -m tests.gpu.check_faults --ranks 3 --ranks-share-gpus --schedule small_message --way two_shot --only uneven
 
-The last rank is the one that fails. Every other rank must be told of the fault, even if none of its kernels waited.
+The last rank is the one that fails. Every other rank must get the error, even if none of its kernels waited.
 With ``--ranks-share-gpus``, several ranks may share a GPU, and NCCL is not used. The ranks of all scenarios import and
 compile at the same time, and then wait for their turn.
 """
@@ -33,21 +33,29 @@ from tests.gpu.fault_scenarios import TIMEOUT_SECONDS
 
 ABORTED, KILLED = -6, -9
 SLACK_SECONDS = 5.0
-"""What an error may come later than its time, and what a bare process may take to multiply on a GPU."""
+"""Seconds by which an error may be late, and seconds that a new process may take to multiply on a GPU."""
 START_SECONDS = 90.0
 WAITED = r"site .+? of group '\S+' timed out waiting for [a-z -]+ rank {last}: expected call 4, saw call 3"
 SCHEDULES = ("fused", "chunked", "small_message")
-"""Those whose own kernels wait for peers. (The collectives of ``wave_groups`` and the hops of ``ring`` are the group's
-backend's, and so are their timeouts.)"""
+"""Schedules whose own kernels wait for peers. (In ``wave_groups`` and ``ring``, the group's backend moves the data and
+has its own timeouts.)"""
 
 PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a scenario must lead to: exit statuses of the last rank and of the others; rank 0's error (in its log if
-    ``logged``) and after how many seconds at least; the ranks whose errors name rank 0; and whether each GPU must be
-    free for a new process afterwards."""
+    """What a scenario must lead to.
+
+    Attributes:
+        last: exit status of the last rank.
+        others: exit status of every other rank.
+        told: pattern of rank 0's error. ``None``: it gets none.
+        after: seconds after which the error comes, or the scenario ends.
+        logged: the error is in rank 0's log.
+        probed: each GPU must be free for a new process afterwards.
+        others_told: pattern of the errors of all ranks but rank 0. ``None``: they are not checked.
+    """
 
     last: int
     others: int
@@ -59,7 +67,7 @@ class Expected:
 
 
 def expected(late: float) -> dict[str, Expected]:
-    """Among ranks of equal patience any may be the first to give up."""
+    """By scenario. (If ranks have the same patience, any of them may give up first.)"""
     return {
         "well": Expected(0, 0, None, 0.0),
         "killed": Expected(KILLED, 1, WAITED, probed=True),
@@ -92,7 +100,7 @@ class Job:
         self.kind = {name: getattr(arguments, name) for name in ("schedule", "pattern", "way", "ranks_share_gpus")}
         self.ranks = ranks = ranks or arguments.ranks
         self.logs = [self.folder / f"rank_{rank}.log" for rank in range(ranks)]
-        # No workers that compile: they would outlive a rank that is killed.
+        # Inductor has no compile workers here, because they would outlive a rank that is killed.
         environment = {**rank_environment("cuda"), "LOCAL_WORLD_SIZE": str(ranks), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         command = [sys.executable, "-m", fault_scenarios.__name__, scenario, str(ranks), str(self.folder)]
         command += [str(arguments.late), arguments.schedule, arguments.pattern, arguments.way]
@@ -150,19 +158,21 @@ def judge(job: Job, want: Expected, statuses: list[int | None], seconds: float) 
     took = float(said.get("seconds", seconds))
     match = re.search((want.told or "").format(last=last), told, re.DOTALL)
     if match is None or (want.told is None and told):
-        problems.append(f"rank 0 was told {told[-600:]!r}, expected {want.told!r}")
+        problems.append(f"the error of rank 0 is {told[-600:]!r}, expected {want.told!r}")
     if not want.after - 0.5 <= took <= want.after + SLACK_SECONDS:
         problems.append(f"after {took:.1f} s, expected {want.after:.1f} to {want.after + SLACK_SECONDS:.1f}")
     for rank in range(1, job.ranks) if want.others_told else ():
         error, after = str(job.said(rank).get("error", "")), float(job.said(rank).get("seconds", seconds))
-        # (A rank that was late says so when it comes.)
+        # (A rank that is late gets its error when it makes its call.)
         if re.search((want.others_told or "").format(last=last), error) is None or after > want.after + SLACK_SECONDS:
-            problems.append(f"rank {rank} was told {error[-600:]!r} after {after:.1f} s, expected {want.others_told!r}")
+            problems.append(
+                f"the error of rank {rank} is {error[-600:]!r} after {after:.1f} s, expected {want.others_told!r}"
+            )
     return match.group()[:300] if match else "", problems
 
 
 def play(name: str, job: Job, probe: Job | None, want: Expected) -> dict[str, object]:
-    """Run one scenario whose ranks are ready; returns its row."""
+    """Run one scenario whose ranks are ready. Returns its row."""
     start = time.monotonic()
     job.begin("go")
     statuses = job.wait_end(want.after + 30)
@@ -180,7 +190,7 @@ def play(name: str, job: Job, probe: Job | None, want: Expected) -> dict[str, ob
         ended = probe.wait_end(30)
         row["gpus_free_s"] = free = probe.said(0).get("seconds")
         if ended != [0] or not isinstance(free, float) or free > SLACK_SECONDS:
-            problems.append(f"a bare process after it: exit status {ended[0]}, {free} s; {probe.tail()}")
+            problems.append(f"a new process afterwards: exit status {ended[0]}, {free} s; {probe.tail()}")
     if problems:
         print(job.tail(), file=sys.stderr)
         row["problems"] = problems
@@ -196,7 +206,7 @@ def main() -> int:
     parser.add_argument("--way", default="", help="way of a variant (tests.gpu.stress_sites); default: the first")
     parser.add_argument("--ranks-share-gpus", action="store_true")
     parser.add_argument(
-        "--pattern", choices=PATTERNS, help="default: matmul_reduce_scatter; of small_message matmul_all_reduce"
+        "--pattern", choices=PATTERNS, help="default: matmul_reduce_scatter; for small_message: matmul_all_reduce"
     )
     arguments = parser.parse_args()
     arguments.pattern = arguments.pattern or (
@@ -219,7 +229,8 @@ def main() -> int:
                 if want.probed
             }
             jobs |= {f"probe {name}": probe for name, probe in probes.items()}
-            # The first rank prepares alone. The others then find its code in the caches, so that no rank is far behind.
+            # The ranks of scenario ``well`` prepare first. All others then find the code in caches, so none is far
+            # behind.
             jobs["well"].begin("prepare")
             for name, want in scenarios.items():
                 if jobs[name].wait_ready():

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Litmus tests of the memory orderings that the kernels rely on, between two GPUs at a time. Each ordering has a
-variant without it, which may fail.
+"""Litmus tests of the memory orderings that the kernels rely on, between two GPUs at a time. Some ways leave an
+ordering out; they may fail.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus [--rounds 20000] [--only "two blocks, bulk"]
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus --ranks-share-gpus
 
-Message passing: block b of the even rank writes a round's number all over a tile in its partner's memory and signals;
-block b of the partner waits, counts the words that are not that number, and acknowledges. One JSON row a way, written
-by rank 0; wrong words fail the run where the ordering is claimed to hold. Then the same inside one GPU, for tiles that
-one block stores and another one sends. What was found: ``bench/results/litmus.jsonl``.
+In each round, block b of an even rank fills a tile in its partner's memory with the round's number, and signals. Block
+b of the partner waits, counts the words that hold another number, and acknowledges. Then the same is done inside one
+GPU, between two blocks. Rank 0 prints one JSON row per way. The exit status is 1 if a word was wrong in a way whose
+ordering is claimed to hold. Results: ``bench/results/litmus.jsonl``.
 
-Where ranks share a GPU they take turns on it, milliseconds at a time: far fewer rounds, and stores of the other are
-seldom under way. That shows that every way runs and signals, and that what is claimed holds there, too; that an
-ordering is needed only two GPUs show.
+Ranks that share a GPU take turns on it, milliseconds at a time. There are far fewer rounds, and the partner's stores
+are seldom in flight. Such a run shows that every way runs and signals, and that claimed orderings hold there, too. Only
+a run on two GPUs can show that an ordering is needed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.gpu.signal_kernels import wait_for
 
 ROWS, COLUMNS, BLOCKS = 64, 128, 64
 WORDS, ACKNOWLEDGED = 128, 64
-"""Of a block: flags at words 0 and 32, an acknowledgement at 64, what is added to at 96."""
+"""A block has ``WORDS`` words: flags at words 0 and 32, the acknowledgement at 64, a counter at 96."""
 PATIENCE_NS = 5_000_000_000
 
 
@@ -63,7 +63,8 @@ def write_rounds(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """``way``: ordinary | unordered (the flag first, relaxed) | bulk | bulk without fence | bulk, barrier only."""
+    """Write tiles and signal. ``way``: ``ordinary``, ``unordered`` (an ordinary store sets the flag, before the tile is
+    stored), ``bulk`` or ``bulk without fence``."""
     block = tl.program_id(0)
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     for i in range(first, first + rounds):
@@ -86,7 +87,7 @@ def write_rounds(
 def write_halves(
     peer, acknowledged, peer_flags, counters, stop, first, rounds, patience, R: tl.constexpr, C: tl.constexpr
 ):
-    """Two blocks store half a tile each; whichever is counted last signals for both."""
+    """Two blocks store half a tile each. The block that is counted last signals for both."""
     block = tl.program_id(0) // 2
     rows = tl.program_id(0) % 2 * (R // 2) + tl.arange(0, R // 2)
     offsets = rows[:, None] * C + tl.arange(0, C)[None, :]
@@ -111,8 +112,8 @@ def write_halves_in_bulk(
     C: tl.constexpr,
 ):
     """As ``write_halves``, by the bulk copy unit. Each block waits for its own bulk stores and orders them before its
-    add, the proxy's fence between (``store_fence``); whoever is counted last has acquired the other's add, and its
-    release is cumulative over both halves. ``half_desc``: the peer's tiles, half a tile a block."""
+    add (``store_fence``). The block that is counted last has acquired the other block's add, and its release is
+    cumulative over both halves. ``half_desc``: the peer's tiles, in halves."""
     for i in range(first, first + rounds):
         half_desc.store([tl.program_id(0) * (R // 2), 0], tl.full((R // 2, C), 0, tl.int32) + i)
         if fence:
@@ -137,8 +138,8 @@ def write_halves_each(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Two blocks store half a tile each and signal for themselves: by adding to one flag, or a flag each, by threads
-    side by side (``signal_ranks``)."""
+    """Two blocks store half a tile each, and each signals its own half. ``added``: both add to one counter. Otherwise
+    each sets its own flag (``signal_ranks``)."""
     block, half = tl.program_id(0) // 2, tl.program_id(0) % 2
     rows = half * (R // 2) + tl.arange(0, R // 2)
     offsets = rows[:, None] * C + tl.arange(0, C)[None, :]
@@ -155,8 +156,8 @@ def write_halves_each(
 def send_inside(
     mine, desc, flags, wrong, stop, first, rounds, patience, fence: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """One GPU: an even block stores a tile in bulk and adds, at the GPU's scope; the odd one behind it acquires and
-    loads past L1, as blocks of an all-reduce that push."""
+    """Inside one GPU, an even block stores a tile in bulk and then adds to a flag, at the GPU's scope. The next odd
+    block acquires the flag and loads the tile past L1, as the pushing blocks of an all-reduce do."""
     block = tl.program_id(0) // 2
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     bad = tl.full((), 0, tl.int32)
@@ -191,8 +192,8 @@ def read_rounds(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """``way``: ordinary | bulk | bulk without fence | added (two have added to the flag, as often) | both flags
-    (``wait_for_all``)."""
+    """Wait for tiles, count wrong words and acknowledge. ``way``: ``ordinary``, ``bulk``, ``bulk without fence``,
+    ``added`` (two blocks add to the counter in each round) or ``both flags`` (``wait_for_all``)."""
     block = tl.program_id(0)
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     bad = tl.full((), 0, tl.int32)
@@ -214,7 +215,7 @@ def read_rounds(
     tl.store(wrong + block, bad)
 
 
-WAYS = [  # (what the writer does, what the reader does, whether the kernels rest on it)
+WAYS = [  # (what the writer does, what the reader does, whether the kernels rely on it)
     ("ordinary", "ordinary", True),
     ("unordered", "ordinary", False),
     ("two blocks", "ordinary", True),
@@ -346,7 +347,7 @@ class Litmus:
         read_rounds[(BLOCKS,)](*arguments, way, ROWS, COLUMNS, num_warps=4)
 
     def run(self, writer: str, reader: str, rounds: int) -> dict[str, Any]:
-        # Load everything before anything waits, since a first load waits for the device.
+        # Load every kernel before any kernel waits, because a first load waits for the device.
         for amount in (0, rounds):
             dist.barrier()
             torch.cuda.synchronize()
@@ -371,14 +372,14 @@ class Litmus:
 
 
 def of_all_ranks(counts: list[int]) -> list[int]:
-    """The sums over the ranks."""
+    """The sums of ``counts`` over all ranks."""
     found = torch.tensor(counts, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(found)
     return [int(count) for count in found]
 
 
 def inside_one_gpu(litmus: Litmus, fence: bool, rounds: int) -> dict[str, Any]:
-    """Rows as from ``Litmus.run``, for blocks of one GPU; each rank runs them alone."""
+    """A row as from ``Litmus.run``, for blocks of one GPU. Each rank runs them on its own GPU."""
     flags = torch.zeros(BLOCKS * WORDS, dtype=torch.int32, device="cuda")
     for amount in (0, rounds):
         send_inside[(2 * BLOCKS,)](
@@ -408,7 +409,8 @@ def inside_one_gpu(litmus: Litmus, fence: bool, rounds: int) -> dict[str, Any]:
 
 
 def fault_is_recorded(litmus: Litmus) -> dict[str, Any]:
-    """A signal that never comes: the wait ends with its patience, and records which signal it was."""
+    """A row for a wait whose signal never comes. It must end when its patience is over, and record what it waited
+    for."""
     faults = FaultRecord.of("litmus", range(2), litmus.data.device)
     wait_for[(8,)](litmus.flags, 0, faults.stop, 50_000_000, num_warps=4)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -425,9 +427,9 @@ def fault_is_recorded(litmus: Litmus) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, help="20000, or 200 where ranks share GPUs")
-    parser.add_argument("--copied-rounds", type=int, help="of copies on a stream; 2000, or 20 where ranks share GPUs")
-    parser.add_argument("--only", default="", help="writers whose names begin so")
+    parser.add_argument("--rounds", type=int, help="default: 20000, or 200 if ranks share GPUs")
+    parser.add_argument("--copied-rounds", type=int, help="rounds of copies; default: 2000, or 20 if ranks share GPUs")
+    parser.add_argument("--only", default="", help="run only the writers whose names begin with this")
     parser.add_argument("--ranks-share-gpus", action="store_true")
     arguments = parser.parse_args()
     share = arguments.ranks_share_gpus

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the model tests with NCCL. Also checks Inductor's kernels for a chunk, and a trace of transfers under matmuls.
-Each rank has a GPU.
+"""Runs the model tests with NCCL. Also checks Inductor's kernels for a chunk, and prints how long transfers ran under
+matmuls. Each rank has a GPU.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_models
 """
@@ -39,7 +39,7 @@ def kernels(rank: int, world_size: int) -> list[str]:
         torch.randn(256, device="cuda", dtype=torch.bfloat16),
     )
     fn = lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, group), w))  # noqa: E731
-    # Without this each rank measures whether the fusion pays, and ranks may differ.
+    # Without the last option, each rank would measure whether the fusion pays, and ranks might differ.
     options = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON", "benchmark_epilogue_fusion": False}
     with overlap_inductor.overlap(schedule="ring", sub_chunks=1):
         result, (code,) = run_and_get_code(torch.compile(fn, options=options), x, w, b)

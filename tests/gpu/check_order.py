@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the order of calls on GPUs: with receives queued after them, in graphs with calls on another stream, and from
-two threads. Also checks workspace that does not fit in GPU memory. Prints one JSON row per scenario.
+"""Checks the order of calls on GPUs: with receives queued after them, in graphs, with other calls on another stream,
+and from two threads. Also checks workspace that does not fit in GPU memory. Prints one JSON row per scenario.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_order [--rounds 30] [--ranks-share-gpus]
 
@@ -42,7 +42,7 @@ ROW_SECONDS = 60.0
 PATIENCE_NS = 15_000_000_000
 """Timeout of a receive. It is shorter than a row's time, so that a receive that times out is reported."""
 CHOSEN = (("fused", "sm_push"), ("chunked", "copy_engine"), ("small_message", "one_shot"))
-"""Schedules, and ways of their first pattern that has one."""
+"""``(schedule, way)``. The first pattern of the schedule that has this way is checked."""
 
 
 class Place:
@@ -63,7 +63,7 @@ class Place:
         self.flag = symmetric.allocate(1, torch.int32, device(), dist.group.WORLD)
         self.faults = FaultRecord.of("check_order", range(dist.get_world_size()), device())
         self.chance, self.counts = random.Random(rank), list[torch.Tensor]()
-        # Load everything before anything waits.
+        # Load every kernel before any kernel waits.
         wait_for[(1,)](self.flag.local, 0, self.faults.stop, PATIENCE_NS, num_warps=1)
         give[(1,)](self.flag.local, 0, num_warps=1)
         torch.cuda.synchronize()
@@ -74,7 +74,7 @@ class Place:
         with torch.cuda.stream(stream):
             if late and self.chance.random() < 0.5:
                 torch.cuda._sleep(self.chance.randrange(2_000_000))
-            # (One word each: two streams must not add to one.)
+            # (Each call has a word of its own, because two streams must not add to one word.)
             self.counts.append((run() != first).any())
 
     def begin(self) -> None:
@@ -90,7 +90,7 @@ class Place:
 
 
 def queued_behind(place: Place, rounds: int) -> int:
-    """Rank 0 queues a receive between two calls, on the first one's stream; rank 1 sends behind the second one."""
+    """Rank 0 queues a receive between two calls, on the first call's stream. Rank 1 sends after the second call."""
     (a, *_), (b, *_) = place.sites[:2]
     place.begin()
     for i in range(1, rounds + 1):
@@ -107,8 +107,8 @@ def queued_behind(place: Place, rounds: int) -> int:
 
 
 def beside_graphs(place: Place, rounds: int) -> int:
-    """A graph of one site is replayed on one stream, while a site of the same slot is called on the other one, each
-    rank late on its own."""
+    """A graph of one site is replayed on one stream, while a site of the same slot is called on another stream, with
+    random delays on each rank."""
     (_, run, first), others = place.sites[0][0], place.sites[2]
     place.begin()
     graph = torch.cuda.CUDAGraph()
@@ -127,8 +127,8 @@ def beside_graphs(place: Place, rounds: int) -> int:
 
 
 def two_threads(place: Place, rounds: int) -> int:
-    """Two host threads make the same call, each on a stream of its own. (Of different calls threads would have to keep
-    one order on all ranks.)"""
+    """Two host threads make the same call, each on a stream of its own. (If their calls differed, the threads would
+    have to keep one order on all ranks.)"""
     place.begin()
     gpu, failed = device(), []
 
@@ -151,7 +151,7 @@ def two_threads(place: Place, rounds: int) -> int:
 
 
 def refused(place: Place, rounds: int) -> int:
-    """A capture by the driver itself."""
+    """A capture by the driver's own functions must be refused. The error must name ``torch.cuda.CUDAGraph``."""
     place.begin()
     stream = own_stream(device())
     try:
@@ -163,7 +163,7 @@ def refused(place: Place, rounds: int) -> int:
 
 
 def too_much(place: Place, rounds: int) -> int:
-    """Asks for a TiB of workspace: every rank gets the same error, and the existing workspace still serves."""
+    """Ask for a TiB of workspace. Every rank must get the same reason, and the existing workspace must still serve."""
     place.begin()
     reason = prepare(dist.group.WORLD, device(), json.dumps([["too much", 2**40, 1]]), 2**42)
     reasons: list[str | None] = [None] * dist.get_world_size()

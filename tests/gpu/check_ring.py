@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ring on NCCL: every pattern against fp64, then llama3-70b MLP shapes against the plain graph. One torchrun, one GPU a
-rank.
+"""Checks schedule ``ring`` with NCCL: compares every pattern with fp64. Each rank has a GPU. ``--bench`` also times
+shapes of llama3-70b with and without overlap.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_ring
 
-Nearly all of its time is compiling, on the host: four runs beside each other, each with every fourth pattern, take
-about a third of it. ::
+Nearly all of the time goes into compiling, on the host. Four runs at the same time, each with every fourth pattern,
+take about a third of it. ::
 
     for i in 0 1 2 3; do torchrun --standalone --nproc-per-node 8 -m tests.gpu.check_ring --share $i/4 & done; wait
 """
@@ -47,7 +47,7 @@ def check(
     dynamic: bool,
     mode: str | None,
 ) -> list[str]:
-    """Problems found on this rank."""
+    """Run the cases in ``names``. Returns the problems found on this rank."""
     problems = []
     with overlap_inductor.overlap(schedule="ring", **fields):
         for name in names:
@@ -74,7 +74,8 @@ def check(
             report = overlap_inductor.last_report()
             counts = report.counters() if report else {}
             problems += [f"{name}: {notice}" for notice in (report.notices if report else [])]
-            # A node budget of one leaves what no looping op computes; the numbers are checked all the same.
+            # With a node budget of 1, sites that no looping op computes are not overlapped. Their numbers are checked,
+            # too.
             if "step_node_budget" in fields and name in WITHOUT_LOOPING_OP:
                 expected = 0
             if counts.get("sites_overlapped", 0) != expected:
@@ -83,7 +84,7 @@ def check(
 
 
 def _time(functions: dict[str, Callable[[], Any]], repeats: int = 15) -> dict[str, float]:
-    """Median microseconds, maximum over ranks, providers interleaved."""
+    """Median microseconds of each function, the largest of all ranks. The functions are called in turn."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         for _ in range(3):
@@ -161,8 +162,10 @@ def bench(world_size: int) -> list[dict[str, Any]]:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.gpu.check_ring")
     parser.add_argument("--share", default="0/1", metavar="I/N", help="every N-th pattern, from the I-th on")
-    parser.add_argument("--all", action="store_true", help="with a node budget of one, too: looping ops")
-    parser.add_argument("--graphs", action="store_true", help="in CUDA graphs only")
+    parser.add_argument(
+        "--all", action="store_true", help="run looping ops (a node budget of 1) in place of sub_chunks=1"
+    )
+    parser.add_argument("--graphs", action="store_true", help="run in CUDA graphs only")
     parser.add_argument("--bench", action="store_true", help="time llama3-70b shapes, MLP and head")
     return parser.parse_args()
 
@@ -200,7 +203,7 @@ def main() -> int:
         for row in bench(world_size):
             if rank == 0:
                 print(json.dumps(row), flush=True)
-    torch._dynamo.reset()  # (With a captured NCCL kernel alive, destroy_process_group waits for ever.)
+    torch._dynamo.reset()  # (While a captured NCCL kernel exists, destroy_process_group never returns.)
     gc.collect()
     finish_rank()
     return 1 if failed else 0

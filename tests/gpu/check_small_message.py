@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks schedule ``small_message`` under stress on GPUs: both kernels and several token counts in one slot, random
-delays on each rank, and eager calls between graph replays.
+"""Checks schedule ``small_message`` under stress on GPUs: one-shot and two-shot calls of several token counts in one
+slot, random delays on each rank, and eager calls between graph replays.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_small_message [--calls 6000] [--replays 300]
 
@@ -37,7 +37,7 @@ Call = Callable[[], tuple[torch.Tensor, ...]]
 
 
 def calls_of_one_slot(rank: int, world_size: int, columns: int) -> tuple[dict[str, Call], Launch]:
-    """Calls by name, all in one slot: one-shot and two-shot, with and without a norm, of every token count."""
+    """Calls by name, all in one slot: one-shot and two-shot, with and without a norm, for every token count."""
     device = torch.device("cuda", torch.cuda.current_device())
     place = workspace_of(dist.group.WORLD, device)
     shapes = [
@@ -74,7 +74,8 @@ def calls_of_one_slot(rank: int, world_size: int, columns: int) -> tuple[dict[st
 
 
 def stress(rank: int, calls: dict[str, Call], count: int) -> dict[str, int]:
-    """Calls in an order that all ranks share, each rank late at times of its own."""
+    """Make calls in a random order, the same on all ranks, with random delays on each rank. Returns the number of wrong
+    results by name."""
     order, late = random.Random(0), random.Random(rank)
     first = {name: call() for name, call in calls.items()}
     wrong = {name: torch.zeros(1, dtype=torch.int64, device="cuda") for name in calls}
@@ -89,8 +90,8 @@ def stress(rank: int, calls: dict[str, Call], count: int) -> dict[str, int]:
 
 
 def graphs(calls: dict[str, Call], replays: int) -> dict[str, int]:
-    """Two captured graphs alive, replayed in turn and mixed with eager calls; an odd number of calls, so that halves
-    change from replay to replay."""
+    """Capture two graphs of seven calls, and replay them in turn, each time followed by one eager call. Returns the
+    number of wrong results, or ``{}``."""
     names = list(calls)[:7]
     first = {name: calls[name]() for name in names}
     captured = []

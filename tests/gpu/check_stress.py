@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks every schedule and pattern under stress on GPUs. Prints one JSON row per scenario and variant. The exit status
-is 1 if a result was wrong.
+"""Checks all patterns of all schedules except ``ring`` under stress on GPUs. Prints one JSON row per scenario and
+variant. The exit status is 1 if a result was wrong.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_stress [--iterations 10000] [--only delays poison] \\
         [--schedules fused chunked small_message wave_groups]

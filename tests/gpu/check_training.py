@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks forward and backward of blocks that train, by every schedule. Gradients are compared with fp32, and every call
-must return the same bits. Each rank has a GPU.
+"""Checks forward and backward of blocks that train, with several schedules. Outputs and gradients are compared with
+fp32. If a schedule sums in a fixed order, all calls with one input must return the same bits. Each rank has a GPU.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_training [--schedules fused chunked wave_groups ring auto] \\
         [--modes default reduce-overhead]
@@ -9,8 +9,8 @@ The model has three blocks and runs in three variants. Two are sequence-parallel
 in forward and backward: one with full checkpointing, one without. The third is tensor-parallel without sequence
 parallelism, with all-reduces. Backward runs on autograd's own thread. Two inputs take turns, so that calls are repeated
 with all tensors at the same addresses. In between, the program gives memory back and runs a step of another model. The
-plain compiled model is checked in the same way. Prints one JSON row per variant and schedule. The exit status is 1 if
-one is wrong.
+plain compiled model is run in the same way. Prints one JSON row per variant and schedule. The exit status is 1 if a row
+is not right.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from overlap_inductor.report import publish as reporting
 BLOCKS, TOKENS, HIDDEN, HEAD = 3, 2048, 2048, 64
 STEPS = 10
 LIMIT = 0.03
-"""Largest error of the results in bf16, relative to their norm. A schedule's error may also be at most 1.5 times that
-of the plain compile, plus 0.002."""
+"""Largest error of the results in bf16, relative to their norm. In addition, a schedule's error must not exceed 1.5
+times that of the plain compile, plus 0.002."""
 GIVE_BACK_AT, OTHER_AT = 4, 6
 SCHEDULES = ("fused", "chunked", "wave_groups", "ring", "auto")
 MODELS = ("sequence parallel", "sequence parallel, checkpointed", "tensor parallel")
 
 
 def whole(name: str) -> nn.Module:
-    """The model, not sharded: fp32, the same weights on every rank."""
+    """The whole model, not sharded, in fp32. Weights are the same on every rank."""
     dtensor_block.HIDDEN, dtensor_block.HEAD = HIDDEN, HEAD
     torch.manual_seed(5)
     variant = dtensor_block.Variant(1, 1, False, "full" if name.endswith("checkpointed") else "none")
@@ -75,8 +75,8 @@ def sharded(name: str, mesh: DeviceMesh) -> nn.Module:
 
 
 def step(model: nn.Module, compiled: Any, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Run a step: the output, and gradients by name in the whole parameter's shape; the input's gradient is of this
-    rank's tokens."""
+    """Run a step. Returns the output, and the gradients by name. A parameter's gradient has the shape of the whole
+    parameter; the input's gradient is that of this rank's tokens."""
     model.zero_grad(set_to_none=True)
     x = x.detach().clone().requires_grad_()
     torch.compiler.cudagraph_mark_step_begin()
@@ -119,7 +119,7 @@ def exact_results(name: str, mesh: DeviceMesh, number: int) -> dict[str, torch.T
 def run(
     name: str, schedule: str, mode: str, mesh: DeviceMesh, exact: list[dict[str, torch.Tensor]], other: Any
 ) -> dict[str, Any]:
-    """A row: ``STEPS`` steps of the model by one schedule (``off``: plain)."""
+    """Run ``STEPS`` steps of the model with one schedule (``off``: without overlap). Returns a row."""
     torch._dynamo.reset()
     reporting.forget_reports()
     model, inputs = sharded(name, mesh), [data(name, mesh, i)[1] for i in range(len(exact))]
@@ -163,7 +163,7 @@ def main() -> int:
         torch.backends.cuda.enable_mem_efficient_sdp,
         torch.backends.cuda.enable_cudnn_sdp,
     ):
-        # Their backward adds in no fixed order.
+        # The backward of these kernels does not add in a fixed order.
         allowed(False)
     linear = nn.Linear(HIDDEN, HIDDEN, device="cuda", dtype=torch.bfloat16)
     beside = torch.randn(512, HIDDEN, device="cuda", dtype=torch.bfloat16)
@@ -179,7 +179,7 @@ def main() -> int:
                     else run(name, schedule, mode, mesh, exact, lambda: linear(beside).sum().backward())
                 )
                 moves = any(not s.endswith(" keep") for s in row["sites"])
-                # (Groups of waves sum in NCCL's order; the ring's and all others' is fixed.)
+                # (In ``wave_groups`` NCCL chooses the order of sums. In all other schedules the order is fixed.)
                 row["right"] = (
                     row["error"] <= min(1.5 * plain["error"] + 2e-3, LIMIT)
                     and (not row["changed"] or schedule in ("off", "wave_groups"))
@@ -188,7 +188,7 @@ def main() -> int:
                 bad += not row["right"]
                 if rank == 0 or not row["right"]:
                     print(json.dumps({"rank": rank, **row}), flush=True)
-    # (NCCL waits for the graphs that hold its kernels.)
+    # (While graphs hold NCCL kernels, destroy_process_group never returns.)
     torch._dynamo.reset()
     gc.collect()
     finish_rank()

@@ -34,7 +34,7 @@ PATTERNS = ("matmul_all_reduce", "matmul_reduce_scatter")
 def site(
     pattern: str, rows: int, inner: int, columns: int, dtype: torch.dtype, seed: int, **settings: Any
 ) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
-    """``(function, inputs)`` of one op; ``rows`` a multiple of the world size."""
+    """``(function, inputs)`` of one op. ``rows``: a multiple of the world size."""
     generator = torch.Generator().manual_seed(seed)
     a, b, bias = (
         torch.randn(size, generator=generator).cuda().to(dtype)
@@ -56,7 +56,8 @@ def site(
 
 
 def numbers(rank: int, world_size: int) -> list[str]:
-    """Sizes that are no multiples of a tile, given and chosen partitions, bias and average, against fp64."""
+    """Compare results with fp64, also for sizes that are not multiples of a tile, with given and measured partitions,
+    with a bias, and for averages. Returns the problems."""
     problems = []
     for pattern in PATTERNS:
         for rows, inner, columns, settings in [
@@ -108,7 +109,7 @@ def sites(rank: int, world_size: int) -> list[Repeated]:
 
 
 def host_cost(rank: int, world_size: int) -> dict[str, float]:
-    """Microseconds of the host for one call while the GPU is busy; the name holds the number of groups."""
+    """Microseconds of host time for one call while the GPU is busy, by number of groups."""
     found = {}
     for groups in (2, 8):
         function, (a, b, _) = site(

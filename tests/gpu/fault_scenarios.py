@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank does in a scenario of ``tests.gpu.check_faults``, which starts it: ``<scenario> <ranks> <folder> <late>
-<schedule> <pattern> <way> <share> <rank>``."""
+"""Runs one rank of a scenario. ``tests.gpu.check_faults`` starts it with the arguments ``<scenario> <ranks> <folder>
+<late> <schedule> <pattern> <way> <share> <rank>``."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ from tests.gpu.stress_sites import sites
 from tests.gpu.stress_sites import variants
 
 TIMEOUT_SECONDS = 6.0
-"""Patience of the kernels of the group whose site is overlapped."""
+"""Patience of the kernels of the site's group, in most scenarios."""
 GRACE_SECONDS = 3.0
 PATIENT_SECONDS = 60.0
 CALLS = 3
-"""Calls with every peer before the fault."""
+"""Calls before the fault, in which all ranks take part."""
 SHAPE = Shape(tokens=384, few=48, inner=1024, columns=512)
-"""Falls into 2, 3, 4, 6 and 8 shards."""
+"""2, 3, 4, 6 and 8 ranks divide its token counts."""
 NAME = "faulty"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A site's schedule, what its matmul is beside, and in which way (``stress_sites.variants``; the first one where it
-    is empty)."""
+    """A site's schedule, pattern and way (``stress_sites.variants``). An empty ``way`` means the first one."""
 
     schedule: str
     pattern: str
@@ -54,7 +53,8 @@ class Kind:
 
 
 class Site:
-    """A site of ``kind`` over a group of its own, which waits for ``seconds`` on this rank; called once."""
+    """A site of ``kind`` in a group of its own. Its kernels wait for at most ``seconds`` on this rank. It has been
+    called once."""
 
     def __init__(self, kind: Kind, seconds: float) -> None:
         self.group = group = dist.new_group(timeout=datetime.timedelta(seconds=PATIENT_SECONDS))
@@ -73,7 +73,7 @@ class Site:
         return result
 
     def calls(self, count: int) -> None:
-        """Make calls with every peer and check their results."""
+        """Make calls in which all ranks take part, and check their results."""
         for _ in range(count):
             self.check(self.call())
 
@@ -84,7 +84,8 @@ class Site:
         assert self.is_right(result)
 
     def check_unless_told(self, result: torch.Tensor) -> None:
-        """Check that no rank gets a wrong result without an error, and that no number is wrong even with one."""
+        """Check that the result is right unless this rank has an error, and that each element is right or NaN even
+        then."""
         told = self.faults.error()
         assert told is not None or self.is_right(result), "a wrong result, and no error"
         assert self.is_right(torch.where(result.isnan(), self.exact, result.float())), f"a wrong number: {told}"
@@ -103,7 +104,7 @@ class Rank:
 
     @property
     def fails(self) -> bool:
-        """Whether this is the rank that is killed, late or away."""
+        """Whether this is the rank that is killed, is late, or makes no call."""
         return self.rank == self.world_size - 1
 
     def say(self, error: object, start: float) -> None:
@@ -112,16 +113,15 @@ class Rank:
         (self.folder / f"said_{self.rank}.json").write_text(json.dumps(found))
 
     def part(self) -> None:
-        """Kill the last rank here."""
+        """Kill the last rank when all ranks have come here."""
         dist.barrier()
         if self.fails:
-            # (Its part of the barrier may still be on its way to the others.)
+            # (Its messages of the barrier may still be on their way to the other ranks.)
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def await_error(self) -> TransferError:
-        """Call twice without the peer; returns the error of the second call. (The first call's result is left by the
-        kernel that gave up.)"""
+        """Call twice without the last rank. The first call's kernel gives up. Returns the error of the second call."""
         start = time.monotonic()
         self.site.call()
         try:
@@ -129,11 +129,10 @@ class Rank:
         except TransferError as error:
             self.say(error, start)
             return error
-        raise AssertionError("a call whose peer was not there was followed by one that raised nothing")
+        raise AssertionError("the call after a call without a peer raised no error")
 
     def await_told(self) -> None:
-        """This rank makes no call that its peers wait for. It gets the error all the same, and its next call runs
-        nothing."""
+        """Make no call until this rank has an error because its peers gave up or aborted. The next call must raise."""
         start = time.monotonic()
         while self.site.faults.error() is None and time.monotonic() < start + PATIENT_SECONDS:
             time.sleep(0.02)
@@ -145,7 +144,7 @@ class Rank:
         except TransferError as error:
             self.say(error, start)
             return
-        raise AssertionError("a call of a group that was aborted raised nothing")
+        raise AssertionError("a call of a group that was aborted raised no error")
 
     def well(self) -> None:
         start = time.monotonic()
@@ -165,8 +164,8 @@ class Rank:
             self.await_error()
 
     def uneven(self) -> None:
-        """The last rank comes after rank 0's patience and within the others'. Nobody gets what rank 0 gave up as a
-        result, and all get the error at once."""
+        """The last rank makes its call after rank 0's patience, but within the others'. No rank may get a wrong result,
+        and all get the error at once."""
         self.site.calls(CALLS - 1)
         dist.barrier()
         start = time.monotonic()
@@ -238,7 +237,7 @@ class Rank:
             result.float().sum().item()
 
     def again(self) -> None:
-        """The survivors of a skipped call make a new group; nothing ends them afterwards."""
+        """After a skipped call, all ranks make a new group and use it. The watchdog must not end them afterwards."""
         self.skipped()
         dist.barrier()
         dist.destroy_process_group(self.site.group)
@@ -247,7 +246,8 @@ class Rank:
         time.sleep(GRACE_SECONDS + 1)
 
     def aborted(self) -> None:
-        """Rank 0 aborts its group while its kernel and others' wait: all end long before their patience."""
+        """Rank 0 aborts its group while kernels of all ranks but the last wait. They end long before their patience is
+        over."""
         self.site.calls(CALLS - 1)
         if self.rank == 0:
             threading.Timer(1.0, self.site.faults.abort).start()
@@ -269,7 +269,7 @@ def probe(folder: Path) -> None:
 
 
 def start_rank(rank: int, world_size: int, folder: Path, share: bool) -> None:
-    """``share``: ranks go round the GPUs (``bench.support.gpu_ranks``)."""
+    """Join the process group. ``share``: several ranks may use one GPU (``bench.support.gpu_ranks``)."""
     store = dist.FileStore(str(folder / "store"), world_size)
     torch.cuda.set_device(rank % torch.cuda.device_count())
     if share:
@@ -298,14 +298,14 @@ def main(
 ) -> int:
     rank, world_size, folder = int(number), int(ranks), Path(folder_name)
     watchdog.GRACE_SECONDS = GRACE_SECONDS
-    # An aborted process need not write its memory to disk.
+    # A process that aborts must not write a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     wait_for(folder / "prepare")
     if scenario.startswith("probe"):
         probe(folder)
         return 0
     start_rank(rank, world_size, folder, share == "share")
-    # A peer that is late is late within the patience; the kernel that is aborted has a long one.
+    # The late rank comes within the patience. Kernels that are to be aborted have a long patience.
     patience = {"late": float(late) + 15, "aborted": PATIENT_SECONDS, "well": PATIENT_SECONDS}.get(
         scenario, TIMEOUT_SECONDS
     )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of ``check_fused`` on epilogues and on several weights in one launch: numbers, kernels of a call compared
-with max-autotune's templates, microseconds."""
+"""The checks of ``check_fused`` on epilogues and on several weights in one launch: numbers, times, and the kernels of a
+call compared with those of max-autotune."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def _half(*shape: int, scale: float = 1.0) -> torch.Tensor:
 def _sites(
     w: int, tokens: int, hidden: int, wide: int
 ) -> dict[str, tuple[Function, Function, list[torch.Tensor], str]]:
-    """``{name: (function with a collective, the same on one GPU, inputs, the kernel that computes it)}``; no size is a
-    multiple of a tile."""
+    """``{name: (function with a collective, the same function on one GPU, inputs, name of the kernel)}``."""
     g, rows = dist.group.WORLD, tokens // w
     x, y = _half(rows, hidden), _half(tokens, wide)
     up, down, bias = _half(hidden, wide, scale=hidden**-0.5), _half(wide, hidden, scale=wide**-0.5), _half(wide)
@@ -63,7 +62,8 @@ def _sites(
 
 
 def epilogues(compiled_as: Compile, rank: int, world_size: int) -> list[str]:
-    """Problems: a result that differs from fp64, an epilogue that was not planned, a kernel beside the fused one."""
+    """Run all sites, in sizes that are not multiples of a tile. Returns the problems: a result that differs from fp64,
+    an epilogue that was not planned, and a kernel besides the fused one."""
     problems = []
     for name, (function, _, inputs, kernel) in _sites(world_size, 120 * world_size, 520, 1000).items():
         torch._dynamo.reset()
@@ -85,7 +85,8 @@ def epilogues(compiled_as: Compile, rank: int, world_size: int) -> list[str]:
 
 
 def kernels(call: Callable[[], Any]) -> list[str]:
-    """The kernels of one call, but for those that set the bytes of the group's token."""
+    """Names of the kernels of one call, without those that only fill memory, and without this package's profiler
+    ranges."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(
@@ -98,8 +99,8 @@ def kernels(call: Callable[[], Any]) -> list[str]:
 
 
 def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    """Kernels of the fused site, and of the same matmul and pointwise ops on one GPU as max-autotune's Triton templates
-    (rank 0's; the others wait)."""
+    """Names of a fused site's kernels, and of those that max-autotune's Triton templates need for the same matmul and
+    pointwise ops on one GPU. (Rank 0 compiles the templates while the other ranks wait.)"""
     found = {}
     for name, (function, plain, inputs, _) in _sites(world_size, 1024, 1024, 1024).items():
         if name not in ("gather, bias, silu", "scatter, scaled, residual"):
@@ -123,8 +124,8 @@ def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str,
 
 
 def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of a site with its epilogue in the kernel, and with Inductor's pointwise kernel behind it, on
-    llama3-70b's MLP."""
+    """Microseconds of sites of llama3-70b's MLP, with the epilogue in the kernel, and with Inductor's pointwise kernel
+    after it."""
     found = {}
     for tokens in (2048, 8192):
         for name, (function, _, inputs, _) in _sites(world_size, tokens, 8192, 28672 // world_size).items():
@@ -133,7 +134,7 @@ def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str,
             calls["fused"](*inputs)
             find, tails.find_tail = tails.find_tail, lambda *arguments, **keywords: None
             try:
-                # The graph is the same, so a cache would have it.
+                # The graph is the same, so a cache would return the first one's code.
                 with torch._inductor.config.patch(force_disable_caches=True):
                     calls["behind"] = compiled_as("fused", lambda *arguments, f=function: f(*arguments))
                     calls["behind"](*inputs)
@@ -144,8 +145,8 @@ def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str,
 
 
 def weight_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of several weights in one launch, and of the widest alone with vendor matmuls behind it:
-    llama3-70b's gate and up, and q, k and v."""
+    """Microseconds of several weights in one launch, and of the widest weight alone followed by vendor matmuls. The
+    weights are llama3-70b's gate and up, and its q, k and v."""
     found, g = {}, dist.group.WORLD
     for tokens in (1024, 4096):
         for name, widths in {"gate and up": (28672, 28672), "q, k, v": (8192, 1024, 1024)}.items():
@@ -169,8 +170,8 @@ def weight_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, f
 
 
 def _widest_alone(call: Callable[[], Any]) -> Any:
-    """``call`` with one weight in the kernel and vendor matmuls behind it: which weights share the launch is asked at
-    every call."""
+    """``call`` with one weight in the kernel, followed by vendor matmuls. (Each call asks ``in_one_launch`` which
+    weights share the launch.)"""
     together = fused_plan.in_one_launch
     fused_plan.in_one_launch = lambda rhs: [max(range(len(rhs)), key=lambda i: rhs[i].shape[1])]
     try:

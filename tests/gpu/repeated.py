@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repeats calls of sites for the GPU checks of every schedule: late calls, random orders, replays of CUDA graphs, and
+"""Repeats calls of sites, for the GPU checks of all schedules: late calls, random orders, replays of CUDA graphs, and
 the host's time for a call."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _counters(sites: Sequence[Repeated]) -> dict[str, torch.Tensor]:
 
 
 def _late_call(site: Repeated, wrong: dict[str, torch.Tensor], chance: random.Random) -> None:
-    """Make one call, at random after a delay on this rank, and compare its result on the GPU."""
+    """Make one call, after a delay on this rank in one of five cases, and compare its result on the GPU."""
     name, call, first = site
     if chance.random() < 0.2:
         torch.cuda._sleep(chance.randrange(200_000))
@@ -63,8 +63,9 @@ def drawn_calls(
 
 
 def late_calls(sites: Sequence[Repeated], calls: int, rank: int) -> dict[str, int]:
-    """Call sites in turn, with random delays on each rank. Some calls are on another stream, as if two parts of a
-    program ran side by side. Returns the number of wrong results by name."""
+    """Call sites in turn, with random delays on each rank. Every 37th call is on another stream, which waits for the
+    current one before the call, and for which the current one waits after it. Returns the number of wrong results by
+    name."""
     chance = random.Random(rank)
     wrong = _counters(sites)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]

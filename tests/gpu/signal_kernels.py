@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wait and a signal as kernels of their own."""
+"""Kernels that only wait for a flag, or only set one."""
 
 from __future__ import annotations
 

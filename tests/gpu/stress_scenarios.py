@@ -42,9 +42,9 @@ that sleeps for 20 ms."""
 
 
 def make_groups(rank: int, world_size: int, seconds: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's groups: ``world``; ``second``, of the same ranks; ``pair``: of ranks ``r`` and ``W - 1 - r``; ``row``
-    and ``column`` of a mesh ``[W / 2, 2]``, which on 2 ranks are ``world`` and ``second``. All ranks together;
-    ``world_size`` is even."""
+    """This rank's groups: ``world``; ``second``, of the same ranks; ``pair``, of ranks ``r`` and ``W - 1 - r``; ``row``
+    and ``column`` of a mesh ``[W / 2, 2]``, which on 2 ranks are ``world`` and ``second``. All ranks call this
+    together. ``world_size`` is even."""
     timeout, everyone = datetime.timedelta(seconds=seconds), range(world_size)
 
     def mine(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -80,7 +80,7 @@ class Stress:
         return stress_sites.sites(variant, self.groups[group], ("a", "b"), self.shapes)
 
     def sites(self, variant: Variant, group: str = "world") -> list[list[Repeated]]:
-        """The calls of two sites with their first results: of each shape ``INPUTS``."""
+        """The calls of two sites with their first results, ``INPUTS`` calls of each shape."""
         key = variant.schedule, variant.pattern, variant.way, group
         if key not in self._sites:
             made = self.made(variant, group)
@@ -100,9 +100,10 @@ class Stress:
 
 
 def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """First calls of all shapes of two sites. Odd ranks come late: even ranks' kernels wait for them while the hosts
-    load the next calls' kernels, and odd ranks load while peers wait. (Must be a process's first scenario, or nothing
-    is left to load; and not the first run on a machine, where compiling takes longer than the delay.)"""
+    """First calls of all shapes of two sites. Odd ranks come late. Even ranks' kernels wait for them while the hosts
+    load the next calls' kernels, and odd ranks load kernels while their peers wait. (This must be a process's first
+    scenario, because later nothing is left to load. It must not be a machine's first run, because compiling takes
+    longer than the delay.)"""
     # Inputs and workspace exist, so that nothing synchronises the ranks from here on.
     stress.made(variant, "world")
     torch.cuda.synchronize()
@@ -184,7 +185,7 @@ def subgroup(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def beside_nccl(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Collectives of tens of megabytes in a group of the same ranks go on on another stream."""
+    """One site, while collectives of tens of megabytes run on another stream, in a group of the same ranks."""
     other, beside = stress.groups["second"], torch.cuda.Stream()
     mine = torch.full((BESIDE_ELEMENTS,), float(stress.rank), device=gpu_ranks.device())
     largest, everyone = mine.clone(), mine.new_empty(stress.world_size * BESIDE_ELEMENTS)
@@ -192,7 +193,7 @@ def beside_nccl(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
     def before(i: int) -> None:
         if i % 100 == 0:
-            # The collectives take longer than the calls.
+            # The collectives take longer than the calls, so their queue would grow.
             torch.cuda.synchronize()
         if i % 4 == 0:
             with torch.cuda.stream(beside):
@@ -208,8 +209,8 @@ def beside_nccl(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def foreign(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Foreign work on some ranks' GPUs, on a stream of higher priority: matmuls that fill the chip, and a kernel that
-    sleeps."""
+    """One site, while at random times foreign work runs on a rank's GPU, on a stream of higher priority: matmuls that
+    fill the GPU, or a kernel that sleeps."""
     chance, theirs = random.Random(1000 + stress.rank), torch.cuda.Stream(priority=-1)
     x = torch.zeros(FOREIGN_SIZE, FOREIGN_SIZE, device=gpu_ranks.device(), dtype=stress_sites.dtype)
     y = torch.empty_like(x)
@@ -236,8 +237,8 @@ def determinism(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def graphs(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Replays of two CUDA graphs in turn, with different inputs, mixed with eager calls; ``reduce-overhead`` is
-    ``tests.gpu.check_fused``'s."""
+    """Replays of two CUDA graphs in turn, with different inputs, mixed with eager calls. (``tests.gpu.check_fused``
+    checks ``reduce-overhead``.)"""
     known = stress.sites(variant)[0]
     return replays(known[::INPUTS], calls, known[1::INPUTS])
 
@@ -256,8 +257,8 @@ SCENARIOS: dict[str, tuple[Scenario, int]] = {
 
 
 def applies(scenario: str, variant: Variant, share_gpus: bool) -> bool:
-    """Whether a scenario applies to a variant: NCCL refuses two ranks on one GPU, and ``wave_groups`` sums in the order
-    of each group's collective."""
+    """Whether a scenario applies to a variant. NCCL refuses two ranks on one GPU. ``wave_groups`` sums in the order of
+    a group's collective, so its bits may differ between groups."""
     if share_gpus and (scenario == "beside_nccl" or variant.schedule == "wave_groups"):
         return False
     return scenario != "determinism" or variant.schedule != "wave_groups"

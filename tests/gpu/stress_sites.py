@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites for stress: one op of a schedule on a group, with a few inputs; every rank can compute the right results alone.
+"""Sites for stress checks. A site is one op of a schedule in a group, with a few inputs.
 
-Inputs are drawn from seeds that all ranks know, so the expected values need no collective, whatever the group's
-backend. A call's result is checked once against fp64, later ones bit for bit against the first; so a later check costs
-three small kernels.
+Inputs are drawn from seeds that all ranks know. So every rank can compute the right results alone, and no collective is
+needed. A call's first result is compared with fp64, and later results bit for bit with the first one. So a later check
+costs three small kernels.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from tests.gpu.repeated import Repeated
 define_ops()
 
 INPUTS = 3
-"""Left operands of each shape. Two would be the same again in every other call of a slot, and so in each of its halves.
-"""
+"""Left operands of each shape. If there were two, calls in turn would give each half of a slot the same operand again,
+and stale rows would not show."""
 LIMIT = 2**33
 TOLERANCE = 2e-2
-"""Of the largest element."""
+"""Largest error that is allowed, relative to the largest element."""
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 POISON = 0xFF
-"""A byte that makes NaN of whatever it is repeated to: fp16, bf16, fp32, fp8."""
+"""A byte that is NaN in fp16, bf16, fp32 and fp8 if all bytes of a number have this value."""
 dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A schedule's op of a pattern, in one of the ways that it can run."""
+    """A schedule's op for a pattern, in one of the ways in which it can run."""
 
     schedule: str
     pattern: str
@@ -53,7 +53,7 @@ class Variant:
     fixed: Mapping[str, Any]
 
     def settings(self, rows: int) -> str:
-        """For a call of ``rows`` rows of a shard (of all rows where an all-reduce has no shards)."""
+        """The op's settings for a call. ``rows``: rows of a shard; for an all-reduce, of the whole matmul."""
         if self.schedule != "wave_groups":
             return json.dumps(self.fixed, sort_keys=True)
         # A fixed partition, independent of measurements: the first band, and all others.
@@ -62,12 +62,12 @@ class Variant:
 
 
 def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
-    """Every way of every pattern of these schedules, each with more than one band, chunk or group where there are rows
-    enough. ``replays``: of calls that come again (``runtime.replay``)."""
+    """Every way of every pattern of these schedules, each with more than one band, chunk or group if there are enough
+    rows. ``replays``: calls that come again are replayed (``runtime.replay``)."""
     banded = {"parts": 2, "parts_from": 0}
     found = [Variant("fused", GATHER, "sm_push", {**fused_plan.TUNED[GATHER], **banded, "slices": 1})]
     found += [Variant("fused", p, "", {**fused_plan.TUNED[p], **banded}) for p in (SCATTER, REDUCE)]
-    # With their K, half of the blocks of these small sites push.
+    # By default half of the blocks push at these sites' small K (``pushers_of``). In this way, four push.
     found.append(Variant("fused", REDUCE, "few push", {**fused_plan.TUNED[REDUCE], "parts": 0, "pushers": 4}))
     found.append(Variant("fused", GATHER, "slices", {**fused_plan.TUNED[GATHER], "slices_tiles": fused_plan.NEVER}))
     found.append(Variant("fused", GATHER, "copy_engine", {**fused_plan.TUNED[GATHER], "copies_from": 0}))
@@ -98,7 +98,7 @@ def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the whole matmul: ``[tokens, inner] @ [inner, columns]``, of one rank; a small message has ``few`` tokens."""
+    """Sizes of one rank's whole matmul, ``[tokens, inner] @ [inner, columns]``. A small message has ``few`` tokens."""
 
     tokens: int
     few: int
@@ -107,12 +107,19 @@ class Shape:
 
 
 SHAPES = (Shape(1024, 64), Shape(640, 24))
-"""Both fall into 8 shards. Those of the second are of no whole tiles on 2, 4 and 8 ranks."""
+"""8 ranks divide the tokens of both. On 2, 4 and 8 ranks the shards of the second are not whole tiles."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a site with one input. ``name``: the site's. ``exact``: what it must return, in fp64."""
+    """A call of a site with one input.
+
+    Attributes:
+        name: the site's name.
+        shape: index of the call's shape.
+        run: makes the call.
+        exact: computes the result that it must return, in fp64.
+    """
 
     name: str
     shape: int
@@ -126,7 +133,7 @@ def _drawn(*seed: object, size: tuple[int, int]) -> torch.Tensor:
 
 
 class _Site:
-    """A site of ``variant`` in ``group``. Equal ``seed``: equal inputs."""
+    """A site of ``variant`` in ``group``. Sites with equal seeds have equal inputs."""
 
     def __init__(self, variant: Variant, group: dist.ProcessGroup, name: str, seed: object) -> None:
         self.variant, self.group, self.name, self.seed = variant, group, name, seed
@@ -139,7 +146,7 @@ class _Site:
         return shape.few if self.variant.schedule == "small_message" else shape.tokens
 
     def request(self, shapes: Sequence[Shape]) -> list[Any]:
-        """What the site asks of the workspace for its largest call of each kind."""
+        """The workspace that the site needs for calls of all ``shapes``."""
         v, needs = self.variant, []
         for shape in shapes:
             tokens, sizes = self.tokens(shape), (shape.inner, shape.columns, 2)
@@ -157,7 +164,7 @@ class _Site:
         return _drawn(self.seed, "left", rank, rows, number, size=(rows, shape.inner))
 
     def right(self, rank: int, shape: Shape) -> torch.Tensor:
-        """As a layer holds its weight, with results of about one."""
+        """The weight as a layer holds it, transposed, scaled so that results are about 1."""
         return (_drawn(self.seed, "right", rank, size=(shape.columns, shape.inner)) / shape.inner**0.5).t()
 
     def call(self, shape: Shape, index: int, number: int, b: torch.Tensor) -> Call:
@@ -167,7 +174,7 @@ class _Site:
             self.variant.settings(rows),
             (self.group.group_name, self.name),
         )
-        # Every second shape also hands out what was gathered: the call then ends behind its kernel.
+        # Calls of every second shape also return the gathered tensor. Such a call ends after its kernel.
         used = index % 2 == 1
 
         def gather() -> torch.Tensor:
@@ -193,11 +200,11 @@ class _Site:
 def sites(
     variant: Variant, group: dist.ProcessGroup, names: Sequence[str], shapes: Sequence[Shape] = SHAPES, seed: object = 0
 ) -> list[list[Call]]:
-    """The calls of a site of each name, with ``INPUTS`` inputs of each shape, and the workspace for them. All ranks of
-    the group together.
+    """Make a site for each name, and the workspace for them. Returns each site's calls, with ``INPUTS`` inputs of each
+    shape. All ranks of the group call this together.
 
-    Sites that are made together take the group's slots in turn. They have different inputs; equal seeds give equal ones
-    in another group, too.
+    Sites that are made together take the group's slots in turn, and have different inputs. Equal seeds give equal
+    inputs, also in another group.
     """
     made = [
         _Site(variant, group, f"{name} {variant.schedule} {variant.pattern} {variant.way}", (seed, i))
@@ -220,7 +227,7 @@ def sites(
 
 
 def first_results(calls: Sequence[Call]) -> list[Repeated]:
-    """The results of every call, one after the other, without waiting."""
+    """Make every call once, one after the other, without waiting. Returns them with their results."""
     return [(call.name, call.run, call.run()) for call in calls]
 
 
@@ -247,14 +254,14 @@ def poison(group: dist.ProcessGroup, like: Sequence[torch.Tensor]) -> None:
     """Fill with NaN the part of the group's workspace that peers write to, and the memory that the allocator will
     return for tensors like ``like``. All ranks call it together.
 
-    Only between two barriers may a rank do this to its own workspace, with nothing in flight on any rank: a peer's next
-    call may write there as soon as this rank's last one has ended. Flags and counters stay.
+    A rank may do this to its own workspace only between two barriers and with nothing in flight on any rank, because a
+    peer's next call may write there as soon as this rank's last call has ended. Flags and counters are not changed.
     """
     torch.cuda.synchronize()
     dist.barrier(group)
     for slot in workspace.workspace_of(group, gpu_ranks.device()).arena.slots:
         slot.data.local.fill_(POISON)
-    # All at the same time, so that each gets its own memory.
+    # All of them exist at the same time, so that each has its own memory.
     _ = [torch.full_like(tensor, float("nan")) for tensor in like for _ in range(2)]
     torch.cuda.synchronize()
     dist.barrier(group)

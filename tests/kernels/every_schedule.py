@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of every schedule that has kernels which wait for peers, for tests that apply to all of them. Each rank can
+"""Calls of every schedule whose kernels wait for peers, for tests that apply to all these schedules. Each rank can
 compute the right result alone."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Call:
     Attributes:
         run: ``run(launch, value)`` makes the call on matrices full of ``value`` and of ones. All ranks pass the same
             ``value``. Every element of the result is ``right(value, world_size)``.
-        gathers: whether the pattern is a gather. In a reduction, the results of all ranks are added.
+        gathers: True if the pattern is a gather. In a reduction, the products of all ranks are added.
     """
 
     run: Callable[[Launch, float], torch.Tensor]
@@ -63,8 +63,8 @@ def _fused(pattern: str, parameters: FusedParameters = FUSED) -> Call:
 
 
 def _with_gathered(run: Callable[[torch.Tensor, torch.Tensor, Launch], Sequence[torch.Tensor]]) -> Call:
-    """A gather that also returns the gathered tensor. This is multiplied by 16, the number of terms in each element of
-    the product, so that all elements of the result are equal."""
+    """A gather that also returns the gathered tensor. The gathered tensor is multiplied by 16, the number of terms in
+    each element of the product, so that all elements of the result are equal."""
 
     def both(launch: Launch, value: float) -> torch.Tensor:
         product, gathered = run(*_operands(GATHER, launch, value), launch)
@@ -101,7 +101,7 @@ def _small(two_shot: bool, norm: bool) -> Call:
             return small_message.all_reduce(product, launch, parameters)
         residual, weight = torch.zeros(4, 32).half(), torch.ones(32).half()
         normed, residual_out = small_message.all_reduce_norm(product, residual, weight, 0.0, launch, parameters)
-        # RMSNorm turns a row of equal numbers into ones. If it has not, its result is returned, which is wrong.
+        # RMSNorm turns a row of equal numbers into ones. If it did not, ``normed`` is returned, so that the test fails.
         return torch.where((normed == 1).all(), residual_out, normed)
 
     return Call(run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as processes over shared memory, each running its kernels in Triton's interpreter."""
+"""Runs ranks as processes that share memory. Each runs its kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def run_ranks(
     """Run ``function(rank, *args)`` in one forked process for each rank. (Forked processes need no new imports and hold
     no device.)
 
-    Fails if a rank does not end in time, or ends with another exit status than ``ends`` says (by default 0 for all;
-    ``-n`` for signal ``n``)."""
+    Fails if a rank does not end in time, or if the ranks' exit statuses are not ``ends`` (default: 0 for all; ``-n``
+    means signal ``n``)."""
     # A forked process has none of its parent's threads: a matmul that used the parent's pool would wait for ever.
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
@@ -42,7 +42,7 @@ def run_ranks(
     hung = [process.is_alive() for process in ranks]
     for process in ranks:
         process.kill()
-    assert not any(hung), f"ranks that still wait: {[r for r, h in enumerate(hung) if h]}"
+    assert not any(hung), f"ranks that did not end in time: {[r for r, h in enumerate(hung) if h]}"
     assert [p.exitcode for p in ranks] == (list(ends) or [0] * world_size)
 
 
@@ -73,7 +73,7 @@ class SharedBuffer:
 
 @dataclass(frozen=True)
 class SharedWorkspace:
-    """The shared memory of all ranks' slots, filled with bytes that are NaN in fp16."""
+    """The shared memory of all ranks' slots. ``data`` is filled with bytes that are NaN in fp16."""
 
     data: torch.Tensor
     flags: torch.Tensor
@@ -114,8 +114,15 @@ class SharedWorkspace:
 
 
 def exact(pattern: str, a: torch.Tensor, b: torch.Tensor, bias: bool, average: bool, rows: int) -> list[torch.Tensor]:
-    """The result of each rank in fp64: ``a [W, rows or all rows, K]`` and ``b [W, N, K]`` of all ranks, a bias that is
-    ``b``'s first column; ``rows`` of a shard."""
+    """The result of each rank, computed in fp64.
+
+    Args:
+        a: left operands of all ranks, ``[W, rows, K]`` for a gather, else ``[W, all rows, K]``.
+        b: right operands of all ranks, transposed: ``[W, N, K]``.
+        bias: add the first column of each rank's ``b``.
+        average: divide the sum over ranks by their number.
+        rows: rows of a shard.
+    """
     world_size = len(a)
     products = [
         (a.flatten(0, 1) if pattern == "all_gather_matmul" else a[r]).double() @ b[r].double().t()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three ranks, one of which gives up, for every schedule with kernels of its own. No rank gets a wrong number without
-an error, every rank learns at once who gave up on what, and the rank that gave up stores and signals nothing more, also
-in replays."""
+"""One of three ranks gives up, in every schedule whose kernels wait for peers. No rank returns a wrong number without
+an error. Every rank learns at once which rank gave up, and what that rank waited for. The rank that gave up stores and
+signals nothing more, also in replays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.kernels.ranks import shared
 
 WORLD = 3
 IMPATIENT_NS, PATIENT_NS = 100_000, 10**15
-"""100 turns of a wait in the interpreter, and more than any test lasts."""
+"""How long kernels wait: 100 turns of a wait in the interpreter, or longer than any test."""
 SECONDS = 60.0
 IN_VAIN = r"site some site of group 'tp' timed out waiting for [a-z -]+ rank 2: expected call 2, saw call 1"
 FIRST = "rank 0 gave up first: "
@@ -38,12 +38,12 @@ def _meet(steps: torch.Tensor, rank: int, step: int) -> None:
 def _await(steps: torch.Tensor, step: int) -> None:
     deadline = time.monotonic() + SECONDS / 2
     while int(steps.min()) < step:
-        assert time.monotonic() < deadline, f"ranks came no further than steps {steps.tolist()}"
+        assert time.monotonic() < deadline, f"ranks got no further than steps {steps.tolist()}"
         time.sleep(0.005)
 
 
 def _as_a_graph(launch: Launch, patience_ns: int) -> Launch:
-    """Run its kernels again and again as in a CUDA graph, without the host's part, which would raise."""
+    """``launch`` without the host's check, which would raise: kernels run again and again, as in a CUDA graph."""
     launch.faults.check = lambda: None  # type: ignore[method-assign]
     return replace(launch, patience_ns=patience_ns, prepared={})
 
@@ -58,14 +58,14 @@ def _flags_from(space: SharedWorkspace, source: int) -> torch.Tensor:
 def _right_or_told(name: str, launch: Launch, call: int) -> None:
     found = EVERY[name].run(launch, call)
     told = launch.faults.error()
-    what = f"rank {launch.rank} took {found.unique().tolist()[:4]} for the result of call {call}"
+    what = f"rank {launch.rank} returned {found.unique().tolist()[:4]} for call {call}"
     assert told is not None or EVERY[name].is_right(found, call, WORLD), what
     right = EVERY[name].right(call, WORLD)
-    assert (found.isnan() | (found == right)).all(), f"{what}, where it is {right} or nothing is known"
+    assert (found.isnan() | (found == right)).all(), f"{what}, expected {right} or NaN"
 
 
 def _last_is_late(rank: int, space: SharedWorkspace, name: str, steps: torch.Tensor) -> None:
-    """The last rank comes after rank 0's patience and within rank 1's."""
+    """Rank 2 makes its second call when rank 0's patience is over, but not rank 1's."""
     launch = space.launch(rank)
     assert EVERY[name].is_right(EVERY[name].run(launch, 1), 1, WORLD)
     _meet(steps, rank, 1)
@@ -77,13 +77,13 @@ def _last_is_late(rank: int, space: SharedWorkspace, name: str, steps: torch.Ten
         assert "timed out waiting" in str(launch.faults.error())
         signalled = _flags_from(space, 0)
     else:
-        assert launch.faults.error() is not None, "nothing in this call could be had without rank 2, or rank 0 told it"
+        assert launch.faults.error() is not None, "this rank has no error, although rank 0 gave up in this call"
     _meet(steps, rank, 2)
     if rank == 0:
-        # Peers make no call meanwhile.
+        # Peers make no call until rank 0 reaches step 3.
         stored = space.data[1:].clone()
         _right_or_told(name, launch, 3)
-        # (Copy engines look at no abort word: ``transports.copy_engine``.)
+        # (Copy engines do not look at abort words: ``transports.copy_engine``.)
         assert "cop" in name or torch.equal(space.data[1:], stored), "a rank that has given up stored to a peer"
     _meet(steps, rank, 3)
     for call in (4, 5):
@@ -91,15 +91,15 @@ def _last_is_late(rank: int, space: SharedWorkspace, name: str, steps: torch.Ten
     _meet(steps, rank, 4)
     if rank == 0:
         now = _flags_from(space, 0)[1:]
-        # Copies go on, with a number that nobody waits for.
-        assert (now[now != signalled[1:]] < 0).all(), "a rank that has given up told a peer something"
+        # Copies go on, and set flags to a number that no rank waits for.
+        assert (now[now != signalled[1:]] < 0).all(), "a rank that has given up signalled a peer"
     del launch.faults.check
     with pytest.raises(TransferError, match=IN_VAIN if rank == 0 else FIRST + IN_VAIN):
         EVERY[name].run(launch, 6)
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_no_rank_takes_what_a_peer_gave_up_for_a_result(name: str) -> None:
+def test_no_rank_returns_a_wrong_result_after_a_peer_gave_up(name: str) -> None:
     run_ranks(WORLD, _last_is_late, workspace(WORLD), name, shared(WORLD), seconds=SECONDS)
 
 
@@ -116,7 +116,7 @@ def _host_aborts(rank: int, space: SharedWorkspace, name: str, steps: torch.Tens
     calls = launch.slot.calls.clone()
     with pytest.raises(TransferError, match=f"group 'tp' was aborted{'' if rank == 2 else ' by rank 2'}; its"):
         EVERY[name].run(launch, 3)
-    assert torch.equal(launch.slot.calls, calls), "nothing runs after an abort"
+    assert torch.equal(launch.slot.calls, calls), "a call ran after the abort"
 
 
 @pytest.mark.parametrize("name", EVERY)

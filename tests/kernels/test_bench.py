@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator bench in Triton's interpreter, with schedules that are one op per site; a wrong result ends it."""
+"""Runs the operator bench in Triton's interpreter, with schedules that write a site as one op. The bench must end at a
+wrong result."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def _run(rank: int, world_size: int, folder: str, arguments: list[str]) -> list[
         )
 
 
-def test_schedules_of_one_op_as_ops_and_as_graphs(tmp_path: Path) -> None:
+def test_schedules_of_one_op_run_as_ops_and_in_compiled_graphs(tmp_path: Path) -> None:
     arguments = [
         "--tokens",
         "8",
@@ -56,7 +57,7 @@ def test_schedules_of_one_op_as_ops_and_as_graphs(tmp_path: Path) -> None:
     )
     assert found["hidden", "chunked/copy_engine"]["parameters"]["transport"] == "copy_engine"
     assert all(0 < row["error"] < 2e-2 or row["provider"] == "keep" for row in first)
-    # All ranks decide on the same figures.
+    # All ranks report the same times.
     assert [row["median_us"] for row in first] == [row["median_us"] for row in second]
 
 
@@ -100,7 +101,7 @@ def test_fp8(tmp_path: Path) -> None:
         for pattern in ("all_gather_matmul", "matmul_reduce_scatter")
         for runs in ("keep", "chunked")
     ]
-    # (Rounded to bf16, nothing is exact.)
+    # (Results are rounded to bf16, so no error is 0.)
     assert all(0 < row["error"] < 2e-2 for row in first)
 
 

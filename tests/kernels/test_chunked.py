@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``chunked`` between processes over shared memory, its kernels in Triton's interpreter. There are no streams,
-so a wait must come after everything that peers wait for."""
+"""Runs schedule ``chunked`` on processes that share memory, its kernels in Triton's interpreter. There are no streams:
+everything runs in the order of its launch, so a call must send what its peers wait for before it waits itself."""
 
 from __future__ import annotations
 
@@ -33,8 +33,14 @@ SMALL = ChunkedParameters(2, "copy_engine", 1, grain=8, pushers=2)
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` of a shard; ``missing`` rows at the end of an all-reduce. If the number of chunks is given, each call
-    has one more than the call before, in the same slot: the meaning of flags must not depend on the site."""
+    """``CALLS`` calls in one slot. If the number of chunks is given, each call has one chunk more than the call before,
+    because the meaning of flags must not depend on the site.
+
+    Attributes:
+        rows: rows of a shard.
+        two: a second matmul reads the gathered tensor, and so does the program.
+        missing: rows that the last shard of an all-reduce lacks.
+    """
 
     pattern: str
     world_size: int
@@ -60,8 +66,8 @@ CASES = {
     "gather, two matmuls, gathered tensor read, pushed": Case(
         GATHER, 3, 16, replace(SMALL, chunks=2, transport="sm_push"), two=True
     ),
-    "gather, as many chunks as hide transfers": Case(GATHER, 4, 16, replace(SMALL, chunks=None), columns=7200),
-    "gather, few chunks where the link decides": Case(GATHER, 4, 16, replace(SMALL, chunks=None)),
+    "gather, chunks chosen, matmul-bound": Case(GATHER, 4, 16, replace(SMALL, chunks=None), columns=7200),
+    "gather, chunks chosen, link-bound": Case(GATHER, 4, 16, replace(SMALL, chunks=None)),
     "gather, chunks of given sizes": Case(GATHER, 4, 16, replace(SMALL, chunks=None, sizes=(1, 2))),
     "gather, each copy in its turn": Case(GATHER, 4, 16, replace(SMALL, chunks=2, turns_from=0)),
     "scatter, copies of several parts in their turn": Case(SCATTER, 3, 40, replace(SMALL, chunks=4, turns_from=0)),
@@ -69,10 +75,8 @@ CASES = {
         REDUCE, 4, 24, replace(SMALL, chunks=None, bands=3, turns_from=0)
     ),
     "scatter": Case(SCATTER, 2, 16, SMALL),
-    "scatter, as many chunks as hide transfers": Case(
-        SCATTER, 4, 16, replace(SMALL, chunks=None), inner=4000, bias=True
-    ),
-    "scatter, few chunks where the link decides": Case(SCATTER, 4, 16, replace(SMALL, chunks=None)),
+    "scatter, chunks chosen, matmul-bound": Case(SCATTER, 4, 16, replace(SMALL, chunks=None), inner=4000, bias=True),
+    "scatter, chunks chosen, link-bound": Case(SCATTER, 4, 16, replace(SMALL, chunks=None)),
     "scatter, chunks of given sizes, pushed": Case(
         SCATTER, 4, 16, replace(SMALL, chunks=None, sizes=(2, 1), transport="sm_push")
     ),
@@ -87,9 +91,7 @@ CASES = {
     "all-reduce, bands in one matmul each": Case(REDUCE, 3, 40, replace(SMALL, chunks=0, bands=3), bias=True),
     "all-reduce, bands, pushed": Case(REDUCE, 3, 40, replace(SMALL, chunks=2, bands=4, transport="sm_push")),
     "all-reduce of uneven rows": Case(REDUCE, 3, 16, replace(SMALL, chunks=0, bands=2, transport="auto"), missing=2),
-    "all-reduce, as many chunks as hide transfers": Case(
-        REDUCE, 4, 24, replace(SMALL, chunks=None, bands=3), inner=4000
-    ),
+    "all-reduce, chunks chosen, matmul-bound": Case(REDUCE, 4, 24, replace(SMALL, chunks=None, bands=3), inner=4000),
     "all-reduce, chunks of given sizes": Case(
         REDUCE, 4, 24, replace(SMALL, chunks=None, bands=2, sizes=(1, 2)), bias=True
     ),
@@ -153,7 +155,7 @@ def test_agrees_with_fp64(name: str) -> None:
 
 
 def test_partial_sums_are_rounded_once() -> None:
-    """1 and 1024 partial sums that a sum in fp16 would lose one by one."""
+    """The sum is 2048 + 1 + 1. Rounded to fp16 after each addition, it would lose both ones."""
     out = shared(3, 8, 8, dtype=torch.float16)
     workspace = SharedWorkspace.of(3, 3 * 8 * 8 * 2, 1)
     run_ranks(3, _round_once, workspace, out)
@@ -193,7 +195,7 @@ def test_a_peer_that_never_comes(pattern: str, what: str, peer: int) -> None:
 
 
 class _Side:
-    """A side stream that records when it is the current one."""
+    """Replaces the side stream. ``inside`` is True while it is the current stream."""
 
     inside = False
 
@@ -211,8 +213,8 @@ class _Side:
 def test_leave_is_awaited_on_the_stream_of_the_matmuls(
     monkeypatch: pytest.MonkeyPatch, pattern: str, before: int
 ) -> None:
-    """Once in a call: before a gather's first matmul, after a reduction's, and before anything is sent. (Beside a
-    vendor matmul the wait would get no SM until the matmul ends.)"""
+    """A call waits for leave once: before a gather's first matmul or after a reduction's first one, and before anything
+    is sent. (On another stream, the waiting kernel could hold an SM and delay the matmul.)"""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     a, b = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t()
     plain = CopyEngine()
@@ -240,8 +242,9 @@ def test_leave_is_awaited_on_the_stream_of_the_matmuls(
     assert events[: before + 2] == [*["matmul"] * before, "leave", "send"] and events.count("leave") == 1, events
 
 
-def test_what_was_gathered_is_handed_out_beside_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After all rows have arrived and the own shard was sent, and before the last matmuls, which hide the copy."""
+def test_the_gathered_tensor_is_copied_during_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy starts on the side stream after the wait for the last rows and before the last matmuls, which hide
+    it."""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     plain_hand_out, plain_wait = chunked._hand_out, chunked.wait_kernel
 
@@ -275,8 +278,8 @@ def test_what_was_gathered_is_handed_out_beside_the_last_chunk(monkeypatch: pyte
     ("queues", "what"), [("", "another receiver to get its rows from rank 2"), ("2", "rows from rank 1")]
 )
 def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, what: str) -> None:
-    """The second receiver's rows wait for those that it gets first, from rank 2; but not on a device with too few
-    queues for waits."""
+    """The rows for the second receiver are sent only when that receiver has got its rows from rank 2. With too few
+    hardware queues they do not wait for that, and the call gives up at its own wait for rows."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     monkeypatch.setattr(symmetric, "hardware_queues", symmetric.hardware_queues.__wrapped__)
     workspace = SharedWorkspace.of(3, 20_000, 8)
@@ -289,10 +292,10 @@ def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, w
 
 
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
-def test_a_sum_of_what_never_came_is_not_announced(transport: str) -> None:
-    """An all-reduce whose peers never come sends its partial sums but announces no finished rows. A call that was
-    queued by then announces nothing either, since a peer waits for its number. (A user's graph checks nothing between
-    calls.)"""
+def test_finished_rows_are_not_signalled_if_a_peer_never_comes(transport: str) -> None:
+    """An all-reduce whose peers never come sends its partial sums, but signals no finished rows. A call that was
+    already queued signals none either, because a peer may wait for that call's number. (In a captured graph the host
+    checks nothing between calls.)"""
     workspace = SharedWorkspace.of(3, 20_000, 8)
     launch, p = workspace.launch(0, patience_ns=20_000), replace(SMALL, transport=transport, chunks=2, bands=3)
     a, matmul, out = torch.ones(72, 32).half(), VendorMatmul(torch.ones(32, 16).half()), torch.empty(72, 16).half()
@@ -310,8 +313,8 @@ def test_a_sum_of_what_never_came_is_not_announced(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_nothing_is_written_before_the_peer_has_read(transport: str) -> None:
-    """A second call waits for the credit of peers that have not ended the first, and gives up. (Nothing stops a copy
-    engine's copy then, but its signal is not given.)"""
+    """A second call waits for leave from a peer that has not ended its first call, and gives up. (A copy engine copies
+    even so, but it sets the flag to a number that no rank waits for.)"""
     workspace = SharedWorkspace.of(2, 20_000, 4)
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)
@@ -333,7 +336,7 @@ def test_nothing_is_written_before_the_peer_has_read(transport: str) -> None:
 
 
 def test_a_matmul_that_fails_aborts_the_group() -> None:
-    """Peers wait for what was not sent, so no later result of the group is valid."""
+    """Peers wait for rows that were not sent, so no later result of the group is valid."""
     launch = SharedWorkspace.of(2, 20_000, 4).launch(0, patience_ns=20_000)
     with pytest.raises(RuntimeError):
         chunked.all_gather_matmul(
@@ -344,7 +347,7 @@ def test_a_matmul_that_fails_aborts_the_group() -> None:
         chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half())], launch, SMALL)
 
 
-def test_what_the_schedule_is_not_made_for_is_said() -> None:
+def test_unsupported_operands_are_refused() -> None:
     launch = SharedWorkspace.of(2, 4096, 2).launch(0)
     a, b = torch.zeros(32, 32).half(), torch.zeros(32, 16).half()
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):

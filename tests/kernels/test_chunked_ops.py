@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of schedule ``chunked`` as a rewritten graph calls them: between processes, with the group's own workspace
-and without one."""
+"""Calls the ops of schedule ``chunked`` as a rewritten graph does, on several processes, with the group's workspace and
+without one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS, K, N = 24, 16, 24
 
 
 def _check(rank: int, world_size: int, folder: str) -> list[str]:
-    """Problems found on this rank."""
+    """Call the ops with a workspace, with no rows, and without a workspace. Returns the problems found on this rank."""
     use_shared_memory(folder)
     group, cpu, problems = dist.group.WORLD, torch.device("cpu"), []
     calls: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
     for name, (pattern, rows, settings, site) in calls.items():
         generator = torch.Generator().manual_seed(rank)
         gathers = pattern == "all_gather_matmul"
-        # A shard that begins in the middle of 16 bytes, and weights as a module holds them.
+        # The shard begins in the middle of 16 bytes. The weight is a parameter, as in a module.
         a = torch.randn((rows if gathers else rows * world_size) * K + 4, generator=generator).half()[4:].view(-1, K)
         b, bias = (
             torch.nn.Parameter(torch.randn(N, K, generator=generator).half()),
@@ -80,7 +80,7 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
                 or found.shape != exact.shape
                 or not torch.allclose(found.double(), exact, rtol=2e-2, atol=5e-2)
             ):
-                problems.append(f"{name}: {tuple(found.shape)} is not {tuple(exact.shape)}, or off")
+                problems.append(f"{name}: {tuple(found.shape)} is not {tuple(exact.shape)}, or its values are off")
     return problems
 
 
@@ -88,7 +88,8 @@ FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
 def _check_scaled(rank: int, world_size: int, folder: str) -> list[str]:
-    """Problems found on this rank: tensor-wise and row-wise scales, a call with workspace and one without."""
+    """Call the scaled ops with tensor-wise and row-wise scales, with a workspace and without one. Returns the problems
+    found on this rank."""
     use_shared_memory(folder)
     group, problems = dist.group.WORLD, []
     rows, inner, columns = 24, 32, 16
@@ -107,7 +108,7 @@ def _check_scaled(rank: int, world_size: int, folder: str) -> list[str]:
             a = torch.randn(rows if gathers else all_rows, inner, generator=generator).to(FP8)
             b = torch.randn(columns, inner, generator=generator).to(FP8).t()
             bias = torch.randn(columns, generator=generator).to(BF16)
-            # A column of scales with the strides of a row.
+            # A row-wise ``scale_a`` is a column with the strides of a row.
             scale_a, scale_b = scales((1, all_rows)).t(), scales((1, columns))
             name = f"{pattern} {transport} {row_wise}"
             need = chunked_plan.needed(
@@ -131,7 +132,7 @@ def _check_scaled(rank: int, world_size: int, folder: str) -> list[str]:
                         torch.zeros(1), a, [b], [bias], [scale_a], [scale_b], ["bfloat16"], [False], True, *last
                     )
                     if not torch.equal(everyone.float(), left):
-                        problems.append(f"{site}: what was gathered is something else")
+                        problems.append(f"{site}: the gathered tensor is wrong")
                 else:
                     found, _ = op(torch.zeros(1), a, b, bias, scale_a, scale_b, "bfloat16", False, *last)
                 if (

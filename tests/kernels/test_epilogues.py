@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epilogues: each op against torch's, and the fused kernels with epilogues between processes over shared memory, in
-Triton's interpreter."""
+"""Compares each op of an epilogue with torch's, and fused kernels that have epilogues with fp64. Ranks are processes
+that share memory, and kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def computed(epilogue: Epilogue, x: torch.Tensor, extras: list[torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("name", TORCH_OPS)
-def test_each_op_is_torchs(name: str) -> None:
+def test_each_op_agrees_with_torch(name: str) -> None:
     x = torch.randn(13, 24, generator=torch.Generator().manual_seed(1)) * 3
     x[0, :3] = torch.tensor([float("nan"), float("inf"), 0.0])
     x[2] = torch.linspace(-0.3, 0.3, 24)
@@ -77,14 +77,14 @@ def test_each_op_is_torchs(name: str) -> None:
         assert torch.allclose(computed(first, x, []), applied(first, x, []), rtol=1e-5, equal_nan=True)
 
 
-def test_every_op_is_known_to_all() -> None:
+def test_torch_triton_and_the_search_for_epilogues_know_the_same_ops() -> None:
     assert set(TORCH_OPS) == set(kernels.TRITON_OPS) == {*tail._OPS.values(), "to"}
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("full", (13, 24)), ("row", (24,)), ("column", (13,)), ("scalar", (1,))])
 def test_extra_tensors_of_each_kind(kind: str, shape: tuple[int, ...]) -> None:
-    """Two extra tensors of different dtypes, with NaN in the memory after them. (Rounded to fp16, since the interpreter
-    rounds to bf16 in its own way.)"""
+    """The epilogue reads two extra tensors of different dtypes, with NaN in the memory after them. (It rounds to fp16,
+    because the interpreter does not round to bf16 as a GPU does.)"""
     x = torch.randn(13, 24)
     first, second = (torch.full((1000,), float("nan")) for _ in range(2))
     extras = [e[: torch.Size(shape).numel()].normal_().view(shape) for e in (first, second.bfloat16())]
@@ -94,7 +94,7 @@ def test_extra_tensors_of_each_kind(kind: str, shape: tuple[int, ...]) -> None:
     assert torch.equal(applied(epilogue, x, extras), expected) and torch.equal(computed(epilogue, x, extras), expected)
 
 
-def test_text_there_and_back() -> None:
+def test_epilogues_survive_a_round_trip_through_text() -> None:
     epilogues = (None, Epilogue(("full", "row"), (("mul", "x", "e0"), ("add", "t0", 0.5))))
     assert from_text(to_text(epilogues)) == epilogues
     assert str(epilogues[1]) == "e0 full, e1 row: mul(x, e0), add(t0, 0.5)"
@@ -107,27 +107,27 @@ def test_a_function_has_room_for_two_extra_tensors() -> None:
 
 HOSTILE = {
     "code as an argument": ((), (("add", "x", "x); __import__('os').system('true') #"),)),
-    "code over lines": ((), (("add", "x", "0\n        import os"),)),
-    "a name of nobody": ((), (("mul", "x", "open"),)),
+    "code on several lines": ((), (("add", "x", "0\n        import os"),)),
+    "an unknown name": ((), (("mul", "x", "open"),)),
     "a name of another weight": ((), (("mul", "x", "t0_1"),)),
-    "a name before its value": ((), (("mul", "x", "t1"), ("neg", "t0"))),
+    "a name that is used before it has a value": ((), (("mul", "x", "t1"), ("neg", "t0"))),
     "a tensor that is not given": (("row",), (("mul", "x", "e1"),)),
-    "an op of nobody": ((), (("__import__", "x"),)),
-    "an op that is no text": ((), ((1, "x"),)),
+    "an unknown op": ((), (("__import__", "x"),)),
+    "an op that is not a string": ((), ((1, "x"),)),
     "an argument too few": ((), (("add", "x"),)),
     "an argument too many": ((), (("neg", "x", "x"),)),
     "infinity": ((), (("add", "x", float("inf")),)),
-    "no number": ((), (("add", "x", float("nan")),)),
+    "not a number": ((), (("add", "x", float("nan")),)),
     "a truth value": ((), (("add", "x", True),)),
     "a list": ((), (("add", "x", [1]),)),
-    "a dtype of nobody": ((), (("to", "x", "float32).foo(tl.float32"),)),
-    "a kind of nobody": (("matrix",), (("mul", "x", "e0"),)),
+    "an unknown dtype": ((), (("to", "x", "float32).foo(tl.float32"),)),
+    "an unknown kind": (("matrix",), (("mul", "x", "e0"),)),
     "no op": ((), ()),
 }
 
 
 @pytest.mark.parametrize("program", HOSTILE.values(), ids=HOSTILE.keys())
-def test_text_that_is_no_program_becomes_no_code(program: Any) -> None:
+def test_an_invalid_program_becomes_no_code(program: Any) -> None:
     with pytest.raises(ValueError, match="Compile the model anew"):
         kernels.source_of((program,))
 
@@ -140,7 +140,7 @@ def test_text_that_is_no_program_becomes_no_code(program: Any) -> None:
         "x = True", "exec(x)", "def epilogue(x): return x",
     ],
 )  # fmt: skip
-def test_what_is_written_is_read_again(line: str) -> None:
+def test_a_line_that_no_epilogue_needs_is_rejected_in_generated_source(line: str) -> None:
     """Guards against a template that lets other code through."""
     own = kernels.source_of((((), (("neg", "x"),)),))
     kernels.check_source(own)
@@ -148,7 +148,7 @@ def test_what_is_written_is_read_again(line: str) -> None:
         kernels.check_source(own.replace("    return x", f"    {line}\n    return x"))
 
 
-def test_every_op_and_kind_passes() -> None:
+def test_the_source_of_every_op_and_kind_is_accepted() -> None:
     for kind in ("full", "row", "column", "scalar"):
         kernels.source_of((((kind,), (("mul", "x", "e0"),)),))
     for name, template in kernels.TRITON_OPS.items():
@@ -158,8 +158,15 @@ def test_every_op_and_kind_passes() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """``widths`` and ``epilogues`` of each result, ``rows`` of a shard of it (the last one is short by ``missing``);
-    extras differ from rank to rank."""
+    """A call with epilogues. Extra tensors differ from rank to rank.
+
+    Attributes:
+        epilogues: one for each result, or ``None``.
+        widths: columns of each result.
+        rows: rows of a shard.
+        missing: rows that the last shard lacks.
+        keep: the gathered tensor is read, too.
+    """
 
     pattern: str
     world_size: int
@@ -229,7 +236,7 @@ def _rank(
 
 
 def _exact(case: Case, rank: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """In fp64, except that the result is rounded before its epilogue."""
+    """The result of ``rank``: product and sum in fp64, the epilogue in fp32."""
     if case.pattern == "all_gather_matmul":
         result = a.flatten(0, 1).double() @ b[rank].double().t()
     else:

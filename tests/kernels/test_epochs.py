@@ -19,13 +19,13 @@ WORLD = 2
 
 
 def _at(call: int) -> int:
-    """As int32."""
+    """``call`` modulo 2**32, as int32."""
     return (call + 2**31) % 2**32 - 2**31
 
 
 def _count_from(launch: Launch, space: SharedWorkspace, calls: int, touched: int) -> None:
-    """Set counters as after ``calls`` calls that all set the credits, and of which number ``touched`` was the last to
-    set the signals. (Every rank writes the same flags for all.)"""
+    """Set ``launch``'s counter and the flags of all ranks as if ``calls`` calls had ended. All of them set the credits;
+    call ``touched`` was the last to set the signals."""
     launch.slot.calls.fill_(_at(calls))
     flags = space.flags.view(WORLD, -1, FLAG_WORDS)[:, :, 0]
     flags[:, :WORLD] = _at(calls)
@@ -61,7 +61,7 @@ def _late(rank: int, space: SharedWorkspace, name: str, calls: int) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_signal_of_2_to_31_calls_ago_has_not_come(name: str) -> None:
+def test_a_signal_of_2_to_31_calls_ago_ends_no_wait(name: str) -> None:
     space, calls = workspace(WORLD), 5
     _count_from(space.launch(0), space, calls, calls - 2**31 - 3)
     run_ranks(WORLD, _late, space, name, calls, seconds=60)

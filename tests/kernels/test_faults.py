@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers that are late, skip a call or are killed, between processes over shared memory: a wait, or an error that names
-site, group and peer; and the watchdog, if no overlap op follows."""
+"""A peer is late, skips a call or is killed. The other rank waits, or raises an error that names site, group and peer.
+If it only replays kernels, the watchdog ends it. Ranks are processes that share memory."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ PATTERNS = {
     "matmul_reduce_scatter": ("partial sums", 32),
     "matmul_all_reduce": ("partial sums", 32),
 }
-"""What is waited for, and rows of the left operand."""
+"""``(what a call waits for, rows of the left operand)`` for each pattern."""
 
 
 def _call(pattern: str, launch: Launch) -> torch.Tensor:
-    """One call on ones: the sum over 16 elements, or over 16 elements of both ranks."""
+    """One call on ones. Each element of the result is 16 in a gather, else 32."""
     return getattr(fused, pattern)(
         torch.ones(PATTERNS[pattern][1], 16).half(), torch.ones(16, 16).half().t(), launch, PARAMETERS
     )
@@ -71,7 +71,7 @@ def _peer_skips(rank: int, workspace: SharedWorkspace, pattern: str, finished: t
         return
     while not int(finished[0]):
         time.sleep(0.01)
-    # It missed the call, and its next call raises, since the others have given up.
+    # Rank 1 missed the call. Its next call raises, because rank 0 has given up.
     missed = f"site some site of group 'tp' timed out waiting for {PATTERNS[pattern][0]} from rank 1"
     with pytest.raises(TransferError, match=f"rank 0 gave up first: {missed}: expected call 2, saw call 1"):
         _call(pattern, launch)
@@ -79,7 +79,7 @@ def _peer_skips(rank: int, workspace: SharedWorkspace, pattern: str, finished: t
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_peer_that_skips_a_call_is_named_by_the_wait_it_leaves_unmatched(pattern: str) -> None:
+def test_a_peer_that_skips_a_call_is_named(pattern: str) -> None:
     _run(_peer_skips, pattern, shared(1))
 
 
@@ -119,7 +119,7 @@ def _replays_without_its_peer(rank: int, workspace: SharedWorkspace) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     watchdog.GRACE_SECONDS = 0.3
     watchdog.watch(launch.faults, lambda: True)
-    # As in a CUDA graph: the kernel runs again and again, without the host's part of the op.
+    # As in a CUDA graph, the kernel runs again and again without the host's check.
     launch.faults.check = lambda: None  # type: ignore[method-assign]
     while True:
         _call("matmul_reduce_scatter", replace(launch, patience_ns=IMPATIENT_NS, prepared={}))
@@ -132,4 +132,4 @@ def test_replays_without_a_peer_end(capfd: pytest.CaptureFixture[str]) -> None:
         "site some site of group 'tp' timed out waiting for partial sums from rank 1" in said
         and "The process ends now" in said
     )
-    assert "_replays_without_its_peer" in said, "where the program was"
+    assert "_replays_without_its_peer" in said, "the stack of the program is not printed"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused kernels between processes over shared memory, block after block in Triton's interpreter."""
+"""Runs the fused kernels on processes that share memory, in Triton's interpreter, which runs the blocks of a kernel one
+after the other."""
 
 from __future__ import annotations
 
@@ -28,9 +29,14 @@ CALLS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` of a shard; ``in_rows``: the right operand lies in rows, not transposed; ``keep``: the gathered tensor
-    is read after the kernel. Each call has one band more than the call before, in the same slot: the meaning of flags
-    must not depend on the site."""
+    """``CALLS`` calls in one slot. Each call has one band and one piece more than the call before, because the meaning
+    of flags must not depend on the site.
+
+    Attributes:
+        rows: rows of a shard.
+        in_rows: the right operand is row-major, not transposed.
+        keep: the gathered tensor is read after the kernel.
+    """
 
     pattern: str
     world_size: int
@@ -72,7 +78,7 @@ CASES = {
         "all_gather_matmul", 2, 24, 24, 40, blocks=2, bias=True, in_rows=True
     ),
     "gather, kept": Case("all_gather_matmul", 3, 24, 16, 32, parts=2, blocks=2, pieces=2, keep=True),
-    "gather, nobody pushes first": Case("all_gather_matmul", 2, 32, 16, 32, parts=2, blocks=2, pushers=0, pieces=2),
+    "gather, no block pushes first": Case("all_gather_matmul", 2, 32, 16, 32, parts=2, blocks=2, pushers=0, pieces=2),
     "gather by copies": Case("all_gather_matmul", 3, 40, 24, 32, parts=3, blocks=2, copies_from=0),
     "gather by copies, kept": Case("all_gather_matmul", 2, 24, 16, 32, blocks=2, copies_from=0, keep=True),
     "gather along K": Case("all_gather_matmul", 2, 24, 32, 72, parts=2, blocks=2, pieces=2, slices=3),
@@ -90,7 +96,9 @@ CASES = {
     ),
     "all-reduce with bias": Case("matmul_all_reduce", 2, 32, 16, 32, bias=True),
     "all-reduce, average": Case("matmul_all_reduce", 2, 32, 32, 32, parts=2, average=True),
-    "all-reduce, three ranks, as many bands": Case("matmul_all_reduce", 3, 56, 24, 32, parts=0, blocks=2, pushers=0),
+    "all-reduce, three ranks, three bands at first": Case(
+        "matmul_all_reduce", 3, 56, 24, 32, parts=0, blocks=2, pushers=0
+    ),
     "all-reduce, tiles pushed in twos, the right operand in rows": Case(
         "matmul_all_reduce", 2, 24, 72, 32, parts=2, blocks=2, pushers=2, unit=2, in_rows=True
     ),
@@ -159,7 +167,7 @@ def test_agrees_with_fp64(name: str) -> None:
     ],
 )
 def test_a_peer_that_never_comes(pattern: str, what: str, slices: int, pushers: int) -> None:
-    """The kernel ends with all its blocks. The next call raises an error that names the site and the peer, and runs
+    """All blocks of the kernel end. The next call raises an error that names the site and the peer, and runs
     nothing."""
     launch = SharedWorkspace.of(3, 20_000, 4).launch(0, patience_ns=20_000)
     a, b, p = (
@@ -179,8 +187,8 @@ def test_a_peer_that_never_comes(pattern: str, what: str, slices: int, pushers: 
 
 @pytest.mark.parametrize("pattern", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_nothing_is_written_without_leave(pattern: str) -> None:
-    """The workspace of a peer that is still in the call before is not written, although its rows have arrived (from a
-    faster rank, say)."""
+    """The workspace of a peer that is still in the previous call is not written, even if the signals of all ranks for
+    this call are set."""
     workspace = SharedWorkspace.of(2, 20_000, 4)
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)
@@ -198,7 +206,7 @@ def test_nothing_is_written_without_leave(pattern: str) -> None:
     ):
         function(a, b, launch, p)
     assert (workspace.data[1] == 0x7E).all() and not workspace.flags[1, 2 * FLAG_WORDS :].any(), (
-        "rows, and what tells of them"
+        "rows were written, or signalled"
     )
 
 
@@ -211,7 +219,7 @@ def test_an_aborted_group_runs_nothing() -> None:
         )
 
 
-def test_what_a_kernel_is_not_made_for_is_said() -> None:
+def test_unsupported_operands_are_refused() -> None:
     launch = SharedWorkspace.of(2, 4096, 2).launch(0)
     a, b, p = torch.zeros(32, 32).half(), torch.zeros(16, 32).half().t(), CASES["gather, one block"].parameters(0)
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):

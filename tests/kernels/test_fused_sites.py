@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules ``fused`` and ``chunked`` from the model to the kernels: the rewritten graph between processes, its kernels
-in Triton's interpreter."""
+"""Runs schedules ``fused`` and ``chunked`` from the model to the kernels. The rewritten graphs run on several
+processes, their kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALLS = 2
 
 
 def _check(rank: int, world_size: int, folder: str, names: list[str] | None, schedule: str = "fused") -> list[str]:
-    """Problems found on this rank."""
+    """Run the cases in ``names``, or all of them. Returns the problems found on this rank."""
     use_shared_memory(folder)
     problems = []
     config = OverlapConfig(schedule=schedule, mode="strict")
@@ -60,7 +60,7 @@ def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
             function, backend=interpreted(OverlapConfig(schedule="fused", mode="strict", max_tokens=100), reports)
         )
         b = torch.randn(right, generator=torch.Generator().manual_seed(rank)).half()
-        # Fewer rows than a tile, fewer than ranks, no rows, and more than planned, which run without overlap.
+        # 7 rows and 1 row are less than a tile. 60 rows are more than planned, and run without overlap.
         for rows in (24, 7, 1, 0, 60):
             rows *= 1 if name == "gather rows" else world_size
             rows += name == "all-reduce" and rows > 0
@@ -104,7 +104,7 @@ def test_three_ranks(tmp_path: Path) -> None:
 
 
 def test_schedule_chunked(tmp_path: Path) -> None:
-    """Sites of every layout by ``chunked``, which also is one op per site."""
+    """Schedule ``chunked`` also writes a site as one op. The cases are sites of every layout."""
     names = [
         "gather rows, two matmuls, one with bias, gathered tensor read",
         "gather rows, and a weight's gradient",
@@ -121,8 +121,8 @@ def test_schedule_chunked(tmp_path: Path) -> None:
 
 
 def test_chunks_of_a_sum_of_matmuls(tmp_path: Path) -> None:
-    """Backward of layers that read one tensor. Catches a product of another chunk's rows, one that is left out, and one
-    added twice."""
+    """The sites are those of the backward of layers that read one tensor. Catches a product of another chunk's rows,
+    one that is left out, and one that is added twice."""
     names = list(sums(2))
     for world_size, tried in ((2, names), (3, [names[1], names[3], names[6]])):
         (tmp_path / str(world_size)).mkdir()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One launch for several weights of a gathered tensor: processes with shared memory, in Triton's interpreter."""
+"""One launch multiplies a gathered tensor by several weights. Ranks are processes that share memory, and kernels run in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ CALLS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """``biases``: which weights have one, by a letter each; ``rows`` of a shard."""
+    """Calls with one set of weights.
+
+    Attributes:
+        widths: columns of each weight.
+        biases: a letter for each weight: ``b`` if it has a bias.
+        rows: rows of a shard.
+        in_rows: the weights are row-major, not transposed.
+        keep: the gathered tensor is read, too.
+    """
 
     world_size: int
     widths: tuple[int, ...]
@@ -35,7 +44,7 @@ class Case:
 
 CASES = {
     "two, gate and up": Case(2, (32, 32), "--"),
-    "three of other widths, no multiples of a tile": Case(3, (40, 8, 24), "-b-"),
+    "three of different widths, no multiples of a tile": Case(3, (40, 8, 24), "-b-"),
     "four, all with bias, in rows": Case(2, (16, 24, 8, 40), "bbbb", in_rows=True),
     "two, rows that are no multiple of a tile, gathered tensor read": Case(
         2, (8, 24), "b-", rows=20, inner=40, keep=True
@@ -77,7 +86,7 @@ def test_each_weight_agrees_with_fp64(name: str) -> None:
             assert torch.allclose(out[call, rank].double(), expected, rtol=2e-2, atol=5e-2), (call, rank)
 
 
-def test_weights_that_lie_otherwise_are_refused() -> None:
+def test_mixed_layouts_and_too_many_or_no_weights_are_refused() -> None:
     launch = SharedWorkspace.of(2, 4096, 2).launch(0)
     a, b, p = torch.zeros(32, 32).half(), torch.zeros(16, 32).half().t(), FusedParameters(1, **SMALL_TILES)
     for weights in ([b, b.contiguous()], [b] * 5, []):
@@ -85,9 +94,9 @@ def test_weights_that_lie_otherwise_are_refused() -> None:
             fused.all_gather_matmuls(a, weights, launch, p, [None] * len(weights))
 
 
-def test_the_widest_that_lie_alike_share_a_launch() -> None:
+def test_the_widest_weights_of_one_layout_share_a_launch() -> None:
     def weights(*widths: int) -> list[torch.Tensor]:
-        """Negative: transposed."""
+        """A weight for each width. A negative width means a transposed weight."""
         return [torch.empty(16, n) if n > 0 else torch.empty(-n, 16).t() for n in widths]
 
     assert in_one_launch(weights(64)) == [0]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PreparedKernel`` in the interpreter: a launch's tensors reach the parameters that were named for them."""
+"""``PreparedKernel`` passes a launch's tensors to the kernel parameters that were named for them (in the
+interpreter)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def _scaled_difference(x, factor, y, out, BLOCK: tl.constexpr):
     tl.store(out + at, (tl.load(x + at) - tl.load(y + at)) * factor)
 
 
-def test_the_order_of_names_is_the_order_of_a_launch_and_no_more() -> None:
+def test_a_launch_takes_tensors_in_the_order_of_the_names() -> None:
     x, y = torch.full((16,), 7.0), torch.full((16,), 2.0)
     for names in itertools.permutations(("x", "y", "out")):
         out = torch.zeros(16)

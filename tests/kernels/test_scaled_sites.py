@@ -21,8 +21,8 @@ CALLS = 2
 
 
 def off(found: torch.Tensor, exact: torch.Tensor) -> str | None:
-    """What is wrong with ``found``: its shape, or an error above 3 % of the largest element, more than the rounding of
-    fp8 and bf16. ``None`` if it is right."""
+    """What is wrong with ``found``: its shape, or an error above 3 % of the largest element. ``None`` if it is right.
+    (Rounding to fp8 and bf16 causes smaller errors.)"""
     if found.shape != exact.shape:
         return f"has shape {tuple(found.shape)}, expected {tuple(exact.shape)}"
     error = (found.double() - exact).abs().max()

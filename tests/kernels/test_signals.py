@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals between processes over shared memory: the interpreter's versions, with the calls of the GPU's."""
+"""Checks signals between processes that share memory, in the versions for Triton's interpreter. Kernels call these as
+they call the versions for GPUs."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ WORDS = 256
 
 @triton.jit
 def pass_on(data, peer_data, flags, peer_flags, stop, wrong, rounds, base, N: tl.constexpr, WRITES: tl.constexpr):
-    """The writer fills its peer's words with the round's number and signals; the reader counts what is another number,
-    and acknowledges."""
+    """In each round the writer fills its peer's words with the round's number, and signals. The reader counts the words
+    that hold another number, and acknowledges."""
     offsets = tl.arange(0, N)
     bad = tl.full((), 0, tl.int32)
     for i in range(1, rounds + 1):
@@ -76,14 +77,14 @@ def compare(seen, target, found):
 
 
 def _signed(numbers: list[int]) -> torch.Tensor:
-    """As int32, modulo 2**32."""
+    """``numbers`` modulo 2**32, as int32."""
     return torch.tensor([(n + 2**31) % 2**32 - 2**31 for n in numbers], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("call", [0, 1, 2**20, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1])
-def test_a_flag_has_come_that_is_there_or_a_little_ahead(call: int) -> None:
-    """At any call count. A flag that was last set 2**31 calls ago has not arrived, nor has the number with which a copy
-    engine signals to nobody."""
+def test_a_flag_is_reached_if_it_equals_the_target_or_is_a_little_ahead(call: int) -> None:
+    """This holds at any call count. A flag that was last set 2**31 calls ago does not count as reached. Neither does
+    the number that a copy engine sends if no rank may go on (``NOBODY``)."""
     ahead = [0, 1, WINDOW - 1, -1, -(2**31), -(2**31) - 5, NOBODY.value, WINDOW]
     found = torch.zeros(16, dtype=torch.int32)
     compare[(8,)](_signed([call + n for n in ahead]), _signed([call] * 8), found)
@@ -95,12 +96,12 @@ TRIES = 40
 
 @triton.jit
 def give_up_alike(flag, stop, who):
-    """Site, peer, call wanted and call seen are all ``who``, but for the kind of wait."""
+    """Wait until the patience is over. Code, peer and value wanted are all ``who``."""
     wait_at_least(flag, who, stop, 3_000, who, who)
 
 
 def _one_of_two(block: int, space: SharedWorkspace, steps: torch.Tensor) -> None:
-    """A block of rank 0 that gives up together with the other one."""
+    """One of two blocks of rank 0 that give up at the same time. Block 0 then checks the record."""
     for attempt in range(TRIES):
         steps[block] = 3 * attempt + 1
         while int(steps.min()) < 3 * attempt + 1:
@@ -113,8 +114,12 @@ def _one_of_two(block: int, space: SharedWorkspace, steps: torch.Tensor) -> None
         if block == 0:
             _, code, peer, wanted, seen, *_ = space.board[BOARD_HEAD:].tolist()
             found = code, peer, wanted, seen
-            assert found in ((8, 8, 8, -7), (9, 9, 9, -8)), f"code, peer, call wanted and seen of two records: {found}"
-            assert space.board[0] == 1 and space.stop[:, 0].tolist() == [1, 1, 1], "every rank is told"
+            assert found in ((8, 8, 8, -7), (9, 9, 9, -8)), (
+                f"code, peer, values wanted and seen are of two records: {found}"
+            )
+            assert space.board[0] == 1 and space.stop[:, 0].tolist() == [1, 1, 1], (
+                "the board or an abort word is not set"
+            )
             space.stop[:, 0] = 0
             space.board[BOARD_HEAD : BOARD_HEAD + 5] = 0
         steps[block] = 3 * attempt + 3
@@ -122,9 +127,9 @@ def _one_of_two(block: int, space: SharedWorkspace, steps: torch.Tensor) -> None
             pass
 
 
-def test_of_blocks_that_give_up_together_one_leaves_a_whole_record() -> None:
+def test_two_blocks_that_give_up_together_leave_one_whole_record() -> None:
     space = SharedWorkspace.of(3, 16, 1)
-    # (Both find it at the same addresses.)
+    # (It is made before the fork, so both processes find it at the same addresses.)
     faults = space.faults(0)
     run_ranks(2, _one_of_two, space, shared(2), seconds=60)
     del faults
@@ -136,7 +141,7 @@ def wait_once(flag, target, stop, came):
     tl.store(came, 1)
 
 
-def test_a_wait_returns_where_the_group_has_been_aborted() -> None:
+def test_a_wait_returns_at_once_if_the_group_was_aborted() -> None:
     state: dict[str, Any] = {name: torch.zeros(STOP_WORDS, dtype=torch.int32) for name in ("flag", "stop", "came")}
     state["stop"][0] = 1
     wait_once[(1,)](state["flag"], 5, state["stop"], state["came"])
@@ -145,14 +150,14 @@ def test_a_wait_returns_where_the_group_has_been_aborted() -> None:
 
 @triton.jit
 def number_flags(flags, signals, WORLD: tl.constexpr):
-    """Adds one to every flag that there is."""
+    """Add one to each flag of a slot."""
     for peer in range(WORLD):
         add_flag(credit_flag(flags, peer), 1)
         for index in range(signals):
             add_flag(signal_flag(flags, peer, index, signals, WORLD), 1)
 
 
-def test_flags_lie_apart_and_do_not_meet() -> None:
+def test_flags_of_a_slot_do_not_overlap() -> None:
     flags = torch.zeros(4 * (1 + 3) * FLAG_WORDS, dtype=torch.int32)
     number_flags[(1,)](flags, 3, 4)
     assert flags.view(-1, FLAG_WORDS)[:, 0].tolist() == [1] * 16 and int(flags.sum()) == 16

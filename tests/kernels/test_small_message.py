@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small-message kernels between processes over shared memory, block after block in Triton's interpreter."""
+"""Runs the small-message kernels on processes that share memory, in Triton's interpreter, which runs the blocks of a
+kernel one after the other."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ EPS = 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` of the calls, one after the other in one slot."""
+    """Calls in one slot, one after the other. ``rows``: the rows of each call."""
 
     two_shot: bool
     world_size: int
@@ -52,11 +53,11 @@ class Case:
 CASES = {
     "one-shot": Case(False, 2, (3, 1, 3, 2, 3), 64, 32),
     "one-shot, three ranks, a last segment that is shorter": Case(False, 3, (2, 5, 1, 5), 72, 32),
-    "one-shot, one segment a row, fp16": Case(False, 2, (4, 2, 4), 40, 64, dtype=torch.float16),
+    "one-shot, one segment per row, fp16": Case(False, 2, (4, 2, 4), 40, 64, dtype=torch.float16),
     "one-shot, sum alone": Case(False, 3, (1, 4, 4, 2), 48, 16, norm=False),
     "one-shot, average": Case(False, 2, (3, 3, 3), 24, 16, norm=False, average=True),
     "two-shot": Case(True, 2, (4, 2, 6, 6), 64, 32),
-    "two-shot, three ranks, rows that not every rank has": Case(True, 3, (5, 1, 7, 2, 6), 72, 32),
+    "two-shot, three ranks, calls in which not every rank owns a row": Case(True, 3, (5, 1, 7, 2, 6), 72, 32),
     "two-shot, more segments than ranks": Case(True, 2, (3, 4, 1), 128, 16),
     "two-shot, sum alone": Case(True, 3, (4, 1, 6, 5), 48, 16, norm=False),
     "two-shot, average, fp16": Case(True, 2, (5, 2, 4), 40, 16, norm=False, average=True, dtype=torch.float16),
@@ -160,15 +161,15 @@ LATE = {
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_a_rank_that_is_late_between_two_steps(name: str) -> None:
-    """By then its peers are in their next call, which writes to the other half. In two-shot they wait for all segments
-    of its rows."""
+def test_a_rank_that_reads_late_gets_the_rows_of_its_own_call(name: str) -> None:
+    """When the rank reads, its peers are in their next call, which writes to the other half of the workspace. In
+    two-shot the peers wait for all segments of the rows that the rank owns."""
     _check(LATE[name], _late_rank)
 
 
-def test_it_rounds_where_a_model_rounds() -> None:
-    """From the sum on, bit for bit the results of the separate ops, so that a graph's numbers do not change. (In fp16,
-    since the interpreter truncates bf16.)"""
+def test_the_kernel_rounds_where_a_model_rounds() -> None:
+    """From the sum on, the kernel's results are bit for bit those of separate ops, so that a graph's numbers do not
+    change. (The test uses fp16, because the interpreter truncates bf16.)"""
     case = replace(CASES["one-shot"], dtype=torch.float16)
     generator = torch.Generator().manual_seed(2)
     product, residual, weight = (
@@ -186,7 +187,7 @@ def test_it_rounds_where_a_model_rounds() -> None:
 @pytest.mark.parametrize("two_shot", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_peer_that_never_comes(two_shot: bool, norm: bool) -> None:
-    """The kernel ends with all its blocks. The next call raises an error that names the site and the peer, and runs
+    """All blocks of the kernel end. The next call raises an error that names the site and the peer, and runs
     nothing."""
     launch = _launch(SharedWorkspace.of(3, 20_000, 32), 0, patience_ns=20_000)
     x, p = torch.zeros(4, 32).bfloat16(), SmallParameters(two_shot, 16, 4)
@@ -207,7 +208,7 @@ def test_a_peer_that_never_comes(two_shot: bool, norm: bool) -> None:
     assert launch.slot.calls.tolist() == [1]
 
 
-def test_what_a_kernel_is_not_made_for_is_said() -> None:
+def test_unsupported_operands_are_refused() -> None:
     launch = _launch(SharedWorkspace.of(2, 4096, 8), 0)
     x, p = torch.zeros(4, 64).half(), SmallParameters(False, 32, 4)
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of schedule ``small_message`` between processes: workspace from the plan, kernels in Triton's interpreter,
-and the plain computation if they cannot run."""
+"""Runs the ops of schedule ``small_message`` on several processes, with workspace from the plan and kernels in Triton's
+interpreter. If the kernels cannot run, the ops must compute the same without them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ SETTINGS = {
 
 
 def _call(name: str, site: str, rows: int, seed: int, bias: bool, norm: bool, average: bool = False) -> list[str]:
-    """Problems of one call and of its fake function."""
+    """Call one op, and its fake function. Returns the problems: values that are off, or a fake result of another shape
+    or dtype."""
     group, rank = dist.group.WORLD, dist.get_rank()
     generator = torch.Generator().manual_seed(seed)
     lhs, rhs, bias_row, residual, weight = (
@@ -61,7 +62,7 @@ def _call(name: str, site: str, rows: int, seed: int, bias: bool, norm: bool, av
     found = op(*arguments)
     told = op(*(a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments))
     problems = [
-        f"{site}: {x.shape}, {x.dtype}, told {y.shape}, {y.dtype}"
+        f"{site}: {x.shape}, {x.dtype}; the fake function returns {y.shape}, {y.dtype}"
         for x, y in zip(found, told, strict=True)
         if (x.shape, x.dtype) != (y.shape, y.dtype)
     ]
@@ -89,7 +90,8 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
             problems += _call(name, f"{name} 1", rows, seed, bias=False, norm=seed % 2 == 0)
             problems += _call(name, f"{name} 1", rows, seed, bias=True, norm=False, average=True)
     slots = workspace_of(group, device).arena.slots
-    # Sites take slots in turn and all are of one protocol: both kernels have used both slots, none the fused site's.
+    # Sites take the slots of their protocol in turn. Each slot served one-shot and two-shot sites; the fused site's is
+    # unused.
     counts = {s.protocol: sorted(int(t.calls) for t in slots if t.protocol == s.protocol) for s in slots}
     if counts != {"credits": [0], "halves": [8, 16]}:
         problems.append(f"calls of the slots: {counts}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies without leave: a rank that gave up copies its next rows over those that a paused peer still reads. The peer's
-result is right or NaN.
+"""A rank whose wait for leave was given up still copies the rows of its next call, over rows that a paused peer has yet
+to read. The peer must return NaN.
 
-One process plays both ranks, in Triton's interpreter: rank 0 reads, and just behind its last wait rank 1 goes on to its
-next call, for which it gets no leave.
+One process plays both ranks, in Triton's interpreter. When rank 1's rows of this call have been signalled and rank 0
+has not read them yet, rank 1 begins its next call, for which it gets no leave.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IMPATIENT_NS = 20_000
 
 
 class Sender:
-    """Rank 1, which sends as ``transfer`` says, one call after the other, and waits for nothing but leave."""
+    """Rank 1. In each call it sends what ``transfer`` describes. It waits only for leave."""
 
     def __init__(self, launch: Launch, transfer: Transfer, source: torch.Tensor) -> None:
         self.launch, self.source = launch, source
@@ -52,7 +52,7 @@ Read = Callable[[Launch, Sender | None], Sequence[torch.Tensor]]
 
 
 def _behind(wait: Callable[..., Any], sender: Sender | None) -> Callable[..., Any]:
-    """Replace the kernel ``wait`` by one after which the sender begins its next call."""
+    """Wrap ``wait``, which makes a kernel: each time that kernel has run, the sender begins its next call."""
 
     def made(*arguments: Any) -> Callable[[], None]:
         kernel = wait(*arguments)
@@ -97,7 +97,7 @@ def _fused(keep: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, int, 
 
             def sent(source: torch.Tensor) -> None:
                 send(source)
-                # (The kernel behind it finds the flags of this call, and rows of the next one.)
+                # (The kernel that follows finds the flags of this call, but rows of the next one.)
                 if sender is not None:
                     sender.call(100.0)
 
@@ -123,9 +123,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["patience is over", "told to stop"])
+@pytest.mark.parametrize("stopped", [False, True], ids=["patience is over", "stopped by a peer"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_rows_that_were_copied_over_without_leave_are_handed_out_by_nobody(
+def test_results_of_rows_that_were_copied_over_without_leave_are_nan(
     case: Any, stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transfer, source_rows, read = case(monkeypatch)
@@ -134,17 +134,17 @@ def test_rows_that_were_copied_over_without_leave_are_handed_out_by_nobody(
     sender = Sender(replace(other, patience_ns=IMPATIENT_NS), transfer, torch.zeros(source_rows, transfer.width).half())
     sender.call(1.0)
     if stopped:
-        # By whoever has not yet come to rank 0: its own abort word alone.
+        # A peer that gave up has set rank 1's abort word, and not yet rank 0's.
         begin = sender.call
         monkeypatch.setattr(sender, "call", lambda value: (other.faults.stop.__setitem__(0, 1), begin(value)))
     results = read(reader, sender)
     rows = reader.slot.data.local[: 2 * ROWS * transfer.width * 2].view(torch.half)
-    assert (rows == 100).any(), "rank 1's next rows lie where rank 0 read"
+    assert (rows == 100).any(), "rank 1's next rows are not where rank 0 reads"
     assert len(results) in (1, 2, 5) and all(result.isnan().all() for result in results)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_results_of_calls_that_are_well_stay(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_calls_with_leave_are_not_spoilt(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer, source_rows, read = case(monkeypatch)
     workspace = SharedWorkspace.of(2, 20_000, 4)
     reader, sender = (

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which tiles are claimed: every tile once, and nothing before what it waits for."""
+"""Checks the order in which the kernels of reductions claim tiles: each tile once, the peers' tiles before this rank's
+own, and band after band."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ in_bands, own_last = matmul_all_reduce._tile, matmul_reduce_scatter._tile
 
 RANK = 1
 SIZES = [(1, 1, 2), (5, 2, 3), (5, 3, 2), (4, 2, 3), (3, 1, 4)]
-"""Rows of tiles of a shard and of a band of it, ranks."""
+"""``(rows of tiles in a shard, rows of tiles in a band, ranks)``."""
 TILES_N, GROUP_M = 3, 2
 
 
@@ -57,13 +58,14 @@ def test_a_scatter_multiplies_every_tile_once_and_its_own_last(
 def test_an_all_reduce_multiplies_every_tile_once_band_after_band(
     tiles_shard: int, tiles_part: int, world_size: int
 ) -> None:
-    """In each band the peers' tiles before the own ones."""
+    """In each band, the peers' tiles come before this rank's own."""
     order = [(m // tiles_part, s == RANK) for s, m, _ in _turns(tiles_shard, tiles_part, world_size, bands=True)]
     assert order == sorted(order)
 
 
 @pytest.mark.parametrize(("tiles_shard", "tiles_part", "world_size"), SIZES)
-def test_tiles_leave_for_all_ranks_alike(tiles_shard: int, tiles_part: int, world_size: int) -> None:
+def test_a_scatter_sends_to_all_peers_evenly(tiles_shard: int, tiles_part: int, world_size: int) -> None:
+    """At every point of the order, the numbers of tiles for any two peers differ by at most one."""
     peers = [s for s, _, _ in _turns(tiles_shard, tiles_part, world_size, bands=False) if s != RANK]
     for end in range(len(peers)):
         counts = [peers[:end].count(s) for s in range(world_size) if s != RANK]

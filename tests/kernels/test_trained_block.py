@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward and backward of a sequence-parallel block, by schedules that write each site as one op. The block runs on
-several processes with interpreted kernels, and is compared with fp64."""
+"""Runs forward and backward of a sequence-parallel block with schedules that write each site as one op. The block runs
+on several processes with interpreted kernels, and is compared with fp64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.interpreted import interpreted
 from tests.support.shared_memory import use_shared_memory
 
-# Backward's scatters are of sums of three and of two matmuls, which a fused kernel does not compute.
+# Backward scatters sums of three and of two matmuls. A fused kernel does not compute such sums.
 EXPECTED = {
     "chunked": {
         "forward: all_gather_matmul chunked": 2,

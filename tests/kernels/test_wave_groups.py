@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``wave_groups`` between gloo processes: the ops with measured partitions, and their kernels in Triton's
-interpreter."""
+"""Runs schedule ``wave_groups`` on gloo processes: its ops with given and with measured partitions, and its kernels in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -46,8 +46,14 @@ CALLS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` of the left operand, for a scatter of a shard of it; ``blocks`` SMs, of which one is left free;
-    ``in_rows``: the right operand lies in rows, not transposed."""
+    """One call of an op.
+
+    Attributes:
+        rows: rows of the left operand; for a scatter, of one rank's shard of it.
+        partition: bounds of the groups, in bands. ``None``: measured.
+        blocks: number of SMs, one of which is left free.
+        in_rows: the right operand is row-major, not transposed.
+    """
 
     pattern: str
     rows: int
@@ -63,19 +69,19 @@ class Case:
 
 CASES = {
     "all-reduce, one group": Case("matmul_all_reduce", 32, 32, 32, [0, 2]),
-    "all-reduce, a group a band, no multiples of a tile": Case("matmul_all_reduce", 71, 40, 24, [0, 1, 2, 3, 4, 5]),
+    "all-reduce, a group per band, no multiples of a tile": Case("matmul_all_reduce", 71, 40, 24, [0, 1, 2, 3, 4, 5]),
     "all-reduce, one block, uneven groups, halves": Case(
         "matmul_all_reduce", 128, 64, 48, [0, 1, 3, 8], blocks=1, halves=True
     ),
     "all-reduce, average with bias": Case("matmul_all_reduce", 70, 24, 40, [0, 3, 5], reduce_op="avg", bias=True),
-    "all-reduce, chosen": Case("matmul_all_reduce", 80, 24, 32, bias=True, in_rows=True),
+    "all-reduce, measured partition": Case("matmul_all_reduce", 80, 24, 32, bias=True, in_rows=True),
     "scatter, one group": Case("matmul_reduce_scatter", 32, 32, 32, [0, 2]),
-    "scatter, a group a band, no multiples of a tile": Case("matmul_reduce_scatter", 23, 40, 24, [0, 1, 2]),
+    "scatter, a group per band, no multiples of a tile": Case("matmul_reduce_scatter", 23, 40, 24, [0, 1, 2]),
     "scatter, ragged bands in one group": Case(
         "matmul_reduce_scatter", 39, 24, 40, [0, 1, 3], blocks=4, halves=True, in_rows=True
     ),
     "scatter, average with bias": Case("matmul_reduce_scatter", 72, 24, 32, [0, 2, 3, 5], reduce_op="avg", bias=True),
-    "scatter, chosen": Case("matmul_reduce_scatter", 40, 40, 32),
+    "scatter, measured partition": Case("matmul_reduce_scatter", 40, 40, 32),
     "no rows": Case("matmul_all_reduce", 0, 16, 16),
 }
 
@@ -92,7 +98,7 @@ def _inputs(case: Case, rank: int, world_size: int, call: int) -> tuple[torch.Te
 
 
 def _rank(rank: int, world_size: int, names: list[str]) -> list[str]:
-    """Problems found on this rank. All cases run in one process and share the group's counters."""
+    """Run the cases in one process, where they share the group's counters. Returns the problems found on this rank."""
     collective_times.SIZES, collective_times.REPEATS = (2**9, 2**11, 2**13), 1
     group, problems = dist.group.WORLD, []
     for name in names:
@@ -129,7 +135,7 @@ def _rank(rank: int, world_size: int, names: list[str]) -> list[str]:
                 )
             if waves.counters.any() or waves.queue.any():
                 problems.append(
-                    f"{name} call {call}: left {waves.counters.count_nonzero()} counters and queue"
+                    f"{name} call {call}: not zero after the call: {waves.counters.count_nonzero()} counters and queue"
                     f" {waves.queue[:2].tolist()}"
                 )
             waves.place.faults.check()
@@ -137,12 +143,13 @@ def _rank(rank: int, world_size: int, names: list[str]) -> list[str]:
     of_all: list[Any] = [None] * world_size
     dist.all_gather_object(of_all, (plans, waves.curves))
     if of_all != of_all[:1] * world_size:
-        problems.append(f"the ranks decided otherwise: {of_all}")
+        problems.append(f"the ranks decided differently: {of_all}")
     return problems
 
 
 @pytest.mark.parametrize(
-    ("world_size", "names"), [(2, list(CASES)), (3, ["all-reduce, chosen", "scatter, ragged bands in one group"])]
+    ("world_size", "names"),
+    [(2, list(CASES)), (3, ["all-reduce, measured partition", "scatter, ragged bands in one group"])],
 )
 def test_agrees_with_fp64(world_size: int, names: list[str]) -> None:
     for rank, problems in enumerate(run_ranks(world_size, _rank, names, timeout=250)):
@@ -150,7 +157,8 @@ def test_agrees_with_fp64(world_size: int, names: list[str]) -> None:
 
 
 def _own(rank: int, world_size: int) -> list[Any]:
-    """The sites at which all-reduces of one size were measured, and the partitions chosen."""
+    """Run the sites of ``OWN``. Returns the sites at which this rank took part in measuring, and the partitions
+    chosen."""
     collective_times.SIZES, collective_times.REPEATS = (2**9, 2**11), 1
     measured, choose = [], wave_groups.Call._choose
 
@@ -182,12 +190,12 @@ OWN = [
     ("inner of rank 0", (48, 48), None),
     ("inner of rank 0", (32, 48), None),
 ]
-"""Sites in their order: inner size on each rank, and the rank that has a bias."""
+"""``(site, inner size on each rank, the rank that has a bias)``, in the order of the calls."""
 
 
-def test_ranks_decide_together_whatever_is_their_own() -> None:
-    """If rank 0 alone measured at a site that is new to it alone, it would wait for peers that run the collective. A
-    site's plan serves any inner size that its ranks have later."""
+def test_ranks_measure_together_if_inner_sizes_and_biases_differ() -> None:
+    """A site may be new to rank 0 only. If rank 0 then measured alone, it would wait for peers that already run the
+    collective. A site's plan serves any inner size that its ranks have later."""
     first, second = run_ranks(2, _own, timeout=120)
     assert first == second and first[0] == ["bias of rank 0", "no bias", "inner of rank 0"]
 
@@ -207,7 +215,7 @@ def _call(waves: wave_groups.GroupWaves, parameters: WaveParameters = PARAMETERS
 
 
 def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
-    """The waiting kernel ends with its patience. The next call raises an error and runs nothing."""
+    """The waiting kernel ends when its patience is over, and sets the group's rows to NaN. The next call raises."""
     place = waves.place
     waves.counters[2 * FLAG_WORDS] = 3
     c = torch.zeros(64, 16).half()
@@ -215,7 +223,7 @@ def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
         waves.counters, c, place.faults.stop, 20_000, 2, 5, place.faults.number("some site"), 0, 160, 320, 256
     )
     assert c.flatten()[160:480].isnan().all() and not c.flatten()[:160].any() and not c.flatten()[480:].any(), (
-        "nobody may take the group's rows for valid"
+        "the elements that are NaN are not exactly those of the group"
     )
     with pytest.raises(
         TransferError,
@@ -224,9 +232,9 @@ def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
         _call(waves)
 
 
-def test_a_group_that_lies_across_2_to_31_elements_is_no_number(waves: wave_groups.GroupWaves, tmp_path: Path) -> None:
+def test_a_group_that_lies_across_element_2_to_31_becomes_nan(waves: wave_groups.GroupWaves, tmp_path: Path) -> None:
     place, first = waves.place, 2**31 - 256
-    # (A sparse file: few of its pages are ever there.)
+    # (A sparse file: only the pages that are written take room.)
     c = torch.from_file(str(tmp_path / "c"), shared=True, size=first + 768, dtype=torch.float16)
     number = place.faults.number("some site")
     wait_for_group[(1,)](waves.counters, c, place.faults.stop, 20_000, 0, 5, number, 0, first, 512, 256)
@@ -234,10 +242,11 @@ def test_a_group_that_lies_across_2_to_31_elements_is_no_number(waves: wave_grou
     assert around.tolist() == [False] * 256 + [True] * 512 + [False] * 256
 
 
-def test_after_a_collective_that_failed_nothing_runs(
+def test_nothing_runs_after_a_collective_has_failed(
     waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counters of groups that nobody waited for are not zero, so a later call's collectives would start too early."""
+    """After the failure, counters that no kernel has waited for are not zero, so a later call's collectives would start
+    too early."""
     _call(waves)
 
     def fails(*args: object) -> None:
@@ -274,8 +283,8 @@ def test_nothing_is_measured_in_a_capture(waves: wave_groups.GroupWaves, monkeyp
     monkeypatch.setattr(symmetric, "capturing", lambda: False)
     _call(waves)
     monkeypatch.setattr(symmetric, "capturing", lambda: True)
-    assert _call(waves).shape == (64, 16), "what has run once can be captured"
-    # (Its kernel is another one, and would be loaded in the capture.)
+    assert _call(waves).shape == (64, 16), "a site that has run once cannot be captured"
+    # (Another inner size needs another kernel, which would be loaded during the capture.)
     a, b = A[:, :16].contiguous(), B[:16].t().contiguous().t()
     with pytest.raises(OverlapError, match="Run the compiled function once before capturing it"):
         wave_groups.matmul_all_reduce(a, b, waves.place.group, PARAMETERS, "some site")
@@ -289,7 +298,7 @@ def test_a_group_that_is_destroyed_leaves_no_counters(waves: wave_groups.GroupWa
     assert made is not waves and made in held_by(dist.group.WORLD).values() and not held_by(destroyed)
 
 
-def test_what_it_is_not_made_for_is_said(waves: wave_groups.GroupWaves) -> None:
+def test_unsupported_operands_and_partitions_are_refused(waves: wave_groups.GroupWaves) -> None:
     group = waves.place.group
     with pytest.raises(UnsupportedError, match="63 rows cannot be cut into 2 equal shards"):
         wave_groups.matmul_reduce_scatter(A[:63], B, group, PARAMETERS, "some site")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's script: a Hugging Face Llama, sharded by its plan, under ``torch.compile``. It knows nothing of this
-project."""
+"""A user's script, which does not use this project: a Hugging Face Llama, sharded by its own plan and compiled."""
 
 import json
 import sys

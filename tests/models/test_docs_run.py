@@ -16,7 +16,7 @@ from tools.doc_parts.pages import pages
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("paths", make_docs.page_runs(), ids=["README", "docs"])
 def test_pages(tmp_path: Path, paths: list[Path]) -> None:
-    """A command that fails, or prints something else than the page shows."""
+    """Catches a command that fails, or that prints something other than the page shows."""
     outputs = make_docs.run_samples(paths, tmp_path)
     assert outputs
     for path, sample, output in outputs:
@@ -24,6 +24,6 @@ def test_pages(tmp_path: Path, paths: list[Path]) -> None:
 
 
 def test_every_page_with_samples_is_run() -> None:
-    """A page whose blocks are marked and that no test runs."""
+    """Catches a page that has marked blocks and is run by no test."""
     marked = {path.name for path in pages() if samples.samples(path.read_text())}
     assert marked == set(make_docs.RUN) and all((DOCS / name).is_file() for name in make_docs.RUN)

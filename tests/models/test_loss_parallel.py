@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sequence-parallel model with an odd vocabulary and a parallel loss, on one dim of a mesh of two: torchtitan's plan
-on a small model."""
+"""Trains a small sequence-parallel model with an odd vocabulary and a parallel loss, on one dim of a 2-D mesh, as
+torchtitan does. The results with overlap are compared with those without."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _row(rank: int, world_size: int, tp: int) -> dict[str, Any]:
     return with_and_without.compared(build)
 
 
-def test_an_odd_vocabulary_on_a_mesh_of_two_dims() -> None:
-    """The head's shards differ in columns; what is gathered and scattered does not, so every rank overlaps."""
+def test_an_odd_vocabulary_on_a_2d_mesh() -> None:
+    """The head's shards differ in columns. The gathered and scattered tensors do not differ, so every rank overlaps."""
     rows = run_ranks(4, _row, 2, timeout=300)
     assert with_and_without.outcome(rows) == "right", rows
     for row in rows:

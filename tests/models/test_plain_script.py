@@ -12,13 +12,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import transformers  # noqa: F401  (a missing one must be an error here, not in a child)
+import transformers  # noqa: F401  (if it is missing, the error must come from here, not from a child)
 
 SCRIPT = Path(__file__).with_name("plain_script.py")
 
 
 def run(folder: Path, dump: Path) -> list[tuple[float, int]]:
-    """``(relative difference of the logits from eager, graph breaks)`` of both ranks."""
+    """Run the script. Returns ``(relative difference of the logits from eager, graph breaks)`` of both ranks."""
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith("OVERLAP_INDUCTOR")},
         "OVERLAP_INDUCTOR": "1",
@@ -47,13 +47,15 @@ def run(folder: Path, dump: Path) -> list[tuple[float, int]]:
 
 
 def texts(dump: Path) -> dict[str, str]:
-    """The dump's files, without those that name the run: the page over all graphs, and ``run.json`` of each."""
+    """Texts of the dump's files, except those that name the run: the page of all graphs, and each graph's
+    ``run.json``."""
     found = {str(f.relative_to(dump)): f.read_text() for f in sorted(dump.rglob("*")) if f.is_file()}
     return {name: text for name, text in found.items() if name != "index.html" and not name.endswith("/run.json")}
 
 
 def test_environment_variables_alone(tmp_path: Path) -> None:
-    """A site lost between ``import torch`` and the dump, a graph break, or a report that a warm cache swallows."""
+    """Catches a site that is lost between ``import torch`` and the dump, a graph break, and a dump that differs if the
+    cache is warm."""
     if not importlib.metadata.entry_points(group="torch.backends", name="overlap_inductor"):
         pytest.skip("the package is not installed here, so torch cannot load it by itself; pip install -e . first")
     for dump in (tmp_path / "cold", tmp_path / "warm"):

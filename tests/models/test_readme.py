@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's third step and its Python block run, in small sizes and on two CPU ranks; so does the demo."""
+"""README's third step, its Python block and the demo run in small sizes, without GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import transformers  # noqa: F401  (a missing one must be an error here, not in a child)
+import transformers  # noqa: F401  (if it is missing, the error must come from here, not from a child)
 
 import overlap_inductor
 from overlap_inductor.cli import main as cli
@@ -29,7 +29,7 @@ SMALLER = {"4096": "64", "14336": "256", "16384": "128"}
 
 
 def test_one_variable_switches_the_script_on(tmp_path: Path) -> None:
-    """The command under "Switch it on" with the script above it, two ranks instead of eight."""
+    """Runs the command under "Switch it on" with the script above it, on two ranks instead of eight."""
     (script,) = [sample.content for sample in samples(TEXT) if sample.name == "tp_mlp.py"]
     for size, small in SMALLER.items():
         assert re.search(rf"\b{size}\b", script)
@@ -64,7 +64,7 @@ def test_the_three_ways_in_code() -> None:
         try:
             exec(block, names)
             config = config_in_effect()
-            assert config is not None and config.mode == "on", "enable() holds until disable()"
+            assert config is not None and config.mode == "on", "enable() has no effect after the block"
         finally:
             install.disable()
     assert not dist.is_initialized()
@@ -72,7 +72,7 @@ def test_the_three_ways_in_code() -> None:
 
 @pytest.mark.timeout(600)
 def test_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The whole command in small sizes: numbers agree, sites are overlapped, every form is timed or says why not."""
+    """Runs the whole command in small sizes. Numbers agree, sites are overlapped, and times are printed."""
     small = ["--layers", "1", "--hidden", "64", "--tokens", "64"]
     status = cli.main(["demo", "--device", "cpu", "--link", "none", *small, "--keep-dir", str(tmp_path)])
     out = capsys.readouterr().out

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensor layers of sizes that the group does not divide, forward and backward: one plan on all ranks, and the results
-of the same layers run eagerly."""
+"""Runs DTensor layers whose sizes the group does not divide, forward and backward. All ranks have one plan, and the
+results are those of the same layers run eagerly."""
 
 from __future__ import annotations
 
@@ -135,7 +135,8 @@ LAYERS: dict[str, tuple[Callable[[DeviceMesh, int], Built], dict[str, dict[str, 
     "mlp with biases": (lambda mesh, rank: _mlp(mesh, rank, True), {"forward": {REDUCE: 1}, "backward": {REDUCE: 1}}),
     "sequence": (_block, {"forward": {GATHER: 1, SCATTER: 1}, "backward": {GATHER: 1, SCATTER: 1}}),
 }
-"""Each layer, and the sites that must be overlapped: where two all-reduced gradients are added they are one."""
+"""``{name: (function that makes the layer and its input, {phase: sites that must be overlapped})}``. Two all-reduced
+gradients that are added are one site."""
 
 
 def _run(
@@ -154,8 +155,11 @@ def _run(
 def problems(
     rank: int, world_size: int, names: list[str], generated: bool, device: str = "cpu"
 ) -> tuple[list[str], list[Any]]:
-    """Problems on this rank, and what must be equal on all ranks; ``generated`` runs Inductor's code, else the
-    rewritten graphs are interpreted."""
+    """Run the layers in ``names``. Returns the problems found on this rank, and its plans, which must be equal on all
+    ranks.
+
+    ``generated``: run Inductor's code. Otherwise the rewritten graphs are interpreted.
+    """
     import overlap_inductor
     from overlap_inductor.report import publish as reporting
 
@@ -211,8 +215,8 @@ def problems(
     ids=["2 ranks", "3 ranks", "2 ranks, generated code"],
 )
 def test_layers_that_the_group_does_not_divide(world_size: int, names: list[str], generated: bool) -> None:
-    """Catches a rank that finds another site than its peers, a padded row or column that is summed, and gradients of
-    one."""
+    """Catches a rank that finds other sites than its peers, and a padded row or column that is summed or gets a
+    gradient."""
     found = run_ranks(world_size, problems, names, generated, timeout=400)
     for rank, (wrong, plans) in enumerate(found):
         assert not wrong, f"rank {rank}: " + "\n".join(wrong)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``ring`` against the plain computation in fp64, over gloo in several processes."""
+"""Compares schedule ``ring`` with the plain computation in fp64, on several gloo processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ from tests.support.ring_cases import cases
 def _check(
     rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtype, names: list[str] | None, generated: bool
 ) -> list[str]:
-    """Problems found on this rank; ``generated`` runs Inductor's code, else the rewritten graph is interpreted."""
+    """Run the cases in ``names``, or all of them. Returns the problems found on this rank.
+
+    ``generated``: run Inductor's code. Otherwise the rewritten graph is interpreted.
+    """
     import overlap_inductor
 
     problems = []
@@ -95,7 +98,7 @@ LOOPING_GATHERS = [
     "the contracted dim of either side, with bias",
     "gathered columns as rows, and contracted",
     "a gathered column on the left, and contracted",
-    "a gather of what is gathered, and of its shards beside each other",
+    "a gather of a gathered tensor, and its shards side by side",
     "gather columns on the right",
     "cast and activation behind the gather",
 ]
@@ -118,8 +121,8 @@ SAMPLE = [
     "all-reduce, rows no multiple of the ranks",
     "gathered output",
 ]
-"""Of every pattern and role one or two, for settings that treat them alike: a ring of even length, in which both
-directions meet at one rank, and padding."""
+"""One or two cases of each pattern and role, for settings that treat all cases alike: padding, and a ring of even
+length, in which both directions meet at one rank."""
 
 
 @pytest.mark.parametrize(
@@ -154,13 +157,14 @@ directions meet at one rank, and padding."""
 def test_every_pattern_agrees_with_fp64(
     world_size: int, fields: dict[str, Any], dtype: torch.dtype, names: list[str] | None, generated: bool
 ) -> None:
-    """Catches a wrong slice, a lost remainder, a piece in a wrong place, a sum in the wrong dtype."""
+    """Catches a wrong slice, a lost remainder, a piece in a wrong place, and a sum in a wrong dtype."""
     for rank, problems in enumerate(run_ranks(world_size, _check, fields, dtype, names, generated, timeout=500)):
         assert not problems, f"rank {rank}: {problems}"
 
 
 def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool) -> list[str]:
-    """One compile of a site serves every token count; zero and one token are torch's own specialisations."""
+    """Compile each function once and call it with several token counts. Returns the problems found on this rank. (torch
+    itself compiles anew for zero and for one token.)"""
     import overlap_inductor
 
     g = dist.group.WORLD
@@ -191,7 +195,7 @@ def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool
             compiled = (
                 torch.compile(function) if generated else torch.compile(function, backend=interpreted(config, reports))
             )
-            # The first count cuts every chunk to one row: a shape that must not be baked in.
+            # At the first count pieces may have one row: a shape that must not be fixed in the graph.
             for tokens in (8, 7, 12, 2, 33, 100):
                 x = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(rank + tokens))
                 torch._dynamo.mark_dynamic(x, 0)
@@ -217,7 +221,8 @@ def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool
     ids=["generated code", "3 ranks", "3 ranks, hop rounding, bidirectional"],
 )
 def test_dynamic_token_counts_share_one_compile(world_size: int, fields: dict[str, Any], generated: bool) -> None:
-    """Catches a guard added by the pass, and a remainder lost where the token count is no multiple of the ranks."""
+    """Catches a guard that the pass adds, and a remainder that is lost if the number of ranks does not divide the token
+    count."""
     for rank, problems in enumerate(run_ranks(world_size, _dynamic, fields, generated, timeout=500)):
         assert not problems, f"rank {rank}: {problems}"
 
@@ -228,7 +233,7 @@ def _first_rank_pads(rank: int, world_size: int) -> list[str]:
 
 
 def test_one_rank_pads_its_matmuls() -> None:
-    """Catches a plan or a site that depends on a timing of one rank: an agreement error, or a rank that waits for the
-    others."""
+    """Catches a plan or a site that depends on one rank's timings. It leads to an agreement error, or to a rank that
+    waits for the others in vain."""
     for rank, problems in enumerate(run_ranks(3, _first_rank_pads, timeout=300)):
         assert not problems, f"rank {rank}: {problems}"

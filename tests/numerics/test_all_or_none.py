@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workspace that all ranks of a group must have, or none: one rank is out of memory."""
+"""If one rank of a group is out of memory, no rank of the group gets a workspace, and none waits for it."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def _attempts(rank: int, world_size: int) -> list[Any]:
 
     for fails in ((), (1,), (0, 2), ()):
         attempt(fails)
-    # In a group of some ranks its first rank decides; ranks are named as the program numbers them.
+    # In a smaller group, that group's first rank decides. The text names global ranks.
     group = dist.new_group([1, 2])
     if rank:
         attempt((2,))
-    # Another group of that name starts anew.
+    # Another group has keys of its own.
     group = dist.new_group()
     attempt((1,))
     dist.destroy_process_group(group)
     return said
 
 
-def test_all_ranks_manage_or_none_with_one_text() -> None:
+def test_all_ranks_succeed_or_all_raise_one_text() -> None:
     found = run_ranks(3, _attempts)
     for rank, said in enumerate(found):
         assert said[0] == said[3] == rank
@@ -79,7 +79,7 @@ def _silent(rank: int, world_size: int) -> tuple[str, float]:
     return str(told.value), time.monotonic() - start
 
 
-def test_a_rank_that_says_nothing_has_failed_when_the_time_is_over() -> None:
+def test_a_rank_that_writes_nothing_counts_as_failed_at_the_deadline() -> None:
     (first, took), (second, _), _ = run_ranks(3, _silent)
     assert (
         first
@@ -89,7 +89,7 @@ def test_a_rank_that_says_nothing_has_failed_when_the_time_is_over() -> None:
     assert 0.9 < took < 4
 
 
-def test_a_dry_run_asks_nobody() -> None:
+def test_a_dry_run_waits_for_no_other_rank() -> None:
     with fake_group(8, rank=3) as group:
         assert all_or_none(group, "allocate 512 bytes", lambda: 7) == 7
         with pytest.raises(NotOnAllRanks, match="rank 3 cannot allocate 512 bytes"):
@@ -117,7 +117,7 @@ def _workspace(rank: int, world_size: int, folder: str) -> list[Any]:
     symmetric.allocate = allocate
     group, requests = dist.group.WORLD, json.dumps([["a", 3000, 2], ["b", 500, 1]])
     for failing in (1, 1, 2, 3, 4):
-        # First of the memory for faults; then of two slots, data and flags of each.
+        # First the allocation for fault records fails. Then, in turn, those of two slots' data and flags fail.
         left[0] = failing
         said.append(workspace.prepare(group, CPU, requests, 2**30))
         assert not workspace.workspace_of(group, CPU).arena.slots
@@ -129,7 +129,7 @@ def _workspace(rank: int, world_size: int, folder: str) -> list[Any]:
     said.append(workspace.prepare(group, CPU, requests, 2**30))
     place = workspace.workspace_of(group, CPU)
     assert len(place.arena.slots) == 2 and place.launch("a", 3000, 2) is not None
-    # Every rank writes where the others read.
+    # A rank's store into a peer's memory arrives there.
     flags = place.arena.slot("a").flags
     flags.peers[(rank + 1) % world_size][0] = 100 + rank
     dist.barrier()
@@ -167,12 +167,14 @@ def _limits(rank: int, world_size: int, folder: str) -> list[Any]:
     return [given, told, len(place.arena.slots), place.launch("a", 1000, 1) is not None]
 
 
-def test_a_rank_with_a_smaller_limit_leaves_all_without_room(tmp_path: Path) -> None:
-    """Otherwise the others' kernels would wait for a rank that runs the collective."""
+def test_if_a_rank_has_a_smaller_limit_no_rank_gets_a_slot_above_it(tmp_path: Path) -> None:
+    """Otherwise the other ranks' kernels would wait for a rank that runs the collective."""
     found = run_ranks(3, _limits, str(tmp_path), timeout=60)
     assert found[0] == found[1] == found[2]
     given, told, _, kept = found[0]
-    assert given == [[True], [False, False], [True]] and kept, "what fits has its slot, before and behind"
+    assert given == [[True], [False, False], [True]] and kept, (
+        "a site that fits has no slot, before or after the request that does not fit"
+    )
     (text,) = told
     assert text.startswith("overlap_inductor: 2 sites of group '0' run without overlap: rank 1 cannot hold ")
     assert "OVERLAP_INDUCTOR_WORKSPACE_LIMIT is 1 MiB" in text and "rank 0" not in text and "rank 2" not in text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator bench as a command, on two processes over gloo; then tables and plots of its rows."""
+"""Runs the operator bench as a command, on two gloo processes. Then makes tables and plots from its rows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FIELDS = {
 }  # fmt: skip
 
 
-def test_one_command_to_rows_and_tables_and_plots(tmp_path: Path) -> None:
+def test_the_command_writes_rows_and_the_report_makes_tables_and_plots(tmp_path: Path) -> None:
     pytest.importorskip(
         "triton",
         reason="Triton comes with the package's test extra; environments of other torch versions may have none",
     )
-    pytest.importorskip("matplotlib", reason="the bench extra is for make test")
+    pytest.importorskip("matplotlib", reason="matplotlib comes with the package's bench extra")
     file, printed = tmp_path / "rows.jsonl", []
-    # The second token count does not fit into the budget.
+    # Only the first case fits into the budget: the larger token count, the first pattern.
     command = [
         "-m",
         "bench.operators",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that disagree, die or restart, and inputs at the edge: a clear error or the right result, and never a hang."""
+"""Ranks that disagree, die or restart, and unusual inputs, lead to a clear error or to a right result, never to a
+hang."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
 
 
 def _other_model(rank: int, world_size: int, other: str) -> tuple[str, str, float]:
-    """Rank 1's model does something else at the same place, with the same sizes."""
+    """Rank 1's model has another collective or dtype at the same place, with the same sizes."""
     group = _group()
     functions: dict[str, Callable[..., torch.Tensor]] = {
         "sum": lambda x, w: reduce_scatter(x @ w, "sum", 0, group),
@@ -104,7 +105,7 @@ def _other_model(rank: int, world_size: int, other: str) -> tuple[str, str, floa
         ("cast", r"reduce_scatter\(sum\) bfloat16"),
     ],
 )
-def test_what_differs_between_two_models_is_named_and_no_data_moves(other: str, named: str) -> None:
+def test_the_error_names_what_differs_between_two_models(other: str, named: str) -> None:
     here, _ = run_ranks(2, _other_model, other)
     assert here[0] == "AgreementError" and re.search(named, here[1]), here[1]
 
@@ -135,11 +136,11 @@ def _switched_off_on_one(rank: int, world_size: int) -> tuple[str, str, float]:
 
 
 def test_switched_off_on_one_rank() -> None:
-    """The rank that is off publishes no plan. The other must raise at its deadline, and send nothing to a peer that
-    waits elsewhere."""
+    """The rank that is off publishes no plan. The other rank must raise at its deadline, and must not send to a peer
+    that waits in another collective."""
     on, off = run_ranks(2, _switched_off_on_one)
     assert on[0] == "AgreementError" and "rank 1 published no plan" in on[1] and on[2] < 60
-    # Its own all-gather finds no peer and ends with the group's timeout, or with the peer's process.
+    # Rank 1's all-gather finds no peer. It fails at the group's timeout, or when rank 0's process ends.
     assert off[0] != "ok"
 
 
@@ -155,7 +156,7 @@ def _one_compiles_again(rank: int, world_size: int) -> list[tuple[str, str, floa
 
 
 def test_one_rank_alone_compiles_again() -> None:
-    """If plans are compared at first runs only, the other rank goes on with the agreed plan and finds no partner; its
+    """If plans are compared at first runs only, the other rank goes on with the agreed plan and finds no partner. Its
     error must say why."""
     (first, kept), (second, changed) = run_ranks(2, _one_compiles_again, expect_failure=True)
     assert first[0] == second[0] == "ok", (first, second)
@@ -202,7 +203,7 @@ def test_killed_peer(first_call: bool) -> None:
 
 def _recycled(rank: int, world_size: int) -> list[str]:
     problems = []
-    # By name, as a compiled graph has it: the same function meets a new group each round.
+    # The function names its group, as a compiled graph does, so it meets a new group each round.
     name = dist.group.WORLD.group_name
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -228,12 +229,12 @@ def _recycled(rank: int, world_size: int) -> list[str]:
 
 
 def test_recycled_group_names() -> None:
-    """A compiled graph that outlives its group: counters, keys and buffers of the dead group must not be met by the new
-    one."""
+    """A compiled graph may outlive its group. A new group of the same name must not meet counters, keys or buffers of
+    the old one."""
     assert run_ranks(2, _recycled) == [[], []]
 
 
-# Inputs at the edge
+# Unusual inputs
 
 
 def _edges(rank: int, world_size: int) -> list[str]:
@@ -278,7 +279,7 @@ def _edges(rank: int, world_size: int) -> list[str]:
     return problems
 
 
-def test_inputs_at_the_edge() -> None:
+def test_unusual_inputs() -> None:
     """Catches strides of the example that are fixed in the graph, a wait for a piece of no rows, and a lost
     remainder."""
     for rank, found in enumerate(run_ranks(2, _edges, timeout=400)):
@@ -301,7 +302,7 @@ def test_world_size_one() -> None:
 
 
 def test_uninitialised_process_group() -> None:
-    """Without distributed there is no site, and nothing about the pass may need a group."""
+    """Without a process group there is no site, and no part of the pass may need a group."""
     assert not dist.is_initialized()
     reports: list[OverlapReport] = []
     x, w = _inputs(0)

@@ -18,8 +18,8 @@ Span = tuple[float, float]
 
 
 def _trace(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    """``{pattern: {event: [(start, end) in microseconds]}}``. A send or receive lasts from its start to the end of its
-    wait."""
+    """``{"gather ring": {event: [(start, end) in microseconds], "site": the site's id}}``, and the same for the other
+    pattern and for ``keep``. A send or receive lasts from its start to the end of its wait."""
     import overlap_inductor
 
     group = dist.group.WORLD
@@ -49,13 +49,13 @@ def _trace(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
 
 
 def _under(matmul: Span, transfers: list[Span]) -> int:
-    """Transfers that began before the matmul and were awaited after it."""
+    """The number of transfers that began before the matmul and were awaited after it."""
     return sum(start < matmul[0] and matmul[1] < end for start, end in transfers)
 
 
 def test_transfers_are_in_flight_while_matmuls_run() -> None:
-    """Steps could have the right order in the graph and still run one after the other, hiding nothing. Three ranks, two
-    parts a shard."""
+    """Steps could be in the right order in the graph and still run one after the other, so that nothing is hidden. Here
+    there are three ranks, and two sub-chunks per shard."""
     for trace in run_ranks(3, _trace):
         gather, scatter = trace["gather ring"], trace["scatter ring"]
         # The report, the graph and a trace are joined by the site's id.
@@ -67,17 +67,17 @@ def test_transfers_are_in_flight_while_matmuls_run() -> None:
                 found
             )
             assert not any(key.startswith("overlap_inductor::") for key in trace[f"{name} keep"])
-        # Gather: own slice, then 2 x 2 sub-chunks; all but the last matmul run under the next hops.
+        # Gather: the own shard, then 2 x 2 sub-chunks. Hops are in flight during every matmul but the last.
         assert len(gather["aten::mm"]) == 5 and len(gather["gloo:recv"]) == 4
         for matmul in gather["aten::mm"][:-1]:
             assert _under(matmul, gather["gloo:recv"]) and _under(matmul, gather["gloo:send"]), trace
         assert not _under(gather["aten::mm"][-1], gather["gloo:recv"])
-        # Scatter: 2 x 2 partials for others, then the own slice, cut in two or whole; all but the first run under
-        # sends.
+        # Scatter: 2 x 2 partial sums for the other ranks, then those of the own shard, in two parts or whole. Sends are
+        # in flight during every matmul but the first.
         assert len(scatter["aten::mm"]) >= 5 and len(scatter["gloo:send"]) == 4
         for matmul in scatter["aten::mm"][1:]:
             assert _under(matmul, scatter["gloo:send"]), trace
-        # The same graphs without overlap: one matmul, after or before all of it.
+        # Without overlap there is one matmul, and no transfer is in flight during it.
         for name in ("gather keep", "scatter keep"):
             (matmul,) = trace[name]["aten::mm"]
             assert not any(_under(matmul, spans) for event, spans in trace[name].items() if "gloo" in event)

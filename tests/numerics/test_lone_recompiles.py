@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank alone recompiles to another exchange, while plans are compared on the page of a group's calls. Graphs on
-GPUs compare so; here CPU graphs do, without their own comparison through the store."""
+"""One rank alone recompiles to another exchange, while ranks compare plans on their group's call page, as graphs on
+GPUs do. Here CPU graphs compare in this way; their own comparison through the store is switched off."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _compare_as_on_gpus() -> None:
 
 
 def _groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """A rank's two groups: both of all 2 ranks, or the rows and columns of a 2 x 2 mesh."""
+    """A rank's two groups: twice the group of both ranks, or its row and its column of a 2 x 2 mesh."""
     if world_size == 2:
         return dist.group.WORLD, dist.group.WORLD  # type: ignore[return-value]
     from torch.distributed.device_mesh import init_device_mesh
@@ -47,8 +47,8 @@ def _groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, folder: str) -> dict[str, Any]:
-    """Every rank calls one graph three times; the last rank then compiles another one alone, calls it twice, and goes
-    back."""
+    """Every rank calls one graph three times. The last rank then compiles another graph alone, calls it twice, and goes
+    back to the first one."""
     compile_anew()
     _compare_as_on_gpus()
     if folder:
@@ -103,17 +103,19 @@ def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, fol
         (4, {"sub_chunks": 2}, False, "sub_chunks is 4 here and 2 there"),
         (4, {"mode": "report"}, False, "kept there"),
     ],
-    ids=["other pieces", "trained", "no site", "trained, a site less", "mesh", "mesh, no site"],
+    ids=["other pieces", "trained", "no site", "trained, one site less", "mesh", "mesh, no site"],
 )
 def test_all_ranks_run_the_plain_program(world_size: int, change: dict[str, Any], trains: bool, words: str) -> None:
-    """Before, the recompiling rank ended with an error at its deadline; a rank without a site never asked, and its
-    peers waited until the group's timeout."""
+    """Catches a recompiling rank that ends with an error at its deadline, and a rank without a site that never
+    compares, so that its peers wait until the group's timeout."""
     results = run_ranks(world_size, _alone, change, trains, "")
     assert all(r["problems"] == [] and all(r["pages"]) and r["agreed"] == 0 for r in results), results
     warnings = [w for r in results for w in r["warnings"]]
     assert warnings and all("rank 0 and other ranks do not exchange" in w or world_size == 4 for w in warnings), results
     assert all(words in w for w in warnings if "sub_chunks" in words) and any(words in w for w in warnings), results
-    assert [r["plain"] for r in results] == [len(r["warnings"]) for r in results], "warned of a call that all ran alike"
+    assert [r["plain"] for r in results] == [len(r["warnings"]) for r in results], (
+        "a rank warned of a call in which all ranks ran the same"
+    )
 
 
 def test_the_same_exchange_is_overlapped() -> None:
@@ -122,7 +124,7 @@ def test_the_same_exchange_is_overlapped() -> None:
 
 
 def test_ranks_without_memory_in_common_compare_at_first_runs(tmp_path: Path) -> None:
-    """As on several machines; an exchange that was agreed on needs no comparison."""
+    """Ranks on several machines share no memory either. An exchange that was agreed on is not compared again."""
     for result in run_ranks(2, _alone, {"step_node_budget": 1}, False, str(tmp_path)):
         assert result["problems"] == [] and result["warnings"] == [] and not any(result["pages"]), result
     assert [list(own.iterdir()) for own in tmp_path.iterdir()] == [[], []]
@@ -133,14 +135,14 @@ def _plan(steps: str, overlaps: bool) -> ExchangePlan:
 
 
 def _ahead(rank: int, world_size: int, calls: int) -> dict[str, Any]:
-    """Rank 1 makes ``calls`` calls without overlap before rank 0 asks about the first of them; nothing moves here."""
+    """Rank 1 makes ``calls`` calls without overlap before rank 0 compares the first of them. No data moves here."""
     group = dist.group.WORLD
     same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [group], False)
     kept = agreement.Comparison(_plan("g0: all_reduce float32 [4] kept", False), [group], False)
     found = [same.call().overlapped, same.call().overlapped, same.count()]
     dist.barrier()
     if rank:
-        # (As ``ComparedCall`` asks.)
+        # (As ``ComparedCall`` does.)
         found += [kept.count() or kept.call().overlapped for _ in range(calls)]
         dist.barrier()
         return {"found": found[:3]}
@@ -151,15 +153,15 @@ def _ahead(rank: int, world_size: int, calls: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("calls", [1, 3 * call_page.CALLS])
-def test_a_rank_that_has_long_left_a_call_behind_ran_it_without_overlap(calls: int) -> None:
+def test_a_rank_that_is_far_ahead_ran_the_call_without_overlap(calls: int) -> None:
     here, there = run_ranks(2, _ahead, calls)
     assert here["found"] == there["found"] == [True] * 3 and not here["overlapped"], here
     assert ("calls ahead of rank 0" if calls > 1 else "rank 1: transfer 1") in here["why"]
 
 
 def _compiled_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Without a page, rank 1 alone recompiles a graph that nobody overlaps; another graph overlaps the same
-    collectives."""
+    """Without a page, rank 1 alone recompiles a graph that no rank overlaps. Another graph overlaps the same kind of
+    collective."""
     compile_anew()
     _compare_as_on_gpus()
     shared_file.SHARED_FOLDER = Path(folder) / str(rank)
@@ -184,13 +186,14 @@ def _compiled_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_a_kept_plan_that_ran_before_needs_no_answer(tmp_path: Path) -> None:
-    """Before, the rank ended with an error at its deadline, since it might have left an exchange and nobody answers."""
+    """Catches a rank that takes this for a lone recompile, waits for an answer that nobody gives, and raises an
+    error."""
     for result in run_ranks(2, _compiled_again, str(tmp_path)):
         assert result["wrong"] == result["warnings"] == [] and result["page"] is None and result["seconds"] < 8, result
 
 
 def _late(rank: int, world_size: int) -> bool:
-    """A rank that has compiled nothing in this world (its graph came from elsewhere) is late."""
+    """Rank 0 is later than ``ABSENT``, and has not announced itself because it has compiled nothing here."""
     call_board.ABSENT = 0.5
     plan = _plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True)
     same = agreement.Comparison(plan, [dist.group.WORLD], False)
@@ -200,12 +203,12 @@ def _late(rank: int, world_size: int) -> bool:
     return same.count() or same.call().overlapped
 
 
-def test_a_late_rank_of_an_agreed_plan_is_waited_for() -> None:
+def test_peers_wait_for_a_late_rank_if_a_plan_was_agreed_upon() -> None:
     assert run_ranks(2, _late) == [True, True]
 
 
 def _disabled(rank: int, world_size: int) -> bool:
-    """Rank 0 disables overlap after a call that both ran overlapped, before rank 1 has seen it."""
+    """Rank 0 runs a call overlapped and then disables overlap, before rank 1 has looked at that call."""
     group = dist.group.WORLD
     assert group is not None
     same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [group], False)
@@ -220,7 +223,7 @@ def _disabled(rank: int, world_size: int) -> bool:
     blind = [True]
 
     class Looks:
-        """The store, for a rank that is stopped just before it asks whether overlap is disabled."""
+        """The store of a rank that is paused just before it asks whether overlap is disabled, until it is."""
 
         def check(self, keys: list[str]) -> bool:
             store.wait(keys)
@@ -237,13 +240,14 @@ def _disabled(rank: int, world_size: int) -> bool:
     return same.count() or same.call().overlapped
 
 
-def test_a_slow_rank_does_as_the_others_though_overlap_is_disabled_behind_the_call() -> None:
-    """Before, it ran the plain program while the others were in the overlapped one."""
+def test_a_slow_rank_overlaps_a_call_after_which_another_rank_disabled_overlap() -> None:
+    """Catches a slow rank that runs the plain program while the other rank is in the overlapped one."""
     assert run_ranks(2, _disabled) == [True, True]
 
 
 def _differs_for_long(rank: int, world_size: int) -> list[int]:
-    """A plan of two groups, and another one of rank 1: numbers of keys in the store after a while, and later."""
+    """Rank 1's plan of two groups differs from rank 0's in many calls. Returns the number of keys in the store after
+    every ``KEPT_CALLS`` calls."""
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     names = (tuple(g.group_name for g in groups),)
     steps = "g0: all_reduce float32 [4] in matmul_all_reduce by ring", "g1: all_reduce float32 kept"
@@ -260,15 +264,16 @@ def _differs_for_long(rank: int, world_size: int) -> list[int]:
     return keys
 
 
-def test_what_was_said_of_old_calls_does_not_stay_in_the_store() -> None:
-    """Reasons of verdicts, which do not fit on the page, stayed in the store for ever."""
+def test_verdicts_of_old_calls_do_not_stay_in_the_store() -> None:
+    """The reasons of verdicts do not fit on the page, so they are in the store. Those of old calls must be deleted."""
     for _, first, second in run_ranks(2, _differs_for_long, timeout=120):
         assert second - first < call_board.KEPT_CALLS, (first, second)
 
 
 def _inside_a_plan_of_two_groups(rank: int, world_size: int, overlaps: bool) -> list[Any]:
-    """Rank 1 alone runs another graph in a group that has a page, while rank 0 runs one of this group and of another
-    that has none: on several machines, a group of each and one across them."""
+    """Rank 1 alone runs another graph, in a group that has a page. Rank 0 runs a graph of this group and of a second
+    one that has no page. (On several machines, a group of one machine has a page, and a group across machines has
+    none.)"""
     groups = [dist.group.WORLD, dist.new_group([0, 1])]
     names = [g.group_name for g in groups]
     step, kept = "g0: all_reduce float32 [4] in matmul_all_reduce by ring", "g0: all_reduce float32 kept"
@@ -288,8 +293,8 @@ def _inside_a_plan_of_two_groups(rank: int, world_size: int, overlaps: bool) -> 
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-def test_a_rank_that_others_do_not_ask_ends_with_an_error_at_once(overlaps: bool) -> None:
-    """It ran the plain program while the others were in the overlapped one."""
+def test_a_rank_with_which_others_do_not_compare_raises_at_once(overlaps: bool) -> None:
+    """Catches a rank that runs the plain program while the other rank is in the overlapped one."""
     others, alone = run_ranks(2, _inside_a_plan_of_two_groups, overlaps, timeout=60)
     assert others == [True] * 3 and alone[:2] == [True] * 2
     assert "rank 0: " in alone[2] and "compared at its first run only" in alone[2], alone
@@ -313,6 +318,7 @@ def _reason_comes_late(rank: int, world_size: int) -> str | None:
     return found
 
 
-def test_a_reason_that_comes_behind_its_verdict_is_waited_for() -> None:
-    """Writes to a store are not acknowledged, so the page may be ahead of it. Before, the rank was taken for dead."""
+def test_a_rank_waits_for_a_reason_that_comes_after_its_verdict() -> None:
+    """Writes to a store are not acknowledged, so a verdict may be on the page before its reason is in the store.
+    Catches that the rank which wrote the verdict is then taken for dead."""
     assert run_ranks(2, _reason_comes_late) == ["0they differ", None]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport of messages from outside of the package serves the ring, its reports and the bench, on gloo ranks."""
+"""Schedule ``ring`` sends its messages by a transport from outside of the package, on gloo ranks. Its reports and the
+bench name that transport."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
     inputs = torch.randn(8, 16), torch.randn(16, 12), torch.randn(12, 16)
     exact = _layer(*(i.double() for i in inputs))
     with toy.registered(toy.Pigeons()) as pigeons:
-        # Unrolled steps, and one looping op per site.
+        # With unrolled steps, then with one looping op per site.
         for budget in (3000, 1):
             torch._dynamo.reset()
             pigeons.carried = 0
@@ -61,11 +62,11 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
             named = {"report.txt": "ring/pigeons", "index.html": "ring/pigeons", "graph.after.txt": "'pigeons'"}
             for file, text in named.items():
                 if text not in (place / file).read_text().replace('"', "'"):
-                    problems.append(f"budget {budget}: {file} does not hold {text}")
+                    problems.append(f"budget {budget}: {file} does not contain {text}")
     return problems
 
 
-def test_messages_from_outside_serve_the_ring(tmp_path: Path) -> None:
+def test_the_ring_sends_by_an_outside_transport_and_reports_it(tmp_path: Path) -> None:
     for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path))):
         assert not problems, f"rank {rank}: {problems}"
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random programs compile, their rewrites do not fail, and their results do not change.
+"""Random programs compile, no rewrite fails, and overlap does not change their results.
 
-python -m tests.numerics.test_random_programs --world-size 2 --seeds 1000 2000 [--fields '{"step_node_budget": 1}']
-[--trains]
+    python -m tests.numerics.test_random_programs --world-size 2 --seeds 1000 2000 [--trains] \\
+        [--fields '{"step_node_budget": 1}']
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.program_checks import check
 
 COUNT = 25
-"""Programs of a case here; thousands by ``python -m tests.numerics.test_random_programs``, for whoever changes what
-finds or rewrites sites."""
+"""Programs per case. After a change to how sites are found or rewritten, run thousands with ``python -m
+tests.numerics.test_random_programs``."""
 
 
 @pytest.mark.parametrize(
@@ -31,20 +31,20 @@ finds or rewrites sites."""
     ],
     ids=["2 ranks", "2 ranks, looping, trained", "3 ranks, hop rounding, bidirectional"],
 )
-def test_a_program_computes_what_it_computed(world_size: int, fields: dict[str, Any], trains: bool) -> None:
+def test_overlap_does_not_change_a_programs_results(world_size: int, fields: dict[str, Any], trains: bool) -> None:
     for rank, (problems, overlapped) in enumerate(
         run_ranks(world_size, check, list(range(COUNT)), fields, trains, timeout=500)
     ):
         assert not problems, f"rank {rank}: " + "\n".join(problems)
-        assert sum(overlapped.values()) >= COUNT // 2, f"too few sites to say anything: {overlapped}"
+        assert sum(overlapped.values()) >= COUNT // 2, f"too few sites are overlapped: {overlapped}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 1000), metavar=("FIRST", "END"))
-    parser.add_argument("--fields", type=json.loads, default={}, help="of the configuration, JSON")
-    parser.add_argument("--trains", action="store_true", help="gradients, too")
+    parser.add_argument("--fields", type=json.loads, default={}, help="fields of the configuration, as JSON")
+    parser.add_argument("--trains", action="store_true", help="compare gradients, too")
     arguments = parser.parse_args()
     (problems, overlapped), *_ = run_ranks(
         arguments.world_size, check, list(range(*arguments.seeds)), arguments.fields, arguments.trains, timeout=7200

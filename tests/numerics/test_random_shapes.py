@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of random shapes, dtypes and switches, forward and gradients, against fp64 over gloo."""
+"""Compares layers of random shapes, dtypes and switches with fp64, outputs and gradients, on gloo ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.interpreted import interpreted
 
 
 class ReduceForward(torch.autograd.Function):
-    """All-reduce forward, nothing backward (plain tensor parallelism)."""
+    """All-reduces in forward, and returns the gradient unchanged in backward (plain tensor parallelism)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -54,8 +54,8 @@ LAYERS: dict[str, tuple[Callable[..., torch.Tensor], int, int]] = {
 
 
 def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
-    """``(examples run, problems)`` of this rank. All ranks draw alike: draws are derandomised, and no example fails for
-    hypothesis."""
+    """``(examples run, problems)`` of this rank. All ranks draw the same examples, because draws are derandomised and
+    no example raises an error inside hypothesis."""
     problems: list[str] = []
     count = 0
 
@@ -128,7 +128,7 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize(("world_size", "examples"), [(2, 16), (3, 16), (4, 8)])
 def test_drawn_layers(world_size: int, examples: int) -> None:
-    """A shape, dtype or switch at which a slice is wrong, a remainder is lost or a gradient is summed twice."""
+    """Catches a shape, dtype or switch at which a slice is wrong, a remainder is lost or a gradient is summed twice."""
     results = run_ranks(world_size, _draws, examples, timeout=500)
     assert {count for count, _ in results} == {examples}
     for rank, (_, problems) in enumerate(results):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks whose exchanges differ: all run the plain program, and one of them warns why."""
+"""If the ranks' exchanges differ, all ranks run the plain program, and a warning says why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT = 60
 
 
 def _inputs(rank: int, grad: bool = False) -> list[torch.Tensor]:
-    """A shard of rows, and two weights, the second of which holds this rank's columns. Shapes are the same on all
+    """A shard of rows, this rank's columns of a first weight, and its rows of a second one. Shapes are the same on all
     ranks."""
     generator = torch.Generator().manual_seed(rank)
     return [
@@ -35,12 +35,12 @@ def _inputs(rank: int, grad: bool = False) -> list[torch.Tensor]:
 
 
 def _block(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """One gather, one all-reduce."""
+    """A block with one gather and one all-reduce."""
     return all_reduce(torch.relu(all_gather(x, 0, dist.group.WORLD) @ a) @ b, "sum", dist.group.WORLD)
 
 
 def _on_a_mesh() -> Callable[..., torch.Tensor]:
-    """As ``_block`` on a 2 x 2 mesh of four ranks: the gather in its rows, the all-reduce in its columns."""
+    """As ``_block``, on a 2 x 2 mesh: the gather is in the mesh's rows, the all-reduce in its columns."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -74,7 +74,7 @@ def _compare_as_on_gpus() -> None:
 
 
 def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compare at first runs only, as graphs on GPUs do."""
+    """As ``_once``, but plans are compared as those of graphs on GPUs are: not through the store at every call."""
     _compare_as_on_gpus()
     return _once(rank, world_size, fields)
 
@@ -84,7 +84,7 @@ def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> 
     [[{}, {}, {"sub_chunks": 2}], [{}, {"patterns": ("all_gather_matmul",)}, {}], [{}, {}, {}]],
     ids=["differ", "no site there", "alike"],
 )
-def test_plans_that_are_compared_at_first_runs(fields: list[dict[str, Any]]) -> None:
+def test_plans_that_are_compared_as_on_gpus(fields: list[dict[str, Any]]) -> None:
     results = run_ranks(3, _at_first_runs, fields)
     differ = any(fields)
     assert all(
@@ -95,7 +95,7 @@ def test_plans_that_are_compared_at_first_runs(fields: list[dict[str, Any]]) -> 
 
 
 def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str | None = None) -> dict[str, Any]:
-    """One call with switches of the rank's own."""
+    """Call one graph twice, compiled with this rank's own switches. Returns what happened."""
     if caches is None:
         compile_anew()
     else:
@@ -137,7 +137,7 @@ def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str 
     ids=["sub-chunks", "direction", "no site there", "report mode there"],
 )
 def test_all_ranks_run_the_plain_program(fields: list[dict[str, Any]], words: str) -> None:
-    """Catches ranks that send pieces of different sizes to each other: a hang or a wrong number."""
+    """Catches ranks that send each other pieces of different sizes, which leads to a hang or to wrong numbers."""
     results = run_ranks(3, _once, fields)
     warnings = [w for r in results for w in r.get("warnings", [str(r)])]
     assert all(r.get("problems") == [] for r in results), results
@@ -161,8 +161,8 @@ def test_strict_raises_on_every_rank_that_overlaps() -> None:
     ), results
 
 
-def test_other_budgets_exchange_the_same() -> None:
-    """Unrolled steps on one rank and looping ops on the other may meet: how a rank multiplies is not compared."""
+def test_different_node_budgets_exchange_the_same() -> None:
+    """One rank may run unrolled steps and the other looping ops: how a rank multiplies is not compared."""
     for result in run_ranks(2, _once, [{"step_node_budget": 1}, {}]):
         assert result["problems"] == [] and result["warnings"] == [] and result["counts"]["sites_overlapped"] == 2, (
             result
@@ -170,7 +170,8 @@ def test_other_budgets_exchange_the_same() -> None:
 
 
 def _cut_otherwise(rank: int, world_size: int) -> list[str]:
-    """Sites that unrolled steps and looping ops cut in different pieces; rank 1 has looping ops."""
+    """Sites that the two ranks cut into different pieces. Rank 1 runs looping ops, except in the last function, where
+    it views the gathered tensor in another shape."""
     compile_anew()
     group, problems = dist.group.WORLD, []
     functions: list[tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = [
@@ -197,13 +198,13 @@ def _cut_otherwise(rank: int, world_size: int) -> list[str]:
     return problems
 
 
-def test_pieces_that_are_cut_otherwise_are_not_exchanged() -> None:
-    """Equal plans whose bytes differ: wrong numbers without a word, or an abort of gloo."""
+def test_pieces_that_ranks_cut_differently_are_not_exchanged() -> None:
+    """If such plans were taken for equal, results would be wrong without an error, or gloo would abort."""
     assert run_ranks(2, _cut_otherwise) == [[], []]
 
 
 def test_warm_cache_on_one_rank(tmp_path: Path) -> None:
-    """A graph from a cache comes with its plan and its plain program."""
+    """A graph that comes from a cache still has its plan and its plain program."""
     for result in run_ranks(2, _once, [{}, {}], str(tmp_path)):
         assert result["problems"] == [] and result["warnings"] == [] and result["hits"] == 0, result
     warm, cold = run_ranks(2, _once, [{}, {"sub_chunks": 2}], str(tmp_path))
@@ -214,7 +215,7 @@ def test_warm_cache_on_one_rank(tmp_path: Path) -> None:
 
 
 def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
-    """Rank 1 has overlap switched off, and knows of the package or does not."""
+    """Rank 1 has overlap switched off: by the mode, or (``silent``) because it compiles with plain Inductor."""
     from overlap_inductor.runtime import call_board
 
     call_board.ABSENT = 3.0
@@ -232,8 +233,8 @@ def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
     ("how", "words"), [("told", "OVERLAP_INDUCTOR is on here and off there"), ("silent", "rank 1 published no plan")]
 )
 def test_switched_off_on_one_rank(how: str, words: str) -> None:
-    """A rank that is off runs the plain program, so the others do, too. They learn it at once, or after a while in
-    which that rank compiles nothing."""
+    """A rank that is off runs the plain program, so the other rank must, too. It learns this at once from the published
+    mode, or after ``ABSENT`` seconds if rank 1 publishes nothing."""
     on, off = run_ranks(2, _one_is_off, how, warm=how != "silent")
     assert on["problems"] == off["problems"] == [] and on["seconds"] < TIMEOUT, (on, off)
     assert off["warnings"] == [] and len(on["warnings"]) == 1 and words in on["warnings"][0], on
@@ -248,7 +249,7 @@ def _other_version(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_another_version_is_an_error_at_once() -> None:
-    """Two versions may cut differently with the same switches, and compare differently."""
+    """With the same switches, two versions may cut differently, or compare different things."""
     for result in run_ranks(2, _other_version, expect_failure=True):
         assert (
             result["error"] == "AgreementError"
@@ -259,7 +260,7 @@ def test_another_version_is_an_error_at_once() -> None:
 
 
 def _again(rank: int, world_size: int, changes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Two graphs of one function, called in turn. Rank 1 compiles a third one alone, and goes back."""
+    """All ranks call one graph. Ranks with ``changes`` then compile another one alone, call it twice, and go back."""
     compile_anew()
     heard, inputs, problems, plain = Heard(), _inputs(rank), [], []
     first = torch.compile(_block, dynamic=False)
@@ -275,8 +276,8 @@ def _again(rank: int, world_size: int, changes: list[dict[str, Any]]) -> dict[st
     return {"problems": problems, "warnings": heard.texts, "counts": _counts()}
 
 
-def test_a_rank_that_alone_compiles_again_to_another_exchange() -> None:
-    """The others are asked at every call, so they take the plain program for as long as that rank differs."""
+def test_a_rank_that_recompiles_alone_to_another_exchange() -> None:
+    """Ranks compare at every call, so the other rank runs the plain program as long as rank 1 differs."""
     results = run_ranks(2, _again, [{}, {"sub_chunks": 2}])
     assert all(r["problems"] == [] for r in results), results
     assert (
@@ -284,7 +285,7 @@ def test_a_rank_that_alone_compiles_again_to_another_exchange() -> None:
     )
 
 
-def test_a_rank_that_alone_compiles_again_to_the_same_exchange() -> None:
+def test_a_rank_that_recompiles_alone_to_the_same_exchange() -> None:
     results = run_ranks(2, _again, [{}, {"step_node_budget": 1}])
     assert all(r["problems"] == [] and r["warnings"] == [] for r in results), results
 
@@ -309,13 +310,13 @@ def _trained(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[s
 
 
 def test_training_where_ranks_differ() -> None:
-    """A forward without overlap hands its backward what the overlapped one would have."""
+    """A forward without overlap saves for backward what the overlapped forward would have saved."""
     for result in run_ranks(2, _trained, [{}, {"sub_chunks": 2}]):
         assert result["problems"] == [] and result["counts"]["reason.ranks_differ"] >= 3, result
 
 
 def _late(rank: int, world_size: int) -> dict[str, Any]:
-    """A mesh in which rank 3 is one call ahead: it uses a plan that the others use from the next call on."""
+    """On a mesh, rank 3 uses a new plan one call earlier than the other ranks."""
     compile_anew()
     function = _on_a_mesh()
     heard, inputs, problems = Heard(), _inputs(rank), []
@@ -331,14 +332,14 @@ def _late(rank: int, world_size: int) -> dict[str, Any]:
     return {"problems": problems, "warnings": heard.texts}
 
 
-def test_a_plan_that_one_rank_of_a_mesh_had_too_early() -> None:
-    """Ranks that did not see it early must not wait for those that have refused it since."""
+def test_a_plan_that_one_rank_of_a_mesh_uses_too_early() -> None:
+    """Ranks that did not meet the early plan must not wait for ranks that have met and refused it."""
     results = run_ranks(4, _late)
     assert all(r["problems"] == [] for r in results), results
 
 
 def _split(rank: int, world_size: int, patterns: tuple[str, ...]) -> dict[str, Any]:
-    """Rank 1's graph is broken where the other's is not."""
+    """Rank 1's graph breaks between its two collectives; rank 0's does not."""
     compile_anew()
     heard, inputs = Heard(), _inputs(rank)
 
@@ -360,8 +361,8 @@ def _split(rank: int, world_size: int, patterns: tuple[str, ...]) -> dict[str, A
     [("all_gather_matmul", "matmul_all_reduce"), ("matmul_all_reduce",)],
     ids=["both halves", "the second half"],
 )
-def test_a_graph_that_is_broken_on_one_rank_only(patterns: tuple[str, ...]) -> None:
-    """Calls cannot be counted alike any more: the group goes on without overlap, and no rank waits for a plan that
+def test_a_graph_that_breaks_on_one_rank_only(patterns: tuple[str, ...]) -> None:
+    """The ranks' calls can no longer be matched. The group goes on without overlap, and no rank waits for a plan that
     never comes."""
     results = run_ranks(2, _split, patterns)
     assert all(r["problems"] == [] and r["seconds"] < TIMEOUT for r in results), results
@@ -369,7 +370,7 @@ def test_a_graph_that_is_broken_on_one_rank_only(patterns: tuple[str, ...]) -> N
 
 
 def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dict[str, Any]:
-    """A graph without overlap is broken on rank 0 only, between its two collectives; nothing compares it."""
+    """A graph without overlap breaks on rank 0 only, between its two collectives. No rank compares this graph."""
     compile_anew()
     if as_on_gpus:
         _compare_as_on_gpus()
@@ -393,9 +394,9 @@ def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dic
 
 
 @pytest.mark.parametrize("as_on_gpus", [False, True])
-def test_kept_graphs_that_are_broken_on_one_rank_only(as_on_gpus: bool) -> None:
-    """One rank has counted a call more, of a graph that holds what the overlapped one holds: it waited for a call of
-    the others that never came, while they were in the collective of the call before."""
+def test_kept_graphs_that_break_on_one_rank_only(as_on_gpus: bool) -> None:
+    """Rank 0 counts one call more than rank 1. Catches that it waits for a call of rank 1 that never comes, while rank
+    1 is in the collective of the previous call."""
     results = run_ranks(2, _kept_graphs_are_broken, as_on_gpus, timeout=120)
     assert all(r["problems"] == [] for r in results), results
     warnings = [w for r in results for w in r["warnings"]]
@@ -403,7 +404,7 @@ def test_kept_graphs_that_are_broken_on_one_rank_only(as_on_gpus: bool) -> None:
 
 
 def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
-    """An all-reduce in a group of rank 0 alone, or of the two others."""
+    """One all-reduce of all ranks, then one in a group: of rank 0 alone, or of the two other ranks."""
     compile_anew()
     first, others = dist.new_group([0]), dist.new_group([1, 2])
     own, inputs, heard = others if rank else first, _inputs(rank)[1:], Heard()
@@ -418,14 +419,14 @@ def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_group_of_one_rank_where_others_have_more() -> None:
-    """Ranks with equal plans and different numbers of groups: one waited for rounds that the other did not take part
-    in."""
+    """The ranks' plans are equal, but not their numbers of groups. Catches a rank that waits for rounds in which others
+    take no part."""
     results = run_ranks(3, _alone_in_a_group, timeout=120)
     assert all(r["problems"] == [] for r in results) and sum(len(r["warnings"]) for r in results) == 1, results
 
 
 def _mesh(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """A 2-D mesh: a difference in one row concerns the ranks of the other through the columns."""
+    """On a 2-D mesh, a difference in one row reaches the ranks of the other row through the columns."""
     compile_anew()
     function = _on_a_mesh()
     heard, inputs = Heard(), _inputs(rank)
@@ -447,7 +448,7 @@ def test_a_difference_reaches_all_ranks_of_a_mesh(differs: bool) -> None:
 
 
 def test_a_dry_run_on_the_fake_backend_runs() -> None:
-    """Frameworks plan so: one process plays a rank of a group that does not exist."""
+    """Some frameworks plan by such a dry run: one process plays a rank of a group that does not exist."""
     from tests.support.fake_group import fake_group
 
     compile_anew()
@@ -460,8 +461,8 @@ def test_a_dry_run_on_the_fake_backend_runs() -> None:
 
 
 def _without_memory(rank: int, world_size: int) -> dict[str, Any]:
-    """A mesh of two rows of which one has no memory for its workspace: the workspace itself is made up, since rings
-    need none."""
+    """On a 2 x 2 mesh, the ranks of one row have no memory for their workspace. (Rings need no workspace, so the test
+    makes this failure up.)"""
     from overlap_inductor.inductor import compared_call
 
     compile_anew()
@@ -477,7 +478,7 @@ def _without_memory(rank: int, world_size: int) -> dict[str, Any]:
     return {"problems": problems, "warnings": heard.texts, "counts": _counts()}
 
 
-def test_memory_that_one_group_of_a_mesh_lacks_is_lacked_by_all() -> None:
+def test_all_ranks_of_a_mesh_run_the_plain_program_if_one_row_has_no_memory() -> None:
     results = run_ranks(4, _without_memory)
     assert all(r["problems"] == [] and r["counts"]["reason.ranks_differ"] == 2 for r in results), results
     assert len([w for r in results for w in r["warnings"]]) == 1, results

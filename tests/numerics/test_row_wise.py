@@ -75,7 +75,7 @@ def check(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_programs_compute_what_they_computed(world_size: int) -> None:
-    """Catches an operand cut in other rows, a part of what must be whole, and a term that is added twice."""
+def test_overlap_does_not_change_the_programs_results(world_size: int) -> None:
+    """Catches an operand that is cut at wrong rows, one that must not be cut, and a term that is added twice."""
     for rank, problems in enumerate(run_ranks(world_size, check, timeout=400)):
         assert not problems, f"rank {rank}: " + "\n".join(problems)

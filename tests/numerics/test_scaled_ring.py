@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 sites (``_scaled_mm``) by schedule ``ring`` over gloo, against fp64 of the dequantised operands."""
+"""Runs fp8 sites (``_scaled_mm``) with schedule ``ring`` on gloo ranks, and compares results with fp64 matmuls of the
+dequantised operands."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ Case = tuple[Callable[..., Any], list[Input], int]
 
 
 def _cases(world_size: int) -> dict[str, Case]:
-    """``name: (function, inputs, sites that must be overlapped)``: those of schedule ``chunked``, and sites of several
-    matmuls, each with scales of its own."""
+    """``{name: (function, inputs, number of sites that must be overlapped)}``: the cases of schedule ``chunked``, and
+    sites with several matmuls, each of which has its own scales."""
     g, w, s = dist.group.WORLD, world_size, 24
     one, columns = ("scale", ()), ("scale", (1, 48))
     several: dict[str, Case] = {
@@ -75,7 +76,10 @@ def _cases(world_size: int) -> dict[str, Case]:
 
 
 def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool) -> list[str]:
-    """Problems found on this rank; ``generated`` runs Inductor's code, else the rewritten graph is interpreted."""
+    """Run the cases in ``names``, or all of them. Returns the problems found on this rank.
+
+    ``generated``: run Inductor's code. Otherwise the rewritten graph is interpreted.
+    """
     compile_anew()
     problems = []
     for name in names or _cases(world_size):
@@ -95,7 +99,7 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
                 )(*tensors)
             )
         for e, f in zip(exact, found, strict=True):
-            # Rounding of fp8 and bf16 is smaller than this, and scales differ by more.
+            # Rounding to fp8 and bf16 causes smaller errors than this, a wrong scale larger ones.
             if f.shape != e.shape or not (f.double() - e).abs().max() <= 2e-2 * e.abs().max():
                 problems.append(f"{name}: off by {(f.double() - e).abs().max():.3g} of {e.abs().max():.3g}")
         schedules = [p.schedule for r in reports for site in r.sites for p in site.decision.plan]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that hold different amounts of a dim, or a bias or none, run one plan, and their results agree with fp64."""
+"""Ranks may hold shards of different sizes, and a bias may be on some ranks only. All ranks run one plan, and their
+results agree with fp64."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ WITHOUT_LOOPING_OP = {
     "head of a batch, with bias and activation",
     "gather uneven rows, multiply and contract",
     "gather an uneven sequence, multiply and contract",
-    "gather uneven rows that are not numbers behind the last one",
-    "gather uneven rows, a bias for each",
+    "gather uneven rows, padded with NaN",
+    "gather uneven rows, a bias for each row",
     "gather uneven columns and contract",
     "bmm of uneven rows",
     "bmm of an uneven contraction",
@@ -33,13 +34,16 @@ GENERATED = [
     "head of uneven rows of a batch",
     "uneven K, a bias on one rank",
     "gather an uneven sequence, multiply and contract",
-    "gather uneven rows that are not numbers behind the last one",
+    "gather uneven rows, padded with NaN",
     "scatter a sum of matmuls to uneven rows",
 ]
 
 
 def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool) -> list[str]:
-    """Problems found on this rank; ``generated`` runs Inductor's code, else the rewritten graph is interpreted."""
+    """Run the cases in ``names``, or all of them. Returns the problems found on this rank.
+
+    ``generated``: run Inductor's code. Otherwise the rewritten graph is interpreted.
+    """
     import overlap_inductor
 
     problems = []
@@ -89,7 +93,7 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
 def test_uneven_shards_are_overlapped(
     world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool
 ) -> None:
-    """Catches ranks that find or cut sites differently, rows of one shard taken for another's, and padding that is
-    summed."""
+    """Catches ranks that find or cut sites differently, rows of one shard that are taken for another's, and padding
+    that is summed."""
     for rank, problems in enumerate(run_ranks(world_size, _check, fields, names, generated, timeout=400)):
         assert not problems, f"rank {rank}: " + "\n".join(problems)

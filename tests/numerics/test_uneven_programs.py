@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of random programs whose ranks differ in bias, K and padding do not change. ``tools/sweep_models.py
---part programs`` runs hundreds."""
+"""Overlap does not change the results of random programs whose ranks differ in bias, K and padding.
+``tools/sweep_models.py --part programs`` runs hundreds of them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ COUNT = 12
     [(2, {}, True), (3, {"step_node_budget": 1}, False)],
     ids=["2 ranks, trained", "3 ranks, looping"],
 )
-def test_a_program_of_which_ranks_differ(world_size: int, fields: dict[str, Any], trains: bool) -> None:
+def test_programs_that_differ_between_ranks(world_size: int, fields: dict[str, Any], trains: bool) -> None:
     results = run_ranks(world_size, check_uneven, list(range(COUNT)), fields, trains, timeout=500)
     for rank, (problems, overlapped, fell_back, differ) in enumerate(results):
         assert not problems, f"rank {rank}: " + "\n".join(problems)
-        assert differ >= COUNT // 2, "too few programs differ to say anything"
+        assert differ >= COUNT // 2, "too few programs differ between ranks"
         assert sum(overlapped.values()) >= COUNT // 2, (
-            f"too few sites to say anything: {overlapped}, {fell_back} programs fell back"
+            f"too few sites are overlapped: {overlapped}, {fell_back} programs fell back"
         )

@@ -18,7 +18,7 @@ from tests.support.graph_text import waste
 from tests.support.interpreted import interpreted
 
 # {checkpointing: {phase: (sites found, sites overlapped)}}. A block has two gathers and two scatters, and so has its
-# backward. With checkpointing, backward also repeats the gathers whose results were not saved.
+# backward. With checkpointing, backward also repeats the collectives whose results were not saved.
 EXPECTED = {
     "none": {"forward": (4, 4), "backward": (4, 4)},
     "full": {"forward": (4, 4), "backward": (7, 7)},
@@ -32,7 +32,7 @@ TORCH = tuple(int(x) for x in torch.__version__.split(".")[:2])
 
 def expected(by_hand: bool, checkpointing: str) -> dict[str, tuple[int, int]]:
     if TORCH == (2, 11) and by_hand and checkpointing == "full":
-        # Its partitioner keeps what autograd functions return, although it is marked for recomputation.
+        # This version's partitioner saves the results of autograd functions although they are marked for recomputation.
         return {"forward": (4, 4), "backward": (4, 4)}
     return EXPECTED[checkpointing]
 
@@ -46,7 +46,7 @@ def variants(by_hand: bool, checkpointing: str) -> list[Variant]:
     return [Variant(*rest, checkpointing, by_hand) for rest in layouts]
 
 
-# Sequence first and batch first, with batch 2. Of the block by hand, the layouts that compute again in backward.
+# Sequence first and batch first, with batch 2. The hand-written block has only variants that recompute in backward.
 GENERATED = {
     (False, "none"): [Variant(0, 2, True, "none"), Variant(1, 2, False, "none")],
     (True, "full"): [Variant(0, 2, True, "full", True)],
@@ -57,8 +57,8 @@ GENERATED = {
 def problems(
     rank: int, world_size: int, by_hand: bool, checkpointing: str, device: str = "cpu", generated: bool = False
 ) -> list[str]:
-    """What is wrong on this rank, over all layouts; ``generated`` runs Inductor's code (of two layouts), else the
-    rewritten graphs are interpreted."""
+    """The problems on this rank. ``generated`` runs Inductor's code for the variants in ``GENERATED``; otherwise the
+    rewritten graphs of all layouts are interpreted."""
     import overlap_inductor
     from overlap_inductor.report import publish as reporting
 

@@ -2,10 +2,11 @@
 """Models the order that CUDA's streams, events, captures and graphs impose, without a GPU. Records what is queued,
 raises CUDA's errors, and plays the queues of several ranks (``run``).
 
-A stream does one thing after the other. An event stands for what its stream held when it was recorded last; who waits
-for it waits for that, whatever is recorded later. An event that was recorded in a capture means nothing outside of it,
-nor the other way round. A graph that is launched is one thing on its stream. A *call* fills its GPU from its beginning
-to its end, and ends when every rank has begun it.
+A stream runs its queue in order. Recording an event marks a point in a stream, and a wait refers to the latest mark at
+the time of the wait. A stream that waits for an event of a running capture joins the capture. Two waits are errors: for
+an event of a capture that is over, and, inside a capture, for an event from outside it. Replaying a graph queues its
+calls on the current stream, in the order of their capture. A *call* occupies its GPU alone, and ends when every rank
+has begun it.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Event:
 
 
 class Graph:
-    """``torch.cuda.CUDAGraph``. Holds its nodes in the order of their capture, on whatever stream."""
+    """In place of ``torch.cuda.CUDAGraph``. Holds the work of all streams of the capture, in the order of capture."""
 
     gpu: Gpu
 
@@ -148,7 +149,7 @@ class Gpu:
 
 
 def run(gpus: Sequence[Gpu]) -> list[list[tuple[str, Any]]]:
-    """Play all queues. Returns what is left on each rank; anything that is left would wait for ever."""
+    """Play all queues. Returns the work that is left on each rank, which would wait forever."""
     queues = [[list(stream.queue) for stream in gpu.streams] for gpu in gpus]
     done: set[Mark] = set()
     begun: list[tuple[int, str] | None] = [None] * len(gpus)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small functions with sites whose sizes and layouts the kernels of ``fused`` and ``chunked`` take."""
+"""Small functions with sites whose sizes and layouts the kernels of ``fused`` and ``chunked`` support."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.support.ring_cases import evened
 
 
 def cases(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """``name: (function, input shapes, sites that a fused kernel must serve)``; ``factor`` makes all sizes larger."""
+    """``name: (function, input shapes, sites that a fused kernel must serve)``. ``factor`` multiplies every size above
+    2."""
     return _larger(_cases(w), factor)
 
 
@@ -110,8 +111,8 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
 
 
 def sums(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """As ``cases``: sums of matmuls, which only ``chunked`` serves. (Inductor writes a sum of 2-D matmuls as one matmul
-    with the other as its bias.)"""
+    """As ``cases``, for sums of matmuls, which ``chunked`` serves and ``fused`` does not. (Inductor writes a sum of two
+    2-D matmuls as one matmul whose bias is the other one's result.)"""
     g, s = dist.group.WORLD, 24
     linear = torch.nn.functional.linear
     pair = [(1, s * w, 16), (16, 24), (1, s * w, 40), (40, 24)]

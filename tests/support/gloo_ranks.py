@@ -22,12 +22,12 @@ PRELOADED = [
     "hypothesis",
     "tests.support.warm_ranks",
 ]
-"""Modules that the process imports which ranks are forked from. It ignores those that are not installed."""
+"""Modules that the parent process imports before ranks are forked from it. It skips modules that are not installed."""
 
 
 def compile_anew() -> None:
     """Switch off the caches of graphs, so that every compile runs the passes. (``force_disable_caches`` would also
-    rebuild each kernel, and the probes of vector instructions, on each rank.)"""
+    build each kernel and each probe of vector instructions again on each rank.)"""
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
 
@@ -56,7 +56,7 @@ def _main(
         if alive:
             dist.barrier()
             dist.destroy_process_group()
-    except BaseException:  # noqa: BLE001  (handed to the parent, which raises it)
+    except BaseException:  # noqa: BLE001  (the parent raises it)
         result = False, traceback.format_exc()
     torch.save(result, os.path.join(folder, f"{rank}.pt"))
 
@@ -70,14 +70,14 @@ def run_ranks(
     warm: bool = True,
 ) -> list[Any]:
     """Run ``function(rank, world_size, *args)`` on every rank and return the results by rank. With ``expect_failure``
-    ranks may raise or die; the result is then a traceback.
+    ranks may raise or die. The result is then a traceback, or says that the rank left no result.
 
-    With ``warm`` off, ranks are processes in which this package was never used.
+    ``warm=False`` starts each rank as a new process, in which this package was never used.
 
     Raises:
         AssertionError: a rank raised, died or did not end within ``timeout`` seconds; the message holds the tracebacks.
     """
-    # Ranks are forked from a clean process that has imported what they need (six seconds each).
+    # Ranks are forked from a clean process that has done the imports, which would take each rank six seconds.
     context = mp.get_context("forkserver" if warm else "spawn")
     if warm:
         context.set_forkserver_preload(PRELOADED)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expected texts in files of ``tests/golden``.
 
-Run with ``EXPECTTEST_ACCEPT=1`` after an intended change: the files are written anew. Read the difference before you
+After an intended change, run with ``EXPECTTEST_ACCEPT=1`` to write the files again. Read the difference before you
 commit it.
 """
 
@@ -25,7 +25,7 @@ _ADVICE = re.compile(rf"\n{ADVICE_TITLE}\n-+\n(?:.+\n)+")
 def check_golden(found: str, name: str) -> None:
     """Fail if ``found`` is not the text of file ``name`` (a path below ``golden/``), or if there is no such file.
 
-    Versions and plan hashes change with every release; dots stand for them.
+    Versions and plan hashes change with every release, so dots replace them in both texts.
     """
     found = _without_versions(found)
     file = FOLDER / name
@@ -36,8 +36,8 @@ def check_golden(found: str, name: str) -> None:
 
 
 def report_text(report: OverlapReport) -> str:
-    """The report's text. One line replaces the table of switches; it names those whose effective value is not the
-    requested one. The total of the estimates and the advice are left out: they say nothing of a graph.
+    """The report's text without the total of the estimates and the advice, which do not describe the graph. One line
+    replaces the table of switches: it names the switches whose effective value is not the requested one.
 
     The whole text is checked in ``tests/unit/test_report.py``.
     """

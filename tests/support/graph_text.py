@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds waste in the text of a rewritten graph: what is computed or moved and needed by nobody."""
+"""Finds waste in the text of a rewritten graph: matmuls and collectives whose results are not needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from overlap_inductor.report.report import OverlapReport
 
 
 def waste(report: OverlapReport) -> list[str]:
-    """The problems found: matmuls whose result is not used, collectives that are left beside their replacement."""
+    """One problem for each matmul whose result is not used, and one if collectives are left beside their
+    replacement."""
     lines = {line.split(":")[0].split(" = ")[0]: line for line in report.after.splitlines() if " = " in line}
     wanted: set[str] = set()
     pending = [
@@ -24,14 +25,14 @@ def waste(report: OverlapReport) -> list[str]:
                 wanted.add(name)
                 pending.append(lines[name])
     found = [
-        f"{n} is computed for nothing"
+        f"the result of {n} is not used"
         for n, line in lines.items()
         if re.search(r"aten\.(?:mm|addmm|bmm|baddbmm)\.", line) and n not in wanted
     ]
     kept = len(report.near_misses) + sum(s.decision.status != "overlapped" for s in report.sites)
     # A wait alone may belong to a collective that the forward graph has started.
     left = sum(bool(re.search(r"_c10d_functional\.(?!wait)|= control_deps\(", line)) for line in lines.values())
-    # Two all-reduces that are added are one site, also if it is kept.
+    # Two all-reduces that are added are one site. A site that is kept leaves both in the graph.
     if all(s.decision.status == "overlapped" for s in report.sites) and left > kept:
-        found.append(f"{left} collectives are left, {kept} were kept")
+        found.append(f"{left} collectives are left, but only {kept} were kept")
     return found

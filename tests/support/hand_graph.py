@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds post-grad graphs node by node: in milliseconds, and with shapes that tracing would not give."""
+"""Builds post-grad graphs node by node. This takes milliseconds, and allows shapes that tracing would not give."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import logging
 
 
 class Heard(logging.Handler):
-    """Warnings of the package."""
+    """Stores the messages of the package's warnings in ``texts``."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

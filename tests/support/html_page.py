@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parser of the reports' pages: what they hold, and whether their tags nest."""
+"""Parses the HTML pages of reports: collects elements and text, and checks that tags nest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VOID = {"meta", "input", "br", "link", "img"}
 
 
 class Page(HTMLParser):
-    """Collects a page's elements and text; complains about tags that do not nest."""
+    """A page's ``elements`` and text (``words``). ``problems`` lists the tags that do not nest."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

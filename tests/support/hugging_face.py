@@ -27,13 +27,13 @@ _SIZES = {
     "eos_token_id": 2,
 }
 
-# Llama; a bias in every projection; attention and MLP beside each other; whole activations gathered for a norm.
+# In order: Llama; a bias in every projection; parallel attention and MLP; whole activations gathered for a norm.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "starcoder2": ("Starcoder2", {"use_bias": True, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "cohere": ("Cohere", {}),
     "olmo2": ("Olmo2", {}),
-    # Sizes that neither two nor three ranks divide, but for the heads.
+    # The vocabulary is not a multiple of 2 or 3, and the ffn is not a multiple of 3.
     "llama, odd vocabulary": ("Llama", {"vocab_size": 101}),
     "llama, odd vocabulary and ffn": (
         "Llama",

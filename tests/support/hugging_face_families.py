@@ -27,7 +27,7 @@ _SIZES: dict[str, Any] = {
     "first_k_dense_replace": 1, "decoder_sparse_step": 1, "tie_word_embeddings": False,
     "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-"""Those that a family's configuration knows are set."""
+"""Sizes of the models. Only those that a family's configuration knows are set."""
 _VOCABULARY = {"vocab_size": 101, "vocab_size_per_layer_input": 101}
 _FFN = {
     "intermediate_size": 53, "intermediate_size_mlp": 53,
@@ -55,14 +55,15 @@ def families() -> list[str]:
 
 
 def _heads(variant: str, world_size: int) -> dict[str, int]:
-    """Four heads a rank, or three. In ``odd`` all of a rank's heads read one key; families without grouped keys cannot
-    run so, and are tried with an odd vocabulary alone."""
+    """Four heads a rank, or three. In ``odd``, all heads of a rank share one key-value head. Families without grouped
+    keys cannot run that variant; ``odd vocabulary`` is for them."""
     heads = {"even": 4, "odd": 3, "odd vocabulary": 3}[variant] * world_size
     return {"num_attention_heads": heads, "num_key_value_heads": world_size if variant == "odd" else heads}
 
 
 def _config(kind: Any, sizes: dict[str, Any]) -> Any:
-    """A configuration with those ``sizes`` that it knows, also in its language model if it has one."""
+    """A configuration with those ``sizes`` that it knows. They are also set in its language model's configuration, if
+    it has one."""
 
     def known(config: Any) -> dict[str, Any]:
         return {name: value for name, value in sizes.items() if hasattr(config, name)}
@@ -73,7 +74,7 @@ def _config(kind: Any, sizes: dict[str, Any]) -> Any:
 
 
 def _load(rank: int, world_size: int, family: str, folder: str, variant: str) -> Any:
-    """The sharded model, from what rank 0 saved."""
+    """The sharded model. Rank 0 saves it, then all ranks load their shards."""
     import transformers
 
     transformers.logging.set_verbosity_error()

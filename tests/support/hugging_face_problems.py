@@ -18,8 +18,8 @@ from tests.support.interpreted import interpreted
 
 REDUCE, HEAD = "matmul_all_reduce", "matmul_all_gather"
 # Sites that must be found and overlapped. Forward: o_proj and down_proj of each layer and the head; Olmo2 gathers q, k
-# and v for their norms too. Backward: the gradients of the inputs of q, k and v, of gate and up, and of the head. Those
-# that autograd adds to each other alone are one site. The embedding's all-reduce has no matmul.
+# and v for their norms too. Backward: the gradients of the inputs of q, k and v, of gate and up, and of the head.
+# All-reduces whose results are only added to each other are one site. The embedding's all-reduce has no matmul.
 FORWARD: dict[str, dict[str, int]] = {
     "llama": {REDUCE: 2 * LAYERS, HEAD: 1},
     "starcoder2": {REDUCE: 2 * LAYERS, HEAD: 1},
@@ -44,7 +44,7 @@ def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
 def problems(
     rank: int, world_size: int, family: str, folder: str, trains: bool, generated: bool, device: str = "cpu"
 ) -> list[str]:
-    """What is wrong on this rank; ``generated`` runs Inductor's code, else the rewritten graphs are interpreted."""
+    """The problems on this rank. ``generated`` runs Inductor's code; otherwise the rewritten graphs are interpreted."""
     import overlap_inductor
     from overlap_inductor.report import publish as reporting
 
@@ -78,7 +78,7 @@ def problems(
 
 
 def _run(compiled: Any, model: Any, reference: Any, ids: torch.Tensor, trains: bool) -> dict[str, float]:
-    """Relative errors of the logits and, where ``trains``, of every parameter's gradient."""
+    """Relative errors of the logits and, if ``trains``, of every parameter's gradient."""
     with torch.set_grad_enabled(trains):
         labels = ids if trains else None
         out, exact = compiled(ids, labels=labels), reference(ids, labels=labels)

@@ -75,8 +75,8 @@ def _call_of(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 class _Interpreter(torch.fx.Interpreter):
-    """Runs ``control_deps`` as its subgraph: node order already is the order it asks for, and some torch versions have
-    no kernel for it."""
+    """Runs ``control_deps`` as its subgraph: nodes already run in the order that it demands, and some torch versions
+    have no kernel for it."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "control_deps":

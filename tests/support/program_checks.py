@@ -45,7 +45,7 @@ def problems_of(program: Program, rank: int, backend: Any) -> list[str]:
     exact = outcome(function, inputs, program.trains)
     found = outcome(torch.compile(function, backend=backend, dynamic=False), inputs, program.trains)
     for i, (e, f) in enumerate(zip(exact, found, strict=True)):
-        assert e.isfinite().all(), f"{name} says nothing: {program.text}"
+        assert e.isfinite().all(), f"{name} has results that are not finite: {program.text}"
         if e.shape != f.shape or e.numel() and not (e - f).abs().max() <= 1e-9 * max(1, e.abs().max()):
             problems.append(
                 f"{name}, result {i}: {tuple(f.shape)} beside {tuple(e.shape)}, off by"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws random programs as the text of a function: matmuls, collectives of one group, and ops between them.
 
-Every step makes one tensor of those before it. Steps that are drawn after a gather or a matmul are more often than
-others those that make a site of it. All ranks draw the same.
+Every step makes one tensor from earlier ones. After a gather or a matmul, steps that make a site of it are drawn more
+often than others. All ranks draw the same program.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ BEHIND_GATHER, BEHIND_MATMUL = (
 
 @dataclass
 class Program:
-    """``unit`` divides most sizes; ``most_elements`` bounds a tensor. ``trains`` leaves out what has no gradient in
-    eager PyTorch (all-reduces, scattered averages)."""
+    """``unit`` divides most sizes, and ``most_elements`` limits the elements of a tensor. ``trains`` leaves out the ops
+    that have no gradient in eager PyTorch (all-reduces, scattered averages)."""
 
     seed: int
     world_size: int
@@ -51,7 +51,7 @@ class Program:
     ends: list[str] = field(default_factory=list)
     """Results that no step reads."""
     anything: ClassVar[list[str]] = ANYTHING
-    """Names of the steps that are drawn where nothing speaks for others."""
+    """Names of the steps to draw from by default."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -72,7 +72,7 @@ class Program:
         self.text = f"def program({arguments}):\n{text}\n    return {', '.join(results + self.ends)},\n"
 
     def function(self) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """Of this process's default group."""
+        """The program as a function that uses this process's default group."""
         gathers, scatters = (
             (_trained("all_gather"), _trained("reduce_scatter")) if self.trains else (all_gather, reduce_scatter)
         )
@@ -90,7 +90,7 @@ class Program:
         return self.chance.choice([self.unit * self.world_size, 2 * self.unit, 3 * self.unit])
 
     def _columns(self) -> int:
-        """Of a weight; one where sizes may be any."""
+        """Draw a weight's number of columns. It may be 1 if ``unit`` is 1."""
         return self.chance.choice(
             [self._width(), 2 * self.unit * self.world_size, 5 if self.unit == 1 else 2 * self.unit, self.unit]
         )
@@ -253,7 +253,7 @@ class Program:
 
 
 class _Contiguous(torch.autograd.Function):
-    """A tensor whose gradient is contiguous."""
+    """The identity, with a contiguous gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -272,7 +272,7 @@ def _trained(kind: str) -> Any:
 def outcome(
     function: Callable[..., tuple[torch.Tensor, ...]], inputs: list[torch.Tensor], trains: bool
 ) -> list[torch.Tensor]:
-    """The results and, if it trains, the gradients of the inputs."""
+    """The results and, if ``trains``, the gradients of the inputs."""
     inputs = [tensor.clone().requires_grad_(trains) for tensor in inputs]
     results = function(*inputs)
     if not trains:

@@ -67,7 +67,7 @@ def cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, ..
             [(s, 1), (5, s * w), (1, 40)],
             1,
         ),
-        "a gather of what is gathered, and of its shards beside each other": (
+        "a gather of a gathered tensor, and its shards side by side": (
             lambda x, a, b: (lambda p, c: (p, c @ b, c.relu()))(
                 *(lambda z: (a @ all_gather(z, 0, g), torch.cat(z.chunk(w), 1)))(all_gather(x, 0, g))
             ),

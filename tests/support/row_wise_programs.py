@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs with ops between a matmul and a collective that give the same result on any part of the rows, so the ops
-commute with cutting the rows. Each program is a function of fp64 tensors."""
+"""Programs whose ops between matmul and collective can be computed on any part of the rows, so that they commute with
+cutting the rows. Each program is a function of fp64 tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def int8(x: torch.Tensor) -> torch.Tensor:
 
 
 def trained_experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The experts' matmuls, their sum, and a reduce-scatter of it. It has a backward."""
+    """The experts' matmuls, their sum and the sum's reduce-scatter. The function has a backward."""
     return ScatterTokens.apply((x.relu() @ w).sum(0), 0, world())
 
 
@@ -50,7 +50,7 @@ def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def trained_norm(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """A layer that gathers its input before the norm. It has a backward."""
+    """A layer that gathers its input before the norm. The function has a backward."""
     hidden = F.silu(rms(GatherTokens.apply(x, 1, world()), g) @ w)
     return ScatterTokens.apply(hidden @ v, 1, world())
 
@@ -262,7 +262,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
     "a layer, trained": (trained_norm, lambda n: [(2, 3, 16), (16,), (16, 6), (6, 16)], (GATHER, ["mm M"])),
 }
 TRAINED = {"a layer, trained", "experts, trained"}
-"""Programs that are run with their backward."""
+"""Programs that tests run with their backward."""
 
 
 LOOPING = {"norm without a weight", "softmax"}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symmetric memory without GPUs, for sites that run in Triton's interpreter: files that the processes of one machine
-map."""
+"""Symmetric memory without GPUs, for sites that run in Triton's interpreter: the processes of one machine map the same
+files."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def use_shared_memory(folder: str) -> None:
 
     symmetric.allocate = allocate
     symmetric.why_no_symmetric_memory = reachable
-    # (Of tiles of 16 rows.)
+    # (Tiles have 16 rows here, and 128 on GPUs.)
     arena.TILE_BYTES = 256
     fused_plan.TUNED = dict.fromkeys(fused_plan.TUNED, SMALL)

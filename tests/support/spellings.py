@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which frameworks spell a matmul beside a collective, as functions of the number of ranks.
+"""The ways in which frameworks spell a matmul beside a collective: functions, with inputs for any number of ranks.
 
 Each spelling has a letter, which tests and golden files name. The graphs below are what the pass reads, in Inductor's
 post-grad graph: ``gather``, ``scatter`` and ``reduce`` are the collectives ``all_gather_into_tensor``,
@@ -47,7 +47,7 @@ J. All-reduce: row-wise layers without sequence parallelism (Hugging Face ``tp_p
 
        mm -> [view] -> reduce(y) -> wait
 
-K. A DTensor that goes from ``Shard(i)`` to ``Shard(j)``, by an operator of its own. ::
+K. The change of a DTensor from ``Shard(i)`` to ``Shard(j)``, which has its own operator. ::
 
        mm -> _dtensor.shard_dim_alltoall(y, i, j)
 
@@ -59,7 +59,7 @@ M. A bias, or sizes that are products of symbols: ``nn.Linear`` with bias; model
 
        addmm(bias, x, w) -> reduce -> wait        or        mm -> reduce -> wait -> add bias
 
-N. One gather that several matmuls read (q, k, v; gate, up), and which may be an output, too: saved for backward. ::
+N. One gather that several matmuls read (q, k, v; gate, up). It may also be an output, saved for backward. ::
 
        gather(x) -> wait -> mm, mm, output
 
@@ -89,7 +89,7 @@ from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 
 Function = Callable[..., Any]
 Make = Callable[[int], torch.Tensor]
-"""An input for a world of that many ranks."""
+"""Makes an input for the given number of ranks."""
 
 GATHER, SCATTER, REDUCE, HEAD = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_gather"
 
@@ -290,7 +290,7 @@ SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, li
     "P all_reduce": (in_place_reduce, (x2, weight), (REDUCE, None, ["mm M"])),
 }
 
-# Found or reported, and left unchanged.
+# Spellings that are a refused site or a near miss: the graph stays unchanged.
 KEPT: dict[str, tuple[Function, tuple[Make, ...]]] = {
     "D of unbacked sizes": (
         lambda x, w: all_gather(x, 0, world()) @ w,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs that differ in what stands around a site: what feeds its collective, and what reads it."""
+"""Functions with different ops around a site: ops that feed its collective, and ops that read it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, b: torch.Tensor
     return F.silu(torch.addmm(b, gathered, gate)) * (gathered @ up)
 
 
-# What stands around a site; "trained" ones have a forward and a backward graph.
+# Each name describes the ops around the site. Names with "trained" have a forward and a backward graph.
 STRUCTURES: dict[str, tuple[Function, tuple[Make, ...]]] = {
     "one gather feeds matmuls of every kind": (of_every_kind, (x2, weight, bias, lambda w: torch.randn(5, 16))),
     "gathered tensor used elsewhere": (used_elsewhere, (x2, weight)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a script of ``tools/``, which is no package."""
+"""Loads a script of ``tools/``, which is not a package."""
 
 from __future__ import annotations
 

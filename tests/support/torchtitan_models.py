@@ -2,8 +2,8 @@
 """Small torchtitan models, sharded by torchtitan's own functions: tensor parallel with sequence parallel, loss
 parallel, and a mesh of two dims.
 
-torchtitan is no dependency of the tests. Its release 0.2.2 runs with the torch that is supported here; ``import
-torchtitan`` must find it::
+torchtitan is not a dependency of the tests. Its release 0.2.2 runs with the torch that is supported here. Install it so
+that ``import torchtitan`` finds it::
 
     pip install --no-deps --target <folder> torchtitan==0.2.2 tyro docstring_parser typeguard torchdata einops \\
         datasets tokenizers tensorboard protobuf absl-py pyarrow dill xxhash multiprocess pandas grpcio markdown \\
@@ -34,13 +34,13 @@ MLPS = {"even": 48, "odd": 53}
 
 
 def _arguments(name: str, world_size: int, mlp: int) -> Any:
-    """Three heads on each rank."""
+    """The arguments of model ``name``, with three heads on each rank."""
     heads = 3 * world_size
     shared = {"n_layers": 2, "n_heads": heads, "vocab_size": VOCABULARY, "max_seq_len": 64}
     if name == "llama3":
         from torchtitan.models.llama3 import TransformerModelArgs
 
-        # (Its MLP has two thirds of 4 times ``dim``, rounded up.)
+        # (The MLP's width is 8/3 of ``dim``, rounded up to a multiple of ``multiple_of``.)
         return TransformerModelArgs(dim=8 * heads, n_kv_heads=world_size, multiple_of=4 * mlp, **shared)
     from torchtitan.models.moe import MoEArgs
 
@@ -85,8 +85,8 @@ def row_of(
     rank: int, world_size: int, name: str, tp: int, per_block: bool, parallel_loss: bool, mlp: str, generated: bool
 ) -> dict[str, Any]:
     """One rank's row: compares loss and gradients. ``tp`` of ``world_size`` ranks are tensor parallel; the mesh's other
-    dim is data parallel (FSDP's if blocks are compiled). ``per_block``: compile each block, as torchtitan does, else
-    the whole model."""
+    dim is data parallel (FSDP if blocks are compiled). ``per_block``: compile each block, as torchtitan does, instead
+    of the whole model."""
 
     def build() -> Callable[[Any], dict[str, torch.Tensor]]:
         from torchtitan.config import JobConfig
@@ -97,7 +97,7 @@ def row_of(
         torch.histc = _histc
 
         class WithoutFsdp(ParallelDims):
-            """FSDP's hooks break a graph of the whole model."""
+            """Switches FSDP off, because its hooks would break the graph of the whole model."""
 
             fsdp_enabled = property(lambda self: False)
 
@@ -127,7 +127,7 @@ def row_of(
                 if hasattr(module, "sdpa_backends"):
                     _attend_locally(module)
                 if isinstance(module, FSDPModule):
-                    # (Gloo has no sum that scales.)
+                    # (Gloo has no sum that also scales its result.)
                     module.set_force_sum_reduction_for_comms(True)
             called = model if per_block or backend == "eager" else torch.compile(model, backend=backend)
             if not parallel_loss:
@@ -137,7 +137,7 @@ def row_of(
                 with loss_parallel():
                     loss = _loss(called(ids), labels)
                     loss.backward()
-            # (The name of a compiled block says so.)
+            # (``torch.compile`` adds ``_orig_mod`` to the names in a compiled block.)
             named = ((n.replace("._orig_mod", ""), p) for n, p in model.named_parameters())
             gradients = {n: p.grad for n, p in named if p.grad is not None}
             if world_size > tp and not per_block:
@@ -154,13 +154,13 @@ _HISTC = torch.histc
 
 
 def _histc(x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-    """``histc`` of integers, which the CPU does not have."""
+    """``histc`` for integers, too. PyTorch does not implement it for integers on CPUs."""
     return _HISTC(x.float(), **keywords).to(x.dtype)
 
 
 def _attend_locally(module: Any) -> None:
-    """Run the CPU's attention on each shard by itself: it is independent by batch and head, and DTensor has no rule for
-    it."""
+    """Run attention on each rank's own shard, because DTensor has no rule for the CPU's attention. The result is the
+    same, since attention treats each batch and head by itself."""
     attend, module.sdpa_backends = module.forward, [SDPBackend.MATH]
 
     def forward(q: Any, k: Any, v: Any, **keywords: Any) -> Any:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pattern and a schedule from outside of the package: ``matmul -> all-to-all``, sent in pairs.
+"""A pattern and a schedule from outside the package: ``matmul -> all-to-all``, sent in pairs.
 
 ::
 
     y = wait_tensor(all_to_all_single(mm(x, w)))          # equal splits of the rows
     ->  y, chain = overlap_toy::matmul_all_to_all(chain, x, w, group, site)
 
-For each peer the op multiplies the rows that go there, and sends them while it multiplies the next peer's.
+For each peer, the op multiplies the rows that the peer receives, and sends them while it multiplies the next peer's
+rows.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class ExchangeNodes(SiteNodes):
         return set()
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
-        """The matmul's operands are read from its node."""
+        """Nothing to rename: the matmul's operands are read from its node."""
 
     def cut(self) -> tuple[list[Size], str]:
         return tools.shape(self.matmul.node)[:1], ""
@@ -127,7 +128,7 @@ def _exchanged(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class MatmulAllToAll:
-    """See ``Pattern``: an all-to-all of equal splits of a matmul's rows, which nothing else reads."""
+    """See ``Pattern``: an all-to-all of equal splits of a matmul's rows. Nothing else may read the matmul's result."""
 
     name, kind, early = PATTERN, "all_to_all", False
     example = Example(
@@ -152,7 +153,7 @@ class MatmulAllToAll:
 
 
 class Pairs:
-    """See ``SiteSchedule``: one op per site, which sends each peer's rows when they are multiplied."""
+    """See ``SiteSchedule``: one op per site, which sends each peer's rows as soon as they are multiplied."""
 
     name, transports, patterns, noun, called = SCHEDULE, ("p2p",), (PATTERN,), "pair", "in pairs"
     ops: tuple[str, ...] = ()
@@ -180,7 +181,7 @@ class Pairs:
         return None
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Its calls are one node each."""
+        """Nothing to shorten: a site is one node already."""
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> None:
         return None
@@ -234,7 +235,7 @@ torch.library.register_fake("overlap_toy::matmul_all_to_all", _fake, lib=_librar
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """The pattern and the schedule are registered inside."""
+    """Register the pattern and the schedule inside the block."""
     pattern, schedule = MatmulAllToAll(), Pairs()
     patterns.register(pattern)
     registry.register(schedule)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports from outside of the package, one of each protocol. They run on CPUs and count what they carry."""
+"""Transports from outside the package, one for each protocol. They run on CPUs and count their transfers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from overlap_inductor.transports.transport import Share
 
 @dataclass
 class Courier:
-    """Copies by peers: a plain copy of each part's rows, then of its flag."""
+    """A ``PeerCopies`` transport: copies each part's rows with a plain tensor copy, then the part's flag."""
 
     name: str = "courier"
     fastest_from: int | None = None
@@ -61,13 +61,13 @@ class Courier:
 
 
 def slot_is_aborted(launch: Launch) -> bool:
-    """Whether a wait of the group was given up."""
+    """Whether a wait of the group was aborted."""
     return bool(launch.faults.stop[0])
 
 
 @dataclass
 class Pigeons:
-    """Messages on the group's own backend, whose bits are inverted on the way."""
+    """An ``Exchanges`` transport: sends messages on the group's own backend, with all bits inverted on the way."""
 
     name: str = "pigeons"
     carried: int = 0
@@ -96,7 +96,7 @@ class Pigeons:
 
 @dataclass
 class _Flight:
-    """A message on its way, and the tensor that a received one is decoded into."""
+    """A message in flight. ``into``: the tensor that a received message is decoded into."""
 
     work: Any
     box: torch.Tensor
@@ -110,7 +110,7 @@ class _Flight:
 
 @dataclass
 class Choir:
-    """Whole collectives: every rank gathers all sources and sums them."""
+    """A ``WholeCollectives`` transport: every rank gathers all sources and sums them."""
 
     name: str = "choir"
     carried: int = 0
@@ -129,7 +129,7 @@ class Choir:
 
 @contextmanager
 def registered(transport: Any) -> Iterator[Any]:
-    """``transport``, which is registered inside the block."""
+    """Register ``transport`` inside the block."""
     registry.register(transport)
     try:
         yield transport

@@ -15,13 +15,13 @@ from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 
 
 def _padded(x: torch.Tensor, dim: int, size: int, value: float = 0.0) -> torch.Tensor:
-    """Pad ``dim`` to ``size`` as DTensor does: not at all if the rank has ``size`` already."""
+    """Pad ``dim`` of ``x`` to ``size``. As in DTensor, a full shard is returned unchanged."""
     return x if x.shape[dim] == size else F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, size - x.shape[dim]], value=value)
 
 
 def cases(rank: int, world_size: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """``name: (function, input shapes, sites that must be overlapped)``, each as ``rank`` has it: ``mine`` of ``total``
-    rows or columns, in shards of ``chunk``."""
+    """``name: (function, input shapes, sites that must be overlapped)`` for ``rank``. ``total`` rows or columns are cut
+    into shards of ``chunk``, and the rank's own shard has ``mine`` of them."""
     g, w = dist.group.WORLD, world_size
     chunk, total = 5, 5 * w - 2
     mine = total - chunk * (w - 1) if rank == w - 1 else chunk
@@ -34,7 +34,7 @@ def cases(rank: int, world_size: int) -> dict[str, tuple[Any, list[tuple[int, ..
         return gathered(y, dim)
 
     def scattered(y: torch.Tensor, dim: int, op: str = "sum") -> torch.Tensor:
-        # (A rank's own rows of the padded result.)
+        # (The rank drops the padding of its own shard.)
         pieces = [_padded(p, dim, chunk) for p in y.split(chunk, dim)]
         return reduce_scatter(torch.cat(pieces, dim), op, dim, g).narrow(dim, 0, mine)
 
@@ -87,12 +87,12 @@ def cases(rank: int, world_size: int) -> dict[str, tuple[Any, list[tuple[int, ..
             [(2, mine, 8), (2 * total, 6), (8, 4)],
             1,
         ),
-        "gather uneven rows that are not numbers behind the last one": (
+        "gather uneven rows, padded with NaN": (
             lambda x, y, a: (lambda z: (z @ a, z.t() @ y))(gathered(x, 0, float("nan"))),
             [(mine, 8), (total, 6), (8, 4)],
             1,
         ),
-        "gather uneven rows, a bias for each": (
+        "gather uneven rows, a bias for each row": (
             lambda x, a, c: torch.addmm(c, gathered(x, 0), a),
             [(mine, 8), (8, 4), (total, 4)],
             1,

@@ -2,11 +2,10 @@
 """Draws random programs that differ between ranks: a bias on one rank, another K on each, columns or rows that are
 padded before they are moved.
 
-All ranks draw the same decisions and move tensors of the same shape. What a rank has of a size that the ranks do not
-divide is DTensor's: pieces of
-``ceil(size / world_size)``, the last ones smaller, or empty. A rank pads its piece to the full one before a gather,
-and all ranks cut off the padding behind it;
-before a reduce-scatter every rank pads the whole, and behind it the last ranks cut theirs.
+All ranks draw the same decisions and move tensors of the same shape. A size that the ranks do not divide is split as in
+DTensor: into pieces of ``ceil(size / world_size)``, of which the last may be smaller or empty. Before a gather, a rank
+pads its piece to the full size, and after it all ranks cut off the padding. Before a reduce-scatter, every rank pads
+the whole tensor, and after it the last ranks cut off the padding of their pieces.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class UnevenProgram(Program):
         return name
 
     def _undivided(self) -> int:
-        """Draw a size that the ranks do not divide."""
+        """Draw a size. Most of the choices are not multiples of the number of ranks."""
         return self.chance.choice(
             [self.world_size + 1, 2 * self.world_size - 1, 2 * self.world_size + 1, 3 * self.world_size + 2, 4]
         )
@@ -46,7 +45,7 @@ class UnevenProgram(Program):
         return min(full, max(0, total - full * self.rank)), full
 
     def _padded(self, x: str, rank_of: int, dim: int, missing: int) -> str:
-        """Add a line that pads ``x`` by ``missing`` rows at the end of ``dim``."""
+        """Add a line that pads ``x`` by ``missing`` zeros at the end of ``dim``."""
         return self._line(
             f"torch.nn.functional.pad({x}, {(0, 0) * (rank_of - 1 - dim) + (0, missing)})" if missing else x
         )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported once by the process that ranks are forked from: pays there what the first compile of a process costs.
+"""Does the work of a process's first compile once, in the process that all ranks are forked from.
 
-Inductor's patterns and modules that are imported late take three seconds of CPU time, in every rank of every test.
+Inductor's patterns and late imports take three seconds of CPU time. Without this module, every rank of every test would
+repeat them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from tests.support.interpreted import interpreted
 
 
 def compile_once() -> None:
-    """Compile a site in a fake group, with its backward if autograd starts no threads; leave nothing of it behind."""
+    """Compile a site in a fake group, and its backward if autograd starts no threads. Then clear counters and
+    reports."""
     # A forked process has none of its parent's threads, and would wait for them.
     torch.set_num_threads(1)
     tqdm.tqdm.monitor_interval = 0
@@ -30,7 +32,7 @@ def compile_once() -> None:
             return (all_gather(x.detach(), 1, group) @ w.repeat(2, 1) + x @ w).relu()
 
         compiled = torch.compile(layer, backend=backend)
-        # With GPU support, autograd starts a thread for each device, and no process can be forked behind that.
+        # With GPU support, autograd starts a thread for each device, and then no process can be forked.
         trains = not torch.backends.cuda.is_built()
         total = compiled(torch.randn(4, 4, requires_grad=trains), torch.randn(4, 4)).sum()
         if trains:

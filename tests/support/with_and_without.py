@@ -2,9 +2,8 @@
 """Runs one computation three times on every rank (eagerly, compiled without overlap, compiled with it), compares the
 numbers and counts what was overlapped.
 
-The numbers with overlap are compared with those of the plain compile. How far that one is from eager PyTorch tells
-what rounding alone does: a
-gradient of about zero is nothing but rounding.
+The numbers with overlap are compared with those of the plain compile. The difference between the plain compile and
+eager PyTorch shows the effect of rounding alone. For example, a gradient near zero consists of rounding errors only.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ Computation = Callable[[Any], Mapping[str, torch.Tensor]]
 """Takes a backend of ``torch.compile`` (``"eager"`` to compile nothing) and returns named results."""
 
 LIMIT = 1e-4
-"""Of fp32 results, relative to the largest element; where rounding alone takes the plain compile further off, ten
-times as far."""
+"""The largest error of an fp32 result, relative to the result's largest element. If ten times the rounding error of the
+plain compile is more, that is the limit instead."""
 COMPARABLE = 1e-2
-"""Where the plain compile is further off than this, its numbers are rounding alone."""
+"""If the plain compile's rounding error is larger than this, its numbers consist of rounding errors only."""
 TIMEOUT = 100.0
-"""Seconds that a rank waits for the plans of the others."""
+"""Seconds that a rank waits for the other ranks' plans."""
 STAGES = ("built", "run eagerly", "compiled without overlap", "overlapped")
 
 
@@ -48,10 +47,10 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def compared(build: Callable[[], Computation], generated: bool = False, **fields: Any) -> dict[str, Any]:
-    """One rank's row; ``generated`` runs Inductor's code, else the rewritten graphs are interpreted. ``fields``: of
-    the configuration.
+    """One rank's row. ``generated`` runs Inductor's code; otherwise the rewritten graphs are interpreted. ``fields``
+    are fields of ``OverlapConfig``.
 
-    If ``build`` or the computation raises, the row holds the error, and ``could_not_be`` the stage."""
+    If ``build`` or the computation raises, the row holds the error, and its ``could_not_be`` names the stage."""
     compile_anew()
     heard, reports = Heard(), []
     config = {"schedule": "ring", "agreement_timeout": TIMEOUT, **fields}
@@ -69,7 +68,7 @@ def compared(build: Callable[[], Computation], generated: bool = False, **fields
             }
         if generated:
             reports = reporting.all_reports()
-    except Exception as error:  # noqa: BLE001  (whatever a model does on CPU ranks is its row)
+    except Exception as error:  # noqa: BLE001  (the row reports any error of the model)
         trace = {"trace": traceback.format_exc()[-2500:]} if stage == STAGES[-1] else {}
         return {"could_not_be": stage, "error_text": f"{type(error).__name__}: {str(error)[:300]}", **trace}
     return {**_figures(results), **_found(reports), "warnings": heard.texts}
@@ -102,7 +101,8 @@ def _figures(results: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any
 
 
 def _badness(row: Mapping[str, Any]) -> tuple[int, float]:
-    """Sorts results: a wrong one is worse than one whose numbers are rounding alone, however large its error."""
+    """A sort key. A wrong result is worse than one that consists of rounding errors only, however
+    large the second error is."""
     ratio = row["error"] / max(row["rounding"], LIMIT)
     return (0 if _is_right(row) else 1 if _is_rounding(row) else 2), ratio if ratio == ratio else float("inf")
 

@@ -14,7 +14,7 @@ from tests.support.hand_graph import getitem
 from tests.unit.reasons import case
 from tests.unit.reasons import weight
 
-# Collectives that can be no site
+# Collectives that cannot be a site
 
 
 @case("taken_by_async_tp", "near_miss")
@@ -134,9 +134,9 @@ def _() -> OverlapReport:
     return report
 
 
-@case("weight_depends_on_collective", "near_miss", "what is no row-wise op")
+@case("weight_depends_on_collective", "near_miss", "an op that is not row-wise")
 def _() -> OverlapReport:
-    """Keep the largest of each row."""
+    """Each row's maximum is subtracted, but ``max.dim`` is not one of the known row-wise ops."""
     made = HandGraph()
     gathered = made.gather(made.input(4, 16))
     largest = made.call(getitem, made.call(aten.max.dim, gathered, 1, True), 0)
@@ -145,7 +145,7 @@ def _() -> OverlapReport:
     return report
 
 
-@case("op_between", "near_miss", "a part of what is summed")
+@case("op_between", "near_miss", "a part of the summed tensor")
 def _() -> OverlapReport:
     """The first expert's rows are read elsewhere and would be multiplied twice."""
     made = HandGraph()
@@ -155,7 +155,7 @@ def _() -> OverlapReport:
 
 
 def grouped(made: HandGraph, x: fx.Node, rows: int) -> fx.Node:
-    """``x [rows, 16]`` by four experts' weights ``[16, 16]``."""
+    """Multiply ``x [rows, 16]`` by the weights ``[16, 16]`` of four experts."""
     experts, ends = (
         made.input(4, 16, 16, dtype=torch.bfloat16, name="experts"),
         made.input(4, dtype=torch.int32, name="ends"),

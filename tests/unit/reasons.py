@@ -16,7 +16,7 @@ WORLD_SIZES = {"world_size_one": 1}
 
 
 def case(code: str, status: str, name: str = "") -> Callable[[Case], Case]:
-    """Register a graph for ``code``; ``status`` is the site's, or ``near_miss``."""
+    """Register a graph for ``code``. ``status`` is the site's status, or ``near_miss`` if there is no site."""
 
     def register(function: Case) -> Case:
         CASES[f"{code} {name}".strip()] = (code, status, function)

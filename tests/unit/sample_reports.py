@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports built by hand for tests of what shows a report: small, large, and hostile ones."""
+"""Hand-written reports for tests of the code that shows reports: small, large and hostile ones."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def llama(layers: int) -> OverlapReport:
 
 
 def block() -> OverlapReport:
-    """One block compiled by itself: no layer number, two matmuls at one gather, sizes as ints, a kept site."""
+    """One block compiled by itself: no layer number, two matmuls after one gather, sizes as ints, a kept site."""
     matmul = Matmul("mm", 2048, 3584, 8192, "float32", role="M")
     gather = SiteFacts("agmm-1", "all_gather_matmul", "feed_forward.w1", ALL_GATHER, (matmul, matmul))
     cost = Reason("too_small", "estimated 140 us as a ring against 95 us as it is (matmul 60, collective 35)")
@@ -128,7 +128,8 @@ PIECES = {
         _piece("small_message", "sm_push", 655.0, False, settings="{}"),
     ),
 }
-"""Name -> (pattern, kind of its collective, piece): every schedule, every route, and one that is slower."""
+"""Name -> (pattern, kind of its collective, piece). There is a piece for every schedule and route, and one that is
+slower than the plain graph."""
 
 
 def every_schedule() -> OverlapReport:
@@ -141,7 +142,7 @@ def every_schedule() -> OverlapReport:
 
 
 def hostile() -> OverlapReport:
-    """Every free text holds markup, which a page must show and never run."""
+    """Every free text holds markup. A page must show it and never run it."""
     markup = "</script><script>alert('x')</script><img src=https://example.invalid/a.png>"
     report = empty(graph="2_0", before=BEFORE + f"# {markup}\n", after=AFTER, notices=[markup])
     report.sites.append(site(f"layers.0.{markup}", refused(markup), identity=markup))

@@ -23,7 +23,7 @@ PACKAGE = Path(overlap_inductor.__file__).parent
 
 
 def reason_codes() -> set[str]:
-    """The first arguments of ``Reason(...)`` and ``@check(...)`` in the package's sources, where they are texts."""
+    """The first arguments of ``Reason(...)`` and ``@check(...)`` in the package's sources, if they are constants."""
     found = set()
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -36,7 +36,7 @@ def reason_codes() -> set[str]:
 
 def test_every_reason_code_has_advice() -> None:
     codes = reason_codes()
-    assert {"too_small", "hoist", "moving_pass"} <= codes, "a check, a planner's and a schedule's"
+    assert {"too_small", "hoist", "moving_pass"} <= codes, "codes of the planner, a check and a schedule must be found"
     assert codes == ADVICE.keys()
 
 

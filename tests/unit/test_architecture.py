@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``docs/architecture.md`` and the schedules' docstrings name exists."""
+"""The paths and names in ``docs/architecture.md`` and in the schedules' docstrings exist."""
 
 from __future__ import annotations
 

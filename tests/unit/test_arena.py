@@ -67,7 +67,7 @@ def test_a_later_graph_moves_no_slot(first: list[Request], second: list[Request]
     assert all(made.slot(a.site) is not made.slot(b.site) for a, b in zip(later, later[1:]))
 
 
-def test_slots_that_suffice_serve_again() -> None:
+def test_slots_that_are_large_enough_are_used_again() -> None:
     made = arena()
     made.prepare([Request("a", 5000, 2), Request("b", 3000, 1)])
     size = made.nbytes
@@ -93,7 +93,7 @@ def test_the_limit_is_kept() -> None:
     assert len(made.slots) == 1
 
 
-def test_sites_of_all_protocols_get_slots_or_none() -> None:
+def test_sites_of_all_protocols_get_slots_or_none_of_them_does() -> None:
     left = [4]
 
     def allocate(elements: int, dtype: torch.dtype) -> Plain:
@@ -110,13 +110,13 @@ def test_sites_of_all_protocols_get_slots_or_none() -> None:
     assert made.slots == [before] and made.slot("a") is before and not made.knows("b", HALVES)
 
 
-def test_a_site_that_was_not_prepared_for() -> None:
+def test_a_site_without_a_prepared_slot_is_an_error() -> None:
     with pytest.raises(OverlapError, match="not prepared"):
         arena().slot("a")
 
 
 def test_protocols_share_no_slot() -> None:
-    """A call that gives no credit would leave the next call, which waits for the credit, waiting."""
+    """Otherwise a call that gives no credit would leave the slot's next call waiting for one."""
     made = arena()
     sites = [
         Request("a", 5000, 2),
@@ -136,10 +136,9 @@ def test_protocols_share_no_slot() -> None:
 
 
 @given(requests, requests)
-def test_a_site_that_asks_again_for_less_of_one_and_more_of_the_other_has_room_for_both(
-    first: list[Request], second: list[Request]
-) -> None:
-    """The same site compiled for another token count; the older graph keeps what it was given."""
+def test_a_site_that_is_prepared_twice_has_room_for_both_requests(first: list[Request], second: list[Request]) -> None:
+    """The same site may be compiled again for another token count. Both graphs must have room, even if the second one
+    needs more bytes and fewer signals."""
     made = arena()
     made.prepare(first)
     made.prepare(second)
@@ -148,7 +147,7 @@ def test_a_site_that_asks_again_for_less_of_one_and_more_of_the_other_has_room_f
 
 @pytest.mark.parametrize("pattern", fused_plan.TUNED)
 @pytest.mark.parametrize("most", [1, 5120, 6144, 9216])
-def test_what_is_planned_for_the_most_tokens_holds_any_fewer(pattern: str, most: int) -> None:
+def test_a_workspace_for_the_most_tokens_holds_any_fewer_tokens(pattern: str, most: int) -> None:
     parameters = fused_plan.FusedParameters(132, **fused_plan.TUNED[pattern])
     planned = fused_plan.needed(pattern, 8, -(-most // 8), 64, 64, 2, parameters)
     for tokens in range(1, most + 1, 61):

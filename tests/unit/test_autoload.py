@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import torch`` with the package installed: it costs little, never fails, and switches on what the environment asks
-for.
+"""``import torch`` with the package installed: it costs little, never fails, and switches on overlap if the environment
+asks for it.
 
-Each test is a fresh interpreter, where a small ``dist-info`` folder on the path makes the two entry points known.
+Each test starts a new interpreter. A small ``dist-info`` folder on its path makes the two entry points known.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def value(code: str, *path: Path, **variables: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# The cost is the CPU time of the first call with its imports, in a process whose ``import torch`` did not call it.
+# Measures the CPU time of the first call of ``autoload`` with its imports. ``import torch`` must not have called it.
 COST = """
 import torch, time, json
 start = time.process_time()
@@ -77,15 +77,15 @@ def test_switched_on_it_waits_for_the_config_module(installed: Path) -> None:
     assert got["found"] == ["torch._inductor.config"]
     assert got["left"] == ["torch._inductor.compile_fx"]
     assert got["slot"] == "OverlapPass"
-    assert got["names"] == value(AFTER_IMPORT, installed)["names"], "what import torch itself imports, and no more"
+    assert got["names"] == value(AFTER_IMPORT, installed)["names"], "autoload must not import a heavy module"
 
 
 @pytest.mark.parametrize(("switch", "bound"), [("0", 0.005), ("1", 0.05)])
 def test_its_cost(switch: str, bound: float) -> None:
-    """About 2 ms if it is switched on, on a quiet machine; importing Inductor takes two seconds."""
+    """Switched on, ``autoload`` takes about 2 ms on a quiet machine. Importing Inductor would take two seconds."""
     run(
         "import overlap_inductor.switch.autoload as a; a.autoload()", OVERLAP_INDUCTOR=switch
-    )  # byte code, if there is none
+    )  # compiles the byte code, if there is none
     assert value(COST, OVERLAP_INDUCTOR=switch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")["seconds"] < bound
 
 
@@ -111,10 +111,8 @@ def test_a_bad_value_is_an_error_of_the_first_compile(installed: Path, variable:
 
 
 @pytest.mark.parametrize("mode", ["1", "off"])
-def test_a_variable_that_is_no_switch_is_an_error_of_the_first_compile(
-    installed: Path, mode: str, tmp_path: Path
-) -> None:
-    """Only if overlap is switched on."""
+def test_an_unknown_variable_is_an_error_of_the_first_compile(installed: Path, mode: str, tmp_path: Path) -> None:
+    """It is an error only if overlap is switched on."""
     variables = {"OVERLAP_INDUCTOR": mode, "OVERLAP_INDUCTOR_SHEDULE": "ring", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = run(COMPILE, installed, **variables)
     assert "imported" in done.stdout
@@ -137,10 +135,11 @@ TWICE = COMPILE + "torch.compile(lambda x: x + 1)(torch.ones(2, 2))\n"
     ],
     ids=["alone", "switched off", "another rank", "enable"],
 )
-def test_a_dump_folder_alone_is_said_at_the_first_compile(
+def test_a_dump_folder_without_overlap_is_a_warning_at_the_first_compile(
     installed: Path, first: str, variables: dict[str, str], said: int, tmp_path: Path
 ) -> None:
-    """Once, on rank 0, and not if the program switches overlap on by itself."""
+    """The warning appears once, on rank 0 only. It does not appear if overlap is switched off by its variable or on by
+    the program."""
     folders = {"OVERLAP_INDUCTOR_DUMP": str(tmp_path / "dump"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     done = run(f"{first}\n{TWICE}", installed, **folders, **variables)
     assert done.returncode == 0 and done.stderr.count(UNUSED) == said, done.stderr
@@ -160,7 +159,7 @@ def test_disable_before_inductor_is_imported(installed: Path) -> None:
     assert value(code, installed, OVERLAP_INDUCTOR="1") == {"slot": None}
 
 
-def test_an_unknown_torch_is_said_and_left_alone(installed: Path) -> None:
+def test_an_unknown_torch_is_reported_and_left_alone(installed: Path) -> None:
     code = (
         "import overlap_inductor.torch_compat.versions as v; v.FIRST_UNKNOWN = (2, 3); v.OLDEST = (2, 2)\n"
         "import torch, torch._inductor.config as c, overlap_inductor\n"
@@ -187,7 +186,7 @@ def test_autoload_never_raises(installed: Path) -> None:
 
 
 def test_importing_the_package_is_light() -> None:
-    """These may be imported inside ``import torch``; sub-packages, because TORCH_LOGS imports them all."""
+    """``import torch`` may import all of these modules; the sub-packages because TORCH_LOGS imports them."""
     code = f"""
 import sys, json, torch
 before = set(sys.modules)
@@ -220,8 +219,8 @@ def test_the_log_name_is_known(installed: Path) -> None:
         "torch._inductor.config",
     ],
 )
-def test_whatever_module_is_imported_first_the_pass_is_in_the_slot(installed: Path, first: str) -> None:
-    """Also if one of our own modules imports Inductor's configuration in the middle of its body."""
+def test_the_pass_is_in_the_slot_whichever_module_is_imported_first(installed: Path, first: str) -> None:
+    """This holds even if one of our own modules imports Inductor's configuration in the middle of its body."""
     code = (
         f"import torch, importlib; importlib.import_module({first!r})\nfrom overlap_inductor.inductor import"
         " probe\nprint(int(probe.config_in_slot() is not None))"
@@ -232,7 +231,7 @@ def test_whatever_module_is_imported_first_the_pass_is_in_the_slot(installed: Pa
     )
 
 
-def test_the_doctor_finds_the_pass_where_the_environment_asks_for_it(installed: Path) -> None:
+def test_the_doctor_finds_the_pass_if_the_environment_asks_for_it(installed: Path) -> None:
     done = run(
         "import sys, torch; from overlap_inductor.cli.main import main; main(['doctor', '--json'])",
         installed,
@@ -244,7 +243,7 @@ def test_the_doctor_finds_the_pass_where_the_environment_asks_for_it(installed: 
     ]
 
 
-def test_enable_before_inductor_is_imported_waits_for_the_end_of_our_own_module() -> None:
+def test_an_early_enable_waits_until_our_own_module_is_imported() -> None:
     code = (
         "import torch, overlap_inductor; overlap_inductor.enable(); import overlap_inductor.inductor.pass_slot\nfrom"
         " overlap_inductor.inductor import probe\nprint(int(probe.config_in_slot() is not None))"

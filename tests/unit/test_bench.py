@@ -36,7 +36,7 @@ WHERE = {"gpu": "NVIDIA H200", "torch": "2.11.0"}
 
 
 class Gpu:
-    """A host and a device with a queue, with simulated time, in place of CUDA."""
+    """Takes the place of CUDA: a host and a device with a queue, in simulated time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host = self.device = 0.0
@@ -68,7 +68,7 @@ class Gpu:
 
 
 @pytest.mark.parametrize(("host", "device"), [(800e-6, 200e-6), (50e-6, 900e-6)])
-def test_the_clock_hides_the_host_behind_a_sleep_and_else_does_not(
+def test_the_clock_hides_the_host_only_behind_a_sleep(
     monkeypatch: pytest.MonkeyPatch, host: float, device: float
 ) -> None:
     gpu, clock = Gpu(monkeypatch), Clock(CPU)
@@ -76,7 +76,7 @@ def test_the_clock_hides_the_host_behind_a_sleep_and_else_does_not(
     hidden = clock.sample(lambda: gpu.call(host, device), 1, 3.0)
     assert hidden == pytest.approx((device * 1e6, host * 1e6))
     in_loop = clock.sample(lambda: gpu.call(host, device), 4, 0.0)
-    # The call before them fills the pipeline, so neither its launch nor the last call's work adds time.
+    # An uncounted first call fills the pipeline, so neither its launch nor the last call's work adds time.
     assert in_loop == pytest.approx((max(host, device) * 1e6, host * 1e6))
 
 
@@ -106,7 +106,7 @@ def some_rows(tokens: int = 4096, **times: float) -> list[dict[str, Any]]:
     )
 
 
-def test_a_row_has_its_bounds_and_what_follows_from_them() -> None:
+def test_a_row_has_its_bounds_and_the_figures_derived_from_them() -> None:
     row = some_rows()[1]
     expected = {
         "shape": "llama3-70b-mlp", "pattern": "all_gather_matmul", "world_size": 4, "tokens": 4096,
@@ -144,7 +144,7 @@ def test_tables_show_all_providers_and_mark_the_best() -> None:
     )
 
 
-def test_other_parameters_stand_in_the_details_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_other_parameters_are_in_the_details_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = some_rows(**{"fused parts=2": 500.0})
     overview, details = tables.operators(found, details=True).split("\n\n")[1:]
     assert (
@@ -199,7 +199,7 @@ def test_other_parameters_are_read_and_refused_by_name() -> None:
         parsed(["--set", "fused.nothing=1"])
 
 
-def test_what_cannot_run_is_left_out_with_its_reason() -> None:
+def test_a_provider_that_cannot_run_is_left_out_with_its_reason() -> None:
     patterns = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
     arguments = parsed(["--tokens", "4", "1", "--set", "fused.parts=2", "--patterns", *patterns])
     everything = cases(arguments, 4)
@@ -243,14 +243,14 @@ def test_fp8_is_multiplied_by_the_plain_graph_the_ring_and_chunks(monkeypatch: p
             "small_message/sm_push",
         }
         assert left_out["fused/sm_push"] == "no fused kernel multiplies fp8 with scales"
-    # A gather carries fp8, a reduction bf16.
+    # A gather sends fp8, and a reduction sends bf16.
     needs = [
         request(case(pattern, operands="fp8"), "chunked", "{}", "site") for pattern in (p.name for p in PATTERNS[:2])
     ]
     assert [n and n.nbytes for n in needs] == [4096 * 8192, 2 * 4096 * 8192]
 
 
-def test_every_named_layer_falls_into_shards_that_kernels_take() -> None:
+def test_every_named_layer_has_shards_that_kernels_support() -> None:
     assert provider_names()[0] == "keep" and len(set(provider_names())) == len(provider_names())
     for shape in SHAPES:
         for world_size in (2, 4, 8):

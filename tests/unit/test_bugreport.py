@@ -57,7 +57,7 @@ def test_it_holds_graphs_plans_versions_doctor_and_tracebacks(
         "doctor.json",
         "tracebacks.txt",
         *(f"reports/{graph}/{name}" for graph in graphs for name in bugreport.PACKED),
-    }, "nothing else that lies in the folder"
+    }, "no other file of the folder may be packed"
     assert found["reports/rank_0/0_0_inference/graph.before.txt"] == samples.BEFORE
     assert found["reports/rank_0/0_0_inference/graph.after.txt"] == samples.AFTER
     assert json.loads(found["reports/rank_1/0_0_inference/sites.json"]) == samples.llama(2).to_dict()
@@ -153,7 +153,7 @@ print(torch._dynamo.utils.counters["overlap_inductor"]["failed"])
 
 @pytest.mark.parametrize("mode", ["on", "strict"])
 def test_a_pass_that_fails_in_a_compile_leaves_what_a_bug_report_needs(tmp_path: Path, mode: str) -> None:
-    """From the exception to the file: the graph and the traceback, whether the compile goes on or not."""
+    """The bug report holds the graph and the traceback, whether the compile continues (on) or raises (strict)."""
     script, dump = tmp_path / "script.py", tmp_path / "dump"
     script.write_text(SCRIPT)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OVERLAP_INDUCTOR")}

@@ -65,7 +65,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
 
 
 def played(monkeypatch: pytest.MonkeyPatch, *programs: Callable[[Rank], None]) -> list[Any]:
-    """What is left in the queues after each rank's program was played."""
+    """The work that is left in the queues after each rank's program has been played."""
     ranks: list[Rank] = []
     for program in programs:
         ranks.append(Rank(monkeypatch))
@@ -73,8 +73,8 @@ def played(monkeypatch: pytest.MonkeyPatch, *programs: Callable[[Rank], None]) -
     return run([rank.gpu for rank in ranks])
 
 
-def test_what_is_queued_behind_a_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise rank 0's B waits for a receive whose send is queued behind rank 1's B."""
+def test_work_queued_behind_a_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise rank 0's B would wait for a receive whose send is queued behind rank 1's B."""
 
     def receives(rank: Rank) -> None:
         rank.call("A", rank.first)
@@ -102,11 +102,11 @@ def test_calls_on_two_streams_begin_in_one_order_on_all_ranks(monkeypatch: pytes
 
         return program
 
-    # Each rank's other stream could begin first.
+    # On each rank, one stream is delayed, so the other one could begin first.
     assert played(monkeypatch, delayed("first"), delayed("second")) == [[], []]
 
 
-def test_the_stream_of_the_call_before_is_not_made_to_wait(rank: Rank) -> None:
+def test_a_call_waits_only_if_the_last_call_was_on_another_stream(rank: Rank) -> None:
     for name in "ABC":
         rank.call(name, rank.first)
     assert rank.kinds(rank.first) == ["A", "mark", "B", "mark", "C", "mark"]
@@ -114,7 +114,7 @@ def test_the_stream_of_the_call_before_is_not_made_to_wait(rank: Rank) -> None:
     assert rank.kinds(rank.second) == ["wait", "D", "mark"] and rank.second.queue[0][1] is rank.first.queue[-1][1]
 
 
-def test_a_call_inside_of_a_call_is_part_of_it(rank: Rank) -> None:
+def test_a_call_inside_a_call_is_part_of_it(rank: Rank) -> None:
     with rank.gpu.on(rank.first), rank.order:
         rank.call("A", rank.first)
         rank.first.put("call", "B")
@@ -133,12 +133,12 @@ def test_calls_of_two_threads_do_not_mix(rank: Rank) -> None:
     thread.start()
     with rank.order:
         inside.set()
-        assert not entered.wait(0.2), "while the first one launches"
+        assert not entered.wait(0.2), "the second thread must wait while the first one launches"
     assert entered.wait(10)
     thread.join()
 
 
-def test_what_a_failed_call_has_launched_is_ordered(rank: Rank) -> None:
+def test_the_launches_of_a_failed_call_are_ordered(rank: Rank) -> None:
     with pytest.raises(ValueError, match="no kernel"), rank.gpu.on(rank.first), rank.order:
         rank.first.put("call", "half of A")
         raise ValueError("no kernel")
@@ -146,7 +146,7 @@ def test_what_a_failed_call_has_launched_is_ordered(rank: Rank) -> None:
     assert rank.kinds(rank.second) == ["wait", "B", "mark"]
 
 
-def test_a_call_that_cannot_begin_keeps_nobody_out(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_cannot_begin_does_not_block_other_threads(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     rank.call("A", rank.first)
     with monkeypatch.context() as broken:
         broken.setattr(
@@ -160,8 +160,9 @@ def test_a_call_that_cannot_begin_keeps_nobody_out(rank: Rank, monkeypatch: pyte
     assert done.wait(10) and rank.kinds(rank.second) == ["wait", "C", "mark"]
 
 
-def test_in_a_capture_calls_wait_for_each_other_alone(rank: Rank) -> None:
-    """CUDA refuses to wait in a capture for an event from outside, and outside for one of a capture."""
+def test_calls_in_a_capture_wait_only_for_each_other(rank: Rank) -> None:
+    """In a capture, CUDA refuses to wait for an event from outside. Outside, it refuses to wait for an event of a
+    capture."""
     rank.call("A", rank.first)
 
     def body() -> None:
@@ -183,14 +184,14 @@ def test_in_a_capture_calls_wait_for_each_other_alone(rank: Rank) -> None:
         "mark",
     ]
     marks = [what for kind, what in graph.queue if kind == "mark"]
-    assert [what for kind, what in graph.queue if kind == "wait"] == [marks[1], marks[0]], "of B's end"
+    assert [what for kind, what in graph.queue if kind == "wait"] == [marks[1], marks[0]], "C waits for B's end"
     rank.call("D", rank.second)
     assert rank.kinds(rank.second) == ["wait", "D", "mark"] and rank.second.queue[0][1] is rank.first.queue[-1][1], (
-        "of A's end"
+        "D waits for A's end"
     )
 
 
-def test_two_captures_at_once_know_nothing_of_each_other(rank: Rank) -> None:
+def test_two_captures_at_once_do_not_wait_for_each_other(rank: Rank) -> None:
     one, other = rank.graphs(), rank.graphs()
 
     def body() -> None:
@@ -217,7 +218,7 @@ def test_a_replay_is_one_call(rank: Rank) -> None:
     )
 
 
-def test_replays_beside_calls_on_another_stream_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_and_calls_on_another_stream_do_not_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     def program(first: bool) -> Callable[[Rank], None]:
         def made(rank: Rank) -> None:
             graph = rank.captured(rank.second, lambda: rank.call("G", rank.second))
@@ -239,14 +240,14 @@ def test_a_graph_without_calls_is_left_alone(rank: Rank) -> None:
     assert rank.kinds(rank.second) == [] and rank.kinds(rank.first) == ["A", "mark", "B", "mark"]
 
 
-def test_a_graph_that_is_captured_anew_is_what_it_holds_now(rank: Rank) -> None:
+def test_a_graph_that_is_captured_again_without_calls_replays_none(rank: Rank) -> None:
     graph = rank.captured(rank.second, lambda: rank.call("A", rank.second))
     rank.captured(rank.second, lambda: None, graph)
     rank.replay(graph, rank.second)
     assert rank.kinds(rank.second) == []
 
 
-def test_a_graph_inside_of_a_capture_makes_that_one_hold_calls(rank: Rank) -> None:
+def test_a_capture_that_replays_a_graph_with_calls_holds_calls(rank: Rank) -> None:
     inner = rank.captured(rank.second, lambda: rank.call("A", rank.second))
     outer = rank.captured(rank.first, lambda: rank.replay(inner, rank.first))
     rank.call("B", rank.first)
@@ -254,17 +255,17 @@ def test_a_graph_inside_of_a_capture_makes_that_one_hold_calls(rank: Rank) -> No
     assert rank.kinds(rank.second) == ["wait", "A", "mark"]
 
 
-def test_a_capture_whose_replays_nobody_would_see_is_refused(rank: Rank) -> None:
+def test_a_capture_whose_replays_are_not_observed_is_refused(rank: Rank) -> None:
     rank.second.capture = 77
     rank.gpu.captures[77] = rank.graphs()
     with pytest.raises(UnsupportedError, match="Capture with torch.cuda.graph"):
         rank.call("A", rank.second)
     rank.second.capture = 0
     rank.call("B", rank.first)
-    assert rank.kinds(rank.first) == ["B", "mark"], "and others go on"
+    assert rank.kinds(rank.first) == ["B", "mark"], "other calls must still run"
 
 
-def test_a_call_that_fails_in_a_capture_says_its_own_error(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails_in_a_capture_raises_its_own_error(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     def body() -> None:
         with rank.order:
             monkeypatch.setattr(
@@ -276,7 +277,7 @@ def test_a_call_that_fails_in_a_capture_says_its_own_error(rank: Rank, monkeypat
         rank.captured(rank.second, body)
 
 
-def test_a_capture_that_the_driver_does_not_number_is_the_programs_still(
+def test_a_capture_without_a_number_still_holds_the_programs_work(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(raw: int) -> int:
@@ -288,11 +289,11 @@ def test_a_capture_that_the_driver_does_not_number_is_the_programs_still(
     assert rank.kinds(rank.second) == ["foreign"] and "can be captured in it (cuStreamGetCaptureInfo_v2" in caplog.text
 
 
-def test_whether_calls_are_in_flight_is_asked_of_the_last_ones_end(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_flight_asks_the_event_at_the_end_of_the_last_call(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     reached, waited = [False], []
 
     def beside(result: Any) -> Any:
-        assert rank.gpu.beside_captures == 1, "a capture of another thread would end"
+        assert rank.gpu.beside_captures == 1, "the query would invalidate a capture of another thread"
         return result
 
     monkeypatch.setattr(Event, "query", lambda self: beside(reached[0]), raising=False)
@@ -300,7 +301,7 @@ def test_whether_calls_are_in_flight_is_asked_of_the_last_ones_end(rank: Rank, m
     assert not rank.order.in_flight(), "there was no call"
     rank.order.finish()
     rank.captured(rank.second, lambda: rank.call("A", rank.second))
-    assert not rank.order.in_flight() and not waited, "what is captured does not run"
+    assert not rank.order.in_flight() and not waited, "a captured call does not run"
     rank.call("B", rank.first)
     assert rank.order.in_flight()
     reached[0] = True
@@ -309,7 +310,7 @@ def test_whether_calls_are_in_flight_is_asked_of_the_last_ones_end(rank: Rank, m
     assert len(waited) == 1
 
 
-def test_memory_of_a_destroyed_group_is_given_back_when_its_calls_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_destroyed_group_is_freed_after_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     from overlap_inductor.runtime import workspace
     from overlap_inductor.runtime.group_state import held_by
     from tests.support.fake_group import fake_group
@@ -326,7 +327,7 @@ def test_memory_of_a_destroyed_group_is_given_back_when_its_calls_have_ended(mon
         assert held == [True] and not held_by(destroyed)
 
 
-def test_graphs_are_as_before_to_the_program() -> None:
+def test_observed_graphs_behave_as_before() -> None:
     said: list[Any] = []
 
     class Plain:
@@ -363,11 +364,11 @@ def test_graphs_are_as_before_to_the_program() -> None:
     assert said == [("pool", "relaxed"), "begun", "ended", "replaying", "replay"]
 
 
-def test_graphs_of_torch_have_what_is_wrapped() -> None:
+def test_torchs_graphs_have_the_methods_that_are_wrapped() -> None:
     assert all(callable(getattr(torch.cuda.CUDAGraph, name)) for name in ("capture_begin", "capture_end", "replay"))
 
 
-def test_one_order_a_device_and_none_without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_has_one_order_and_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     observed: list[object] = []
     monkeypatch.setattr(call_order, "_ORDERS", {})
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -379,7 +380,7 @@ def test_one_order_a_device_and_none_without_streams(monkeypatch: pytest.MonkeyP
 
 
 class Inside:
-    """Records whether a launch was made within the order of calls."""
+    """Takes the place of the order of calls. Records for each launch whether it was made inside the order."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -402,7 +403,7 @@ class Inside:
         return launch
 
 
-def test_every_op_launches_inside_of_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_op_launches_inside_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(
         "triton",
         reason="Triton comes with the package's test extra; environments of other torch versions may have none",
@@ -457,5 +458,5 @@ def test_every_op_launches_inside_of_the_order(monkeypatch: pytest.MonkeyPatch) 
             chain, x, [w], [None], [one], [one], ["float32"], [False], False, "{}", *end
         )
         wave_groups.matmul_all_reduce(x, w, group, None, "site")  # type: ignore[arg-type]
-    # ``wave_groups`` makes its shared state there, too: one of two threads makes it.
+    # ``wave_groups`` also makes its shared state inside the order, so that only one of two threads makes it.
     assert inside.seen == [1] * 11 and inside.depth == 0

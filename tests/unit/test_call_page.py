@@ -59,8 +59,8 @@ def test_a_text_that_has_no_room_is_an_error() -> None:
         page.publish(1, "x" * (MOST_CHARACTERS + 1))
 
 
-def test_an_entry_that_is_half_written_is_not_there() -> None:
-    """Whichever words of it have arrived, over an earlier call's entry or over zeros."""
+def test_an_entry_that_is_half_written_counts_as_absent() -> None:
+    """This holds for any part of the entry that has arrived, over an earlier call's entry or over zeros."""
     memory, (mine, theirs) = _pages(2)
     call = 5 + CALLS
     start = theirs._offset(call, 0, 1)

@@ -16,13 +16,13 @@ from tests.gpu.check_faults import expected
 from tests.gpu.check_faults import judge
 
 SITE = "faulty small_message matmul_all_reduce two_shot"
-"""Sites of ``tests.gpu.stress_sites`` are named so."""
+"""A site's name as ``tests.gpu.stress_sites`` writes it."""
 SCENARIOS = [("skipped", 0), ("skipped", 1), ("uneven", 0), ("uneven_replays", 0), ("again", 1)]
 
 
 @dataclass
 class Ended:
-    """A scenario of three ranks that has ended; ``errors``: what each was told."""
+    """A finished scenario of three ranks. ``errors``: the error message of each rank."""
 
     errors: list[str]
     ranks: int = 3
@@ -31,7 +31,7 @@ class Ended:
         return {"error": self.errors[rank], "seconds": 6.0}
 
 
-def told(first: int, call: int = 4, peer: int = 2) -> list[str]:
+def errors_of(first: int, call: int = 4, peer: int = 2) -> list[str]:
     """Each rank's error after rank ``first`` timed out waiting for the last rank's ``call``."""
     texts = []
     for rank in range(3):
@@ -46,17 +46,17 @@ def told(first: int, call: int = 4, peer: int = 2) -> list[str]:
 
 
 @pytest.mark.parametrize(("scenario", "first"), SCENARIOS)
-def test_what_ranks_are_told_is_as_expected(scenario: str, first: int) -> None:
-    found, problems = judge(Ended(told(first)), expected(15)[scenario], [0, 0, 0], 6.6)  # type: ignore[arg-type]
+def test_the_errors_that_ranks_raise_are_the_expected_ones(scenario: str, first: int) -> None:
+    found, problems = judge(Ended(errors_of(first)), expected(15)[scenario], [0, 0, 0], 6.6)  # type: ignore[arg-type]
     assert not problems and SITE in found
 
 
-@pytest.mark.parametrize("texts", [told(0, call=5), told(0, peer=1), ["", "", ""]])
-def test_what_else_they_are_told_is_a_problem_of_each(texts: list[str]) -> None:
+@pytest.mark.parametrize("texts", [errors_of(0, call=5), errors_of(0, peer=1), ["", "", ""]])
+def test_another_error_is_a_problem_on_each_rank(texts: list[str]) -> None:
     _, problems = judge(Ended(texts), expected(15)["skipped"], [0, 0, 0], 6.6)  # type: ignore[arg-type]
     assert len(problems) == 3
 
 
-def test_in_uneven_rank_0_is_the_first() -> None:
-    _, problems = judge(Ended(told(1)), expected(15)["uneven"], [0, 0, 0], 6.6)  # type: ignore[arg-type]
+def test_in_scenario_uneven_rank_0_must_time_out_first() -> None:
+    _, problems = judge(Ended(errors_of(1)), expected(15)["uneven"], [0, 0, 0], 6.6)  # type: ignore[arg-type]
     assert [problem[:6] for problem in problems] == ["rank 1", "rank 2"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of ``chunked``'s chunks: transfers stay hidden, with the fewest matmuls."""
+"""Sizes of ``chunked``'s chunks: transfers stay hidden, with as few matmuls as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from overlap_inductor.lowerings.chunked import sizes as chunk_sizes
 
 SHORT = [i / 50 for i in range(1, 51)]
-"""Ratios of a transfer to its matmul where the matmul decides."""
+"""Ratios of a transfer's time to its matmul's time, up to 1: the matmul takes at least as long as the transfer."""
 
 
 def _compositions(shards: int) -> Iterator[tuple[int, ...]]:
@@ -26,7 +26,7 @@ def _compositions(shards: int) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("peers", [1, 3, 7, 8, 15, 63])
-def test_scattered_chunks_hide_all_transfers_but_the_last_matmuls(peers: int) -> None:
+def test_all_transfers_of_scattered_chunks_end_within_the_matmuls(peers: int) -> None:
     for ratio in SHORT:
         sizes = chunk_sizes.scatter_sizes(peers, ratio)
         assert sum(sizes) == peers and min(sizes) > 0
@@ -34,8 +34,9 @@ def test_scattered_chunks_hide_all_transfers_but_the_last_matmuls(peers: int) ->
 
 
 @pytest.mark.parametrize("peers", [1, 2, 3, 5, 7])
-def test_no_fewer_scattered_chunks_would_do(peers: int) -> None:
-    """Except two, the smaller first, if one would end at the last moment."""
+def test_scattered_chunks_are_as_few_as_possible(peers: int) -> None:
+    """No smaller number of chunks hides all transfers. There is one exception: if the transfer of a single chunk would
+    end with almost no time to spare, there are two chunks, the smaller first."""
     for ratio in SHORT:
         fewest = min(
             len(sizes) for sizes in _compositions(peers) if chunk_sizes.last_transfer(sizes, ratio) <= peers + 1 + 1e-9
@@ -46,7 +47,7 @@ def test_no_fewer_scattered_chunks_would_do(peers: int) -> None:
 
 
 @pytest.mark.parametrize("peers", [1, 3, 7, 15, 63])
-def test_gathered_chunks_are_what_has_come(peers: int) -> None:
+def test_gathered_chunks_hold_the_shards_that_have_arrived(peers: int) -> None:
     for ratio in SHORT:
         sizes = chunk_sizes.gather_sizes(peers, ratio, 1.0)
         assert sum(sizes) == peers
@@ -59,7 +60,7 @@ def test_gathered_chunks_are_what_has_come(peers: int) -> None:
             assert last or size == 1 or (before + size + 1) * ratio > begins - 1e-9
 
 
-def test_a_link_that_decides_is_kept_busy_by_few_chunks() -> None:
+def test_few_chunks_keep_a_slow_link_busy() -> None:
     assert chunk_sizes.scatter_sizes(7, 1.5) == chunk_sizes.gather_sizes(7, 1.5, 1.0) == (3, 2, 2)
     assert chunk_sizes.scatter_sizes(1, 9.0) == chunk_sizes.gather_sizes(1, 9.0, 1.0) == (1,)
 
@@ -75,4 +76,4 @@ def test_llama3_70b_on_8_and_4_gpus() -> None:
         chunk_sizes.transfer_ratio(2, 1, 3584)
         == 2 * chunk_sizes.transfer_ratio(2, 2, 3584)
         == 2 * chunk_sizes.transfer_ratio(1, 1, 3584)
-    ), "fp8 multiplies twice as fast; half the bytes"
+    ), "fp8 multiplies twice as fast, and an fp8 shard has half the bytes"

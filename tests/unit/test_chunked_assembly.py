@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of schedule ``chunked``, assembled for Hopper on a machine without a GPU: rows move in wide words,
-signals come after barriers, waits are small."""
+"""Assembles the kernels of schedule ``chunked`` for Hopper on a machine without a GPU: rows move in wide words, signals
+come after barriers, and waiting kernels need few resources."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PARTS_OF_8 = {"WORLD": 8, "PARTS": 3, "DIRECTION": -1}
 
 
 def _compiled(kernel: Any, constants: dict[str, Any], warps: int) -> tuple[str, int]:
-    """``(PTX, bytes of shared memory)`` on bf16; only the pointers to rows are known to lie at 16 bytes: offsets are of
-    rows of eight columns."""
+    """``(PTX, bytes of shared memory)`` of ``kernel`` for bf16. Only the pointers to rows are declared as multiples of
+    16 bytes."""
     rows = ("source", "own", "out", "staging", "finished")
     types = (
         dict.fromkeys(rows, "*bf16")
@@ -76,7 +76,7 @@ def _compiled(kernel: Any, constants: dict[str, Any], warps: int) -> tuple[str, 
         ),
     ],
 )
-def test_rows_move_in_wide_words_and_signals_stand_behind_them(
+def test_rows_move_in_wide_words_and_signals_follow_them(
     kernel: Any, constants: dict[str, Any], moved: tuple[int, int], signals: int
 ) -> None:
     text, _ = _compiled(kernel, constants, 8)
@@ -104,9 +104,8 @@ def test_rows_move_in_wide_words_and_signals_stand_behind_them(
         pytest.param(announce, {}, id="announce"),
     ],
 )
-def test_what_waits_is_small(kernel: Any, constants: dict[str, Any]) -> None:
-    """A block that waits beside a matmul uses no shared memory and few enough registers for one warp to fit; it reads
-    flags at system scope."""
+def test_waiting_kernels_use_no_shared_memory(kernel: Any, constants: dict[str, Any]) -> None:
+    """A kernel that waits beside a matmul uses no shared memory, and reads flags at system scope."""
     text, shared = _compiled(kernel, constants, 1)
     assert shared == 0 and "ld.volatile" not in text
     assert ("ld.acquire.sys" in text) == (kernel is not announce)
@@ -121,8 +120,8 @@ def test_what_waits_is_small(kernel: Any, constants: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_spoils_has_no_barrier_where_threads_may_part(kernel: Any, constants: dict[str, Any]) -> None:
-    """Each thread looks at the abort word for itself."""
+def test_spoiling_kernels_have_no_barrier_where_threads_may_diverge(kernel: Any, constants: dict[str, Any]) -> None:
+    """Each thread reads the abort word by itself, so threads of a block may take different branches."""
     text, shared = _compiled(kernel, constants, 4)
     loop = text[text.index("mov.b32", text.rindex("st.release") if "st.release" in text else 0) :]
     assert shared == 0 and "bar.sync" not in loop and "ld.global.cg" in text

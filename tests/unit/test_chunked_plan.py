@@ -25,10 +25,10 @@ def transfer_of(world_size: int, rows: int, chunks: int, scattered: bool) -> tup
 
 
 @pytest.mark.parametrize(("world_size", "rows", "chunks"), SIZES)
-def test_chunks_cover_all_other_rows_once_and_go_round_once(world_size: int, rows: int, chunks: int) -> None:
+def test_chunks_cover_the_other_ranks_rows_once_in_ring_order(world_size: int, rows: int, chunks: int) -> None:
     made, bounds = transfer_of(world_size, rows, chunks, False)
     assert len(bounds) - 1 == min(chunks, made.parts * (world_size - 1)), (
-        "no more chunks than asked for, and as many where there are parts"
+        "as many chunks as asked for, or one for each part if there are fewer parts"
     )
     for rank in range(world_size):
         ranges = [
@@ -41,8 +41,8 @@ def test_chunks_cover_all_other_rows_once_and_go_round_once(world_size: int, row
 
 @pytest.mark.parametrize(("world_size", "rows", "chunks"), SIZES)
 @pytest.mark.parametrize("scattered", [False, True])
-def test_what_a_chunk_waits_for_is_what_it_reads(world_size: int, rows: int, chunks: int, scattered: bool) -> None:
-    """Each row is sent to a receiver's workspace once, in the part whose number is the distance to the sender."""
+def test_a_chunk_waits_for_exactly_what_it_reads(world_size: int, rows: int, chunks: int, scattered: bool) -> None:
+    """Each row is sent to a receiver's workspace once. The number of its part gives the distance to the sender."""
     made, bounds = transfer_of(world_size, rows, chunks, scattered)
     landed: dict[tuple[int, int], tuple[int, int, int]] = {}
     for rank in range(world_size):
@@ -60,7 +60,7 @@ def test_what_a_chunk_waits_for_is_what_it_reads(world_size: int, rows: int, chu
             rows_of = chunked_plan.chunk_rows(first, last, rank, world_size, rows, made.part_rows)
             for row in (row for start, stop in rows_of for row in range(start, stop)):
                 if scattered:
-                    # What this rank multiplies here is sent with this chunk.
+                    # The rows that this rank multiplies in this chunk are sent with this chunk.
                     owner = row // rows
                     sender, source, number = landed[owner, rank * rows + row % rows]
                     assert (sender, source) == (rank, row) and first <= number < last
@@ -80,7 +80,7 @@ def test_bands_have_signals_of_their_own() -> None:
 
 @pytest.mark.parametrize("pattern", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_what_is_planned_for_the_most_rows_serves_fewer(pattern: str, world_size: int) -> None:
+def test_a_workspace_for_the_most_rows_serves_fewer_rows(pattern: str, world_size: int) -> None:
     """Each number of rows has its own number of parts and bands."""
     p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for(pattern, "auto")), 132)
     nbytes, signals = chunked_plan.needed(pattern, world_size, 5000, 4096, 8192, 2, p)
@@ -108,7 +108,7 @@ def test_small_pieces_are_pushed_and_bands_stay_large() -> None:
         (4, (1, 2, 2, 2), "copy_engine"),
     ]
     gathers = [chunked_plan.fitted("all_gather_matmul", 8, rows, 8192, 3584, 2, 2, p).sizes for rows in (256, 512)]
-    assert gathers == [(2, 2, 3), (1, 1, 2, 3)], "a shard of few tiles is too little for a chunk"
+    assert gathers == [(2, 2, 3), (1, 1, 2, 3)], "a shard of few tiles is too small for a chunk"
     forced = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("all_gather_matmul", "copy_engine")), 132)
     assert chunked_plan.fitted("all_gather_matmul", 8, 64, 8192, 3584, 2, 2, forced).transport == "copy_engine"
 
@@ -131,7 +131,7 @@ def test_an_all_reduce_sends_before_its_matmul_ends_and_the_next_band_begins_sma
     assert chunked_plan.fitted("matmul_all_reduce", 2, 256, 7168, 8192, 2, 2, p).sizes == (1,)
 
 
-def test_sizes_are_of_all_peers_shards() -> None:
+def test_sizes_must_add_up_to_the_peers_shards() -> None:
     with pytest.raises(UnsupportedError, match=r"chunks of \[2, 2\] shards do not add up to the shards of 3 peers"):
         chunked_plan.fitted("all_gather_matmul", 4, 512, 4096, 4096, 2, 2, ChunkedParameters(132, sizes=(2, 2)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: it imports little, names what is missing, and reports the demo's real outcome."""
+"""The command line: it imports little, names what is missing, shows reports, and explains scripts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["report", "/nonexistent"]])
-def test_no_torch_where_none_is_needed(arguments: list[str]) -> None:
-    """Catches an import at the top of a module that every command loads: --help would take seconds."""
+def test_commands_that_need_no_torch_import_none(arguments: list[str]) -> None:
+    """Catches an import of torch at the top of a module that every command loads: --help would take seconds."""
     script = (
         "import sys\nfrom overlap_inductor.cli.main import main\n"
         "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
@@ -80,7 +80,7 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path: Path) -> Non
     assert process.returncode == cli.READER_GONE
 
 
-def test_a_reader_that_goes_away_is_not_taken_for_a_page_that_cannot_be_written(
+def test_a_closed_pipe_is_not_reported_as_a_page_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_dump(samples.llama(3), tmp_path, 0)
@@ -116,7 +116,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "pip install torch" in capsys.readouterr().err
 
 
-def test_a_missing_module_of_our_own_is_no_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_module_of_our_own_is_not_reported_as_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a broken installation that is reported as a package to install."""
 
     def missing(as_json: bool) -> int:
@@ -179,10 +179,10 @@ def test_explain_of_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFi
 def test_explain_of_a_script_that_a_launcher_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, variable: str
 ) -> None:
-    """The cause is the missing launcher, and the command is to be read off the screen."""
+    """The error names the variable that a launcher sets, and shows the command that launches the script."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    # An init_process_group that fails has counted its group, which would change the names of later tests' groups.
+    # A failing init_process_group still counts its group, which would change the names of later tests' groups.
     world = torch.distributed.distributed_c10d._world
     monkeypatch.setattr(world, "group_count", world.group_count)
     script = tmp_path / "my train.py"
@@ -239,7 +239,7 @@ def launched(tmp_path: Path) -> Path:
 
 
 def test_explain_for_another_machine(launched: Path) -> None:
-    """The whole command: a script as torchrun starts it, on a machine without GPUs, planned for 8 of them."""
+    """The whole command, on a machine without GPUs: a script that torchrun would start is planned for 8 GPUs."""
     done = python("-m", "overlap_inductor", "explain", "--machine", "h200", "--ranks", "8", str(launched))
     assert done.returncode == 0, done.stderr
     assert "ranks 8 8 0\n" in done.stdout
@@ -277,7 +277,7 @@ def test_explain_with_ranks_alone_plans_for_this_machine(launched: Path) -> None
         (["--ranks", "1"], "--ranks 1: expected 2 or more"),
     ],
 )
-def test_explain_for_a_machine_that_cannot_be(
+def test_explain_for_an_impossible_machine(
     launched: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["explain", *arguments, str(launched)]) == 2

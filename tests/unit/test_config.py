@@ -146,8 +146,8 @@ def test_an_unknown_variable_is_allowed_if_overlap_is_off() -> None:
 
 
 def test_cache_key_has_every_field_that_changes_code() -> None:
-    """A switch missing from the key would let a cache give code made for another setting. One that is in it for nothing
-    would compile again what a cache holds."""
+    """If a switch is missing from the key, a cache returns code that was made for another setting. If a switch is in
+    the key needlessly, graphs that the cache holds are compiled again."""
     config = OverlapConfig()
     fields = {f.name for f in dataclasses.fields(config)}
     assert {name for name, _ in config.cache_key()} == fields - {"dump", "notice"}
@@ -177,7 +177,7 @@ def test_a_name_that_is_added_is_accepted_until_it_is_removed(variable: str, kin
 
 
 def test_a_switch_is_validated_before_anything_else_is_imported() -> None:
-    """A fresh process that has imported the configuration alone knows every name."""
+    """A new process that has imported only the configuration knows every name."""
     code = (
         "from overlap_inductor.config import OverlapConfig\n"
         "config = OverlapConfig.from_environment()\n"

@@ -27,7 +27,8 @@ def scaled(factor: float) -> SiteSizes:
 
 
 def test_seconds_of_the_parts() -> None:
-    """FLOPs over the rate of the item size, bytes over the link, twice for an all-reduce."""
+    """A matmul takes its FLOPs divided by the rate of the item size. A collective takes its bytes divided by the link's
+    rate, and twice that if it has two legs."""
     assert cost_model.matmul_seconds(BALANCED, FREE) == pytest.approx(1.0)
     assert cost_model.matmul_seconds(dataclasses.replace(BALANCED, itemsize=2), FREE) == pytest.approx(0.5)
     assert cost_model.collective_seconds(BALANCED, FREE) == pytest.approx(1.0)
@@ -35,7 +36,7 @@ def test_seconds_of_the_parts() -> None:
 
 
 def test_unknown_item_size_takes_the_slowest_rate() -> None:
-    """A dtype without a rate must not be taken for the fastest."""
+    """A dtype without a rate must not get the fastest one."""
     assert cost_model.matmul_seconds(dataclasses.replace(BALANCED, itemsize=1), FREE) == pytest.approx(1.0)
 
 
@@ -99,13 +100,13 @@ def test_never_better_than_the_longer_side() -> None:
 
 
 def test_unknown_machine_is_conservative() -> None:
-    """An accelerator without a profile must not be an error, nor be taken for the fastest."""
+    """An accelerator without a profile is not an error, and gets the CPU's profile."""
     assert machine_for("xpu") is machine_for("cpu")
     assert set(machine_for("cuda").matmul_flops) == {1, 2, 4, 8}
 
 
 # llama3-70b MLP on 4 H200s, bf16 (bench/results/fused.jsonl; all-reduces: operators.jsonl).
-# Of each token count: (keep, fused) in microseconds.
+# {tokens: (keep, fused)} in microseconds.
 MEASURED = {
     "all_gather_matmul": {1024: (243.2, 226.1), 2048: (413.0, 360.9), 4096: (791.2, 639.7), 16384: (3084.8, 2499.0)},
     "matmul_reduce_scatter": {
@@ -152,7 +153,7 @@ def test_the_gate_of_fused_kernels_agrees_with_what_was_measured(pattern: str) -
     assert fused_cost.pays(mlp(pattern, 16384, 4), machine)
 
 
-def test_fused_kernels_are_not_taken_for_few_tiles_nor_lightly_where_none_was_measured() -> None:
+def test_fused_kernels_need_enough_tiles_and_a_clear_gain() -> None:
     machine = machine_for("cuda")
     few, many = mlp("all_gather_matmul", 1024, 8), mlp("all_gather_matmul", 4096, 8)
     assert few.tiles < machine.least_tiles and not fused_cost.pays(few, machine)
@@ -192,7 +193,7 @@ def test_chunks_of_eight_ranks_are_taken_where_they_gained(pattern: str) -> None
         assert pays <= (chunked < keep) and pays >= (chunked < 0.9 * keep), tokens
 
 
-def test_chunks_agree_with_what_was_measured_and_leave_the_host_time() -> None:
+def test_estimates_of_chunks_agree_with_measurements_and_count_the_hosts_time() -> None:
     """llama3-70b MLP, 4096 tokens on 2 H200s (bench/results/operators.jsonl), in microseconds."""
     machine = machine_for("cuda")
     for pattern, measured in (
@@ -205,23 +206,23 @@ def test_chunks_agree_with_what_was_measured_and_leave_the_host_time() -> None:
         assert chunked_cost.pays(sizes, machine)
     small = mlp("all_gather_matmul", 1024, 4)
     assert not chunked_cost.pays(small, machine), "the host would be slower than the GPU"
-    assert chunked_cost.pays(dataclasses.replace(small, replays=True), machine), "one launch"
+    assert chunked_cost.pays(dataclasses.replace(small, replays=True), machine), "a replay is one launch"
     late = dataclasses.replace(mlp("matmul_reduce_scatter", 1024, 8), replays=True)
     seconds, keep = (
         chunked_cost.seconds(late, machine),
         cost_model.matmul_seconds(late, machine) + cost_model.collective_seconds(late, machine),
     )
     assert 1.05 * seconds < keep < seconds + 28e-6 and not chunked_cost.pays(late, machine), (
-        "less than late peers may lose"
+        "the gain is less than late peers may cost"
     )
     narrow = dataclasses.replace(mlp("all_gather_matmul", 1024, 4), replays=True, tiles=191)
     assert not chunked_cost.pays(narrow, machine) and chunked_cost.pays(
         dataclasses.replace(narrow, tiles=192), machine
-    ), "a quarter of them each time"
+    ), "each of four matmuls computes a quarter of the tiles"
 
 
-# Layers of 2 H200s whose matmuls are short (bench/results/operators.jsonl), one call per launch.
-# Keys: (pattern, hidden, wide). Of each token count: (keep, chunked) in microseconds.
+# Layers with short matmuls on 2 H200s (bench/results/operators.jsonl). Each call is one launch.
+# {(pattern, hidden, wide): {tokens: (keep, chunked)}} in microseconds.
 SHORT = {
     ("all_gather_matmul", 8192, 28672): {512: (215, 198), 1024: (360, 355), 1536: (547, 483)},
     ("all_gather_matmul", 4096, 14336): {512: (71, 62), 1024: (132, 99), 1536: (171, 135)},
@@ -257,12 +258,12 @@ def test_chunks_of_short_matmuls_are_taken_where_they_gained(pattern: str, hidde
         pays = chunked_cost.pays(sizes, machine)
         assert pays <= (chunked < keep) and (pays or chunked > 0.9 * keep or keep < 100), tokens
         assert not (chunked_cost.pays(dataclasses.replace(sizes, replays=False), machine) and chunked < 250), (
-            "one launch after the other the host would be slower"
+            "without replays the host would be slower than the GPU"
         )
 
 
-# One of 4 or of 8 ranks on 2 H200s (bench/results/mirrored.jsonl).
-# Of each token count: (fused, chunked) in microseconds.
+# One rank of a group of 4 or 8, mirrored on 2 H200s (bench/results/mirrored.jsonl).
+# {(pattern, world size): {tokens: (fused, chunked)}} in microseconds.
 LARGER_GROUPS = {
     ("all_gather_matmul", 4): {
         1024: (203.7, 195.5),
@@ -295,7 +296,7 @@ LARGER_GROUPS = {
 
 
 @pytest.mark.parametrize(("pattern", "world_size"), LARGER_GROUPS)
-def test_the_better_of_fused_and_chunked_is_taken_or_nearly(pattern: str, world_size: int) -> None:
+def test_the_choice_of_fused_or_chunked_is_the_faster_one_or_nearly_as_fast(pattern: str, world_size: int) -> None:
     machine = machine_for("cuda")
     for tokens, (fused, chunked) in LARGER_GROUPS[pattern, world_size].items():
         sizes = mlp(pattern, tokens, world_size)
@@ -311,7 +312,8 @@ WITHOUT_PEERS_MEASURED = {  # 2 H200s, NCCL_P2P_DISABLE=1: tokens: (keep, groups
 
 @pytest.mark.parametrize("pattern", WITHOUT_PEERS_MEASURED)
 def test_groups_of_waves_pay_where_peers_are_out_of_reach(pattern: str) -> None:
-    """Each of two legs is faster (29 GB/s) than a single one (25 GB/s). The ring lost there and is not taken."""
+    """Each of an all-reduce's two legs is faster (29 GB/s) than a scatter's only one (25 GB/s). The ring was slower
+    than the plain graph there and must not be chosen."""
     machine = machine_for(WITHOUT_PEERS)
     for tokens, (keep, groups) in WITHOUT_PEERS_MEASURED[pattern].items():
         sizes = mlp(pattern, tokens, 2)

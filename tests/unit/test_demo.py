@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: options that cannot be, what it shows, its real outcome, and the processes that it starts and stops."""
+"""The demo: impossible options, its output, its exit status, and the processes that it starts and stops."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from overlap_inductor.errors import UnsupportedError
         ({"link": "0"}, "--link 0"),
     ],
 )
-def test_demo_options_that_cannot_be(options: dict[str, Any], names: str) -> None:
+def test_impossible_options_are_errors(options: dict[str, Any], names: str) -> None:
     """Catches options that would fail minutes later, inside a rank."""
     with pytest.raises(ConfigError, match=names):
         demo.run_demo(DemoOptions(**{"device": "cpu", "parts": ("block",), **options}))
@@ -60,7 +60,8 @@ def test_demo_options_that_cannot_be(options: dict[str, Any], names: str) -> Non
 def test_demo_on_gpus_that_are_not_there(
     monkeypatch: pytest.MonkeyPatch, gpus: int, nccl: bool, cuda: str | None, visible: str | None, why: str
 ) -> None:
-    """Catches the number of ranks blamed, which nobody asked for, and a GPU looked for where torch is at fault."""
+    """Catches an error that blames a number of ranks that the user did not give, and one that blames missing GPUs if
+    torch is built without CUDA or NCCL."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -96,7 +97,7 @@ def test_demo_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_link_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default the ranks do without it and say why; asked for by its rate, it is an error."""
+    """By default, the demo runs without the link and says why. If the user gives a rate, it is an error."""
     monkeypatch.setattr(slow_link, "why_not", lambda: "needs root")
     setup = demo._resolve(DemoOptions(device="cpu", parts=("block",)))
     assert (setup.megabits, setup.no_link) == (None, "needs root")
@@ -119,7 +120,7 @@ def test_why_no_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(slow_link.subprocess, "run", lambda command, **_: commands.append([*command]) or refused)
     assert re.search("`ip link add .*` answered: .*not permitted", slow_link.why_not() or "")
-    assert ["ip", "link", "del", commands[0][3]] in commands, "what was made is removed"
+    assert ["ip", "link", "del", commands[0][3]] in commands, "the link that the check made must be removed"
 
 
 def result(part: str = "block", overlapped: int = 2, passed: bool = True, ms: float = 20.0) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def test_demo_status_is_what_was_found(
     status: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Catches a demo that passes though numbers differ, nothing was overlapped, or a part gave no result."""
+    """Catches a demo that passes although numbers differ, nothing is overlapped, or a part gives no result."""
 
     def run(command: Any, ranks: int, folder: Path, *, hosts: Any, on_line: Any, **rest: Any) -> None:
         assert ranks == 2 and folder == tmp_path and not hosts
@@ -173,13 +174,13 @@ def test_demo_status_is_what_was_found(
 
 
 def test_the_demo_ends_with_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the block in the sizes of a real layer, on a machine whose figures are known."""
+    """The estimate is for a block with the sizes of a real layer, on a machine whose figures are known."""
     demo._estimate()
     out = capsys.readouterr().out
     assert "8 x NVIDIA H200" in out and re.search(r"total of 4 sites of 2 graphs: estimated .* 1\.\d\dx", out)
 
 
-def test_the_demo_says_of_every_form_what_it_did() -> None:
+def test_the_demo_shows_the_outcome_of_every_form() -> None:
     form = result(ms=8.0)
     kept = {**result(overlapped=0)["forms"][0], "name": "fused"}
     form["forms"].append(kept)
@@ -211,8 +212,8 @@ def test_demo_shows_the_failing_ranks_traceback(
     assert "ValueError: mine" in shown.err and str(tmp_path) in shown.err
 
 
-def test_progress_passes_on_what_is_not_its_own() -> None:
-    """Catches a rank's own print swallowed, or taken for a result."""
+def test_progress_prints_the_lines_that_are_not_its_own() -> None:
+    """Catches a rank's own output that is swallowed or taken for a result."""
     stream = io.StringIO()
     progress = Progress(stream)
     for line in ('{"step": "one"}', "a warning", "[1, 2]", '{"part": "block"}', '{"step": "two"}'):
@@ -238,7 +239,7 @@ def ranks(tmp_path: Path, script: str, timeout: float = 20.0) -> list[str]:
     return lines
 
 
-def test_ranks_get_their_variables_and_rank_0_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_their_variables_and_rank_0s_lines_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OVERLAP_INDUCTOR", "strict")
     script = (
         "import os; print(*(os.environ.get(n) for n in ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS', 'OVERLAP_INDUCTOR')))"
@@ -256,7 +257,7 @@ def test_a_rank_that_raises_stops_the_others_and_is_shown(tmp_path: Path) -> Non
 
 
 def test_hung_ranks_are_stopped(tmp_path: Path) -> None:
-    """Catches a demo that never ends, also where a rank ignores the polite signal."""
+    """Catches a demo that never ends, even if a rank ignores SIGTERM."""
     script = (
         f"import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(os.path.join({str(tmp_path)!r},"
         " 'pid' + os.environ['RANK']), 'w').write(str(os.getpid()))\ntime.sleep(120)"

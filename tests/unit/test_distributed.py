@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What schedules ask of a process group."""
+"""Which tensors a process group can send."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from overlap_inductor.torch_compat.distributed import why_no_send
 
 
 def test_gloo_does_not_send_from_gpus() -> None:
-    """Sending a GPU's tensors over gloo ends the process, while plain collectives of such groups run."""
+    """Sending a GPU's tensors over gloo ends the process, although plain collectives of such groups run."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         name = dist.group.WORLD.group_name  # type: ignore[union-attr]

@@ -33,21 +33,21 @@ PICTURES = [pair for pairs in drawings.PICTURES.values() for pair in pairs]
 
 
 def test_generated_parts_are_up_to_date() -> None:
-    """A switch, reason, drawing or row that changed, with a page that still shows the old one."""
+    """Catches a page that shows an old switch, reason, drawing or row."""
     outdated = [path.name for path in make_docs.outdated()]
     assert not outdated, f"{', '.join(outdated)}: run python tools/make_docs.py"
 
 
 @pytest.mark.parametrize("path", report.PICTURES, ids=lambda path: path.name)
 def test_pictures_were_drawn_from_the_rows(path: Path) -> None:
-    """Rows that changed, with a picture that still shows the old ones."""
+    """Catches a picture that shows old rows."""
     rows, _ = report.PICTURES[path]
     with Image.open(path) as image:
         assert json.loads(image.info["Description"]) == rows(), "run python -m bench.report"
 
 
 def test_pictures_of_the_pages_are_pictures() -> None:
-    """A file under a picture's name that no browser can show, for example the text of a symbolic link."""
+    """Catches a picture's file that no browser can show, for example the text of a symbolic link."""
     found = {
         (path.parent / name).resolve()
         for path in (make_docs.README, *pages.pages())
@@ -62,39 +62,39 @@ def test_pictures_of_the_pages_are_pictures() -> None:
 
 @pytest.mark.parametrize("path", pages.pages(), ids=lambda path: path.name)
 def test_pictures_scroll_on_a_phone(path: Path) -> None:
-    """A picture that shrinks to the width of a phone, where its numbers cannot be read."""
+    """Catches a picture that shrinks to the width of a phone, so that its numbers cannot be read."""
     text = path.read_text()
     found = re.findall(r"^!\[", text, re.MULTILINE)
     assert len(re.findall(r'^<div class="picture" markdown>\n\n!\[', text, re.MULTILINE)) == len(found)
 
 
 def test_the_colour_scheme_follows_the_system() -> None:
-    """Without an automatic palette in the first place, a browser keeps the scheme of the first visit for good."""
+    """If the first palette is not the automatic one, a browser keeps the scheme of the first visit forever."""
     media = re.findall(r'- media: "(.*)"', (pages.ROOT / "mkdocs.yml").read_text())
     assert media[0] == "(prefers-color-scheme)" and len(media) == 3
 
 
 def test_the_page_on_reports_names_every_file_and_outcome() -> None:
-    """A file of a dump or an outcome of a site that a reader meets without an explanation."""
+    """Catches a file of a dump, or an outcome of a site, that the page does not explain."""
     text = (pages.DOCS / "reading-a-report.md").read_text()
     rows = [cell for line in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for cell in re.findall(r"`(.+?)`", line)]
     assert {*dump.FILES, runs.MARK, *words.STATUSES} <= set(rows)
 
 
-def test_every_part_stands_on_a_page() -> None:
-    """A table that is made for no page, or on two."""
+def test_every_part_is_on_one_page() -> None:
+    """Catches a table that is made for no page or for two."""
     found = [name for path in (make_docs.README, *pages.pages()) for name in pages.names(path.read_text())]
     assert sorted(found) == sorted(make_docs.PARTS)
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """A page that no reader finds: mkdocs only mentions it."""
+    """Catches a page that no reader finds. mkdocs only mentions it."""
     linked = set(re.findall(r": ([\w-]+\.md)$", (pages.ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert linked == {path.name for path in pages.pages()}
 
 
 def test_reasons_are_those_that_graphs_give() -> None:
-    """A code that the search of the sources misses."""
+    """Catches a code that the search of the sources misses."""
     assert set(reasons.codes()) == {code for code, _, _ in CASES.values()}
 
 
@@ -125,7 +125,8 @@ def test_only_the_part_is_replaced() -> None:
 
 @pytest.mark.parametrize("picture", range(len(PICTURES)))
 def test_drawings_are_possible(picture: int) -> None:
-    """Work that starts before what it needs, two pieces at a time in one lane, or a matmul that lost a part."""
+    """Catches work that starts before its inputs are ready, two boxes at the same time in one lane, and matmuls that
+    lost a part."""
     plain, overlapped = (make() for make in PICTURES[picture])
     for timeline in (plain, overlapped):
         for box in timeline.boxes:
@@ -147,7 +148,7 @@ def test_exposed_is_what_no_matmul_covers() -> None:
 
 
 def test_schedules_page_names_every_schedule_and_real_ops() -> None:
-    """A schedule that the page does not have, or an op that was renamed."""
+    """Catches a schedule that the page does not describe, and an op that was renamed."""
     text = (pages.DOCS / "schedules.md").read_text()
     assert re.findall(r"^## (\w+)", text, re.MULTILINE) == ["keep", *(s.name for s in registry.SCHEDULES)]
     registry.define_ops()
@@ -161,14 +162,14 @@ def test_schedules_page_names_every_schedule_and_real_ops() -> None:
 
 @pytest.mark.parametrize("path", [*pages.pages(), pages.ROOT / "README.md"], ids=lambda path: path.name)
 def test_commands_name_modules_that_exist(path: Path) -> None:
-    """A check or benchmark that was renamed or removed."""
+    """Catches a command of a check or benchmark that was renamed or removed."""
     named = re.findall(r"-m ((?:tests|bench)\.[\w.]+\w)", path.read_text())
     missing = [name for name in named if not (pages.ROOT / f"{name.replace('.', '/')}.py").is_file()]
     assert missing == []
 
 
 def test_samples_run_in_order_in_one_folder(tmp_path: Path) -> None:
-    """A block that does not see an earlier file, or an output that is compared with another block's."""
+    """Catches a block that does not see an earlier file, and an output that is compared with another block's."""
     text = (
         "<!-- file: a.txt -->\n```text\none\n```\n"
         "```bash\nexit 1\n```\n"
@@ -187,6 +188,6 @@ def test_a_failing_sample_is_an_error(tmp_path: Path) -> None:
         samples.run(samples.samples("<!-- runs -->\n```bash\nexit 3\n```\n"), tmp_path)
 
 
-def test_outputs_differ_in_more_than_the_version_of_torch() -> None:
+def test_another_version_of_torch_is_not_a_difference() -> None:
     assert samples.same("torch 2.13.0+cpu, 2 sites", "torch 2.11.0+cu130, 2 sites")
     assert not samples.same("torch 2.13.0+cpu, 2 sites", "torch 2.13.0+cpu, 1 site")

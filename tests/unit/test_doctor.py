@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor: reports what is there, and fails exactly if something needed or requested cannot take effect."""
+"""The doctor reports what is there, and fails only if something that is needed or requested cannot take effect."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_asked_for_and_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_asked_for_and_autoload_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches the silent no-op: the variable is set, and torch is told to load no entry points."""
+    """Catches a silent no-op: the variable is set, but torch does not load entry points."""
     monkeypatch.setenv("OVERLAP_INDUCTOR", "strict")
     monkeypatch.setenv(doctor.AUTOLOAD, "0")
     check = named(doctor.switches(), "by environment")
@@ -95,7 +95,7 @@ def test_asked_for_and_replaced_by_another_pass(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_asked_for_and_effective_with_another_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a comparison of the mode alone."""
+    """Catches a comparison of the mode only."""
     monkeypatch.setenv("OVERLAP_INDUCTOR", "on")
     monkeypatch.setenv("OVERLAP_INDUCTOR_SUB_CHUNKS", "8")
     monkeypatch.setattr(probe, "config_in_slot", lambda: OverlapConfig(sub_chunks=2))
@@ -104,7 +104,7 @@ def test_asked_for_and_effective_with_another_value(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("mode", "state"), [("on", BAD), ("off", NOTE)])
-def test_a_hindrance_is_bad_only_where_overlap_is_asked_for(
+def test_a_hindrance_is_bad_only_if_overlap_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, mode: str, state: str
 ) -> None:
     monkeypatch.setenv("OVERLAP_INDUCTOR", mode)
@@ -138,18 +138,18 @@ def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     [("OVERLAP_INDUCTOR_SHEDULE", "OVERLAP_INDUCTOR_SCHEDULE?"), ("OVERLAP_INDUCTOR_MODE", "OVERLAP_INDUCTOR?")],
 )
 def test_a_switch_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch, name: str, near: str) -> None:
-    """Catches a misspelt variable passing as set: it would change nothing, silently."""
+    """Catches a misspelt variable that is accepted although it changes nothing."""
     monkeypatch.setenv(name, "ring")
     check = named(doctor.switches(), name)
     assert check.state == BAD and f"Did you mean {near}" in check.advice
     bad = [other.name for other in doctor.switches() if other.state == BAD and "entry point" not in other.name]
-    assert bad == [name], "said once"
+    assert bad == [name], "the error must appear once"
 
 
 def test_dump_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OVERLAP_INDUCTOR_DUMP", str(tmp_path / "not" / "yet"))
     assert named(doctor.switches(), "dump folder").state == GOOD
-    assert list(tmp_path.iterdir()) == [], "looking leaves nothing behind"
+    assert list(tmp_path.iterdir()) == [], "the check must not create the folder"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OVERLAP_INDUCTOR_DUMP", str(tmp_path / "file" / "below"))
     assert named(doctor.switches(), "dump folder").state == BAD
@@ -201,7 +201,7 @@ def test_gpus_without_peer_access_are_named(monkeypatch: pytest.MonkeyPatch) -> 
 def gpus(
     monkeypatch: pytest.MonkeyPatch, number: int, capability: tuple[int, int] = (9, 0), cut_off: tuple[int, ...] = ()
 ) -> None:
-    """This machine has ``number`` GPUs, of which those of ``cut_off`` reach no other one."""
+    """Pretend that this machine has ``number`` GPUs. Those in ``cut_off`` cannot reach any other GPU."""
     current = [0]
 
     @contextmanager
@@ -249,7 +249,7 @@ def test_schedules_on_gpus_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_schedules_on_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four GPUs only the last is cut off; each GPU says which ones it does not reach."""
+    """Of four GPUs, only the last is cut off. The doctor lists for each GPU which ones it cannot reach."""
     gpus(monkeypatch, 4, cut_off=(3,))
     assert [name for name, answer in answers().items() if answer == "yes"] == ["ring", "wave_groups"]
     assert named(runs_here(), "chunked").value.splitlines() == [
@@ -272,7 +272,7 @@ def test_a_torch_without_the_backend_runs_no_ring(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_doctor_names_no_schedule() -> None:
-    """Catches a list of schedules in the doctor, which a new schedule would not be in."""
+    """Catches a list of schedules in the doctor, which would miss a new schedule."""
     sources = [path.read_text() for path in Path(doctor.__file__).parent.glob("doctor*.py")]
     assert len(sources) >= 4
     assert not re.findall(rf"\b({'|'.join(schedule.name for schedule in SCHEDULES)})\b", "".join(sources))
@@ -365,7 +365,7 @@ def test_text_marks_every_state_and_ends_with_the_verdict() -> None:
         "",
         "Not usable as asked: three.",
     ]
-    assert as_text(checks, ascii_).isascii(), "a terminal without UTF-8 must not break it"
+    assert as_text(checks, ascii_).isascii(), "a terminal without UTF-8 must get ASCII only"
     assert as_text(checks[:2], utf8).endswith("Usable.\n")
 
 
@@ -373,12 +373,12 @@ LONG = "a reason of many words that is longer than a terminal is wide, as a path
 
 
 def test_a_pipe_gets_whole_lines_without_escape_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches texts cut or wrapped to the 80 columns that a pipe is taken to have, and codes in a log file."""
+    """Catches lines that are cut or wrapped as on a terminal, and colour codes in a log file."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
     text = as_text([Check("A [x]", "one", BAD, LONG, "[bold]Do[/bold] this.", "no")], io.StringIO())
     assert f"one  no  {LONG.rstrip()}\n" in text and "\x1b" not in text
-    assert "A [x]\n" in text and "-> [bold]Do[/bold] this.\n" in text, "brackets are text and no markup"
+    assert "A [x]\n" in text and "-> [bold]Do[/bold] this.\n" in text, "brackets are text, not markup"
 
 
 def test_a_terminal_gets_lines_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,7 +412,7 @@ def test_json_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_this_machine_in_a_process_of_its_own() -> None:
-    """The whole command with nothing mocked: on any machine the doctor ends and prints JSON."""
+    """The whole command, without mocks: the doctor ends and prints JSON on any machine."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OVERLAP_INDUCTOR")}
     environment.update(
         OVERLAP_INDUCTOR="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONPATH=str(Path(__file__).parents[2])

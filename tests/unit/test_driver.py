@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of calls to CUDA's driver. A fake library records them and fails where a test asks for it."""
+"""Calls to CUDA's driver, their order and their errors. A fake library records the calls, and fails if a test asks for
+it."""
 
 from __future__ import annotations
 
@@ -57,13 +58,13 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return made
 
 
-def test_a_part_is_copied_where_there_is_no_gpu() -> None:
+def test_a_part_is_copied_on_a_cpu() -> None:
     source, target = torch.arange(10, dtype=torch.int32), torch.zeros(10, dtype=torch.int32)
     driver.copier("cpu")(target.data_ptr() + 8, source.data_ptr() + 4, 12, 0)
     assert target.tolist() == [0, 0, 1, 2, 3, 0, 0, 0, 0, 0]
 
 
-def test_the_drivers_copy_is_made_and_its_error_said(library: Library) -> None:
+def test_the_driver_copies_and_its_error_is_raised(library: Library) -> None:
     copy = driver.copier("cuda")
     copy(1 << 40, 2, 12, 3)
     assert library.arguments["cuMemcpyAsync"] == (1 << 40, 2, 12, 3)
@@ -86,7 +87,7 @@ def test_an_address_has_its_allocations_number(library: Library) -> None:
 
 
 def test_a_capture_has_a_number(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
-    assert driver.capture_number(77) == 0, "5678 is no status of a stream that is captured"
+    assert driver.capture_number(77) == 0, "status 5678 does not mean that the stream is being captured"
     monkeypatch.setattr(driver, "CAPTURING", 5678)
     assert driver.capture_number(77) == 5678
     assert library.arguments["cuStreamGetCaptureInfo_v2"][0] == 77 and library.arguments["cuStreamGetCaptureInfo_v2"][
@@ -97,7 +98,7 @@ def test_a_capture_has_a_number(monkeypatch: pytest.MonkeyPatch, library: Librar
         driver.capture_number(77)
 
 
-def test_a_thread_asks_beside_captures_of_others(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
+def test_beside_captures_sets_and_restores_the_threads_mode(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
     modes: list[int] = []
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -111,10 +112,10 @@ def test_a_thread_asks_beside_captures_of_others(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="while asking"), driver.beside_captures(torch.device("cuda", 1)):
         assert modes == [driver.THREAD_LOCAL]
         raise ValueError("while asking")
-    assert modes == [driver.THREAD_LOCAL, 5], "behind it the thread is as it was"
+    assert modes == [driver.THREAD_LOCAL, 5], "afterwards the thread must have its old mode"
 
 
-def test_a_graph_is_captured_between_begin_and_end_launched_and_given_back(library: Library) -> None:
+def test_a_graph_is_captured_launched_and_destroyed(library: Library) -> None:
     graph = driver.Graph(lambda: library.calls.append("start"), 77)
     graph.launch(78)
     assert library.calls == [
@@ -142,7 +143,7 @@ def test_a_capture_that_fails_is_an_error_and_leaves_no_graph(library: Library, 
     assert "cuGraphExecDestroy" not in library.calls
 
 
-def test_what_is_captured_may_fail_and_the_capture_ends(library: Library) -> None:
+def test_a_capture_ends_if_the_captured_work_fails(library: Library) -> None:
     def start() -> None:
         raise ValueError("no kernel")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dump folder: its layout, the same bytes twice, no half-written file, never a failed compile."""
+"""The dump folder: its layout, the same bytes for the same report, no half-written file, and never a failed compile."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_layout_and_contents(tmp_path: Path) -> None:
     place = write_dump(report, str(tmp_path), 3)
     assert place == tmp_path / "rank_3" / "0_0_inference"
     assert sorted(p.name for p in place.iterdir()) == sorted([*FILES, MARK]), (
-        "the five files, who wrote them, and no temporary one"
+        "the five files, the mark of the run, and no temporary file"
     )
     assert (place / "report.txt").read_text() == render_text(report)
     assert json.loads((place / "sites.json").read_text()) == report.to_dict()
@@ -102,7 +102,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: 
 
 
 def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches writing in place: a full disk, or a reader in between, would meet half a file."""
+    """Catches writing in place: a full disk would leave half a file, and a reader could see one."""
     place = write_dump(samples.llama(1), tmp_path, 0)
     assert place is not None
     before = contents(tmp_path)
@@ -118,7 +118,7 @@ def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatc
     assert contents(tmp_path) == before
 
 
-def test_text_that_is_no_valid_unicode_is_written_all_the_same(tmp_path: Path) -> None:
+def test_text_that_is_not_valid_unicode_is_still_written(tmp_path: Path) -> None:
     place = write_dump(samples.empty(notices=["lone surrogate \udc80"]), tmp_path, 0)
     assert place is not None and "\\udc80" in (place / "report.txt").read_text()
 
@@ -130,8 +130,8 @@ def test_reading_back_merges_ranks_with_the_same_text(tmp_path: Path) -> None:
     text = read_reports(str(tmp_path / "run"))
     assert "0_0_inference, ranks 0..2\n" in text
     assert "1_0_forward, rank 1\n" in text
-    assert text.count("5 sites found") == 1, "once for the three ranks"
-    assert "run/0_0_inference, ranks 0..2\n" in read_reports(str(tmp_path)), "several dumps below one folder"
+    assert text.count("5 sites found") == 1, "one report for the three ranks"
+    assert "run/0_0_inference, ranks 0..2\n" in read_reports(str(tmp_path)), "dumps below a folder are found"
     assert "1_0_forward, rank 1\n" in read_reports(str(tmp_path / "run" / "rank_1"))
 
 

@@ -27,13 +27,13 @@ def test_the_digest_covers_what_moves_and_not_how_it_was_switched_on() -> None:
     assert ExchangePlan("2.0", "on", (GATHER,)).digest != ExchangePlan("1.0", "on", (GATHER,)).digest
 
 
-def test_a_plan_survives_its_text() -> None:
+def test_a_plan_can_be_written_as_text_and_read_back() -> None:
     plan = _plan(GATHER, KEPT, patterns=("a", "b"), schedule="ring")
     read = ExchangePlan.from_json(plan.to_json())
     assert read == plan and read.digest == plan.digest == json.loads(plan.to_json())["plan"] and read.overlaps
 
 
-def test_the_collectives_behind_two_plans_are_compared_whatever_became_of_them() -> None:
+def test_plans_name_a_collective_alike_whether_it_is_overlapped_or_kept() -> None:
     assert _plan(GATHER, REDUCE).collectives == _plan(KEPT, GATHER).collectives == ("g0: all_gather", "g0: all_reduce")
     assert _plan(GATHER).collectives != _plan(GATHER, KEPT).collectives
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of what a graph exchanges is the same on all ranks, whatever else their graphs hold."""
+"""The text of a graph's exchange is the same on all ranks, whatever else their graphs hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.support.hand_graph import aten
 
 
 def _steps(function: Callable[..., Any]) -> list[str]:
-    """The steps of a gather with pointwise ops before its matmul, by a looping op that computes them on shards."""
+    """The exchange's steps of ``function``, a gather with pointwise ops before its matmul. A looping op computes the
+    pointwise ops on shards."""
     with fake_group(3):
         (report,) = reports_of(function, torch.randn(6, 4), torch.randn(12, 8), step_node_budget=1)
     steps: list[str] = json.loads(report.exchange)["steps"]
@@ -32,8 +33,8 @@ def _gathered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.relu(all_gather(x, 1, dist.group.WORLD) * 2) @ w
 
 
-def test_what_is_computed_before_sending_is_named_in_graph_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A set of nodes has another order in every process."""
+def test_ops_that_are_computed_before_sending_are_named_in_graph_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set of nodes may have another order in every process."""
     between, texts = GatherNodes.between, []
     for reverse in (False, True):
         monkeypatch.setattr(
@@ -51,7 +52,7 @@ def _line(made: HandGraph, result: Any) -> str:
 
 
 def test_symbols_of_reordered_dims_are_named_alike() -> None:
-    """Sizes of a transposed result were written by the symbols of the rank's own graph."""
+    """Catches sizes of a transposed result that are written in the symbols of the rank's own graph."""
     lines = []
     with fake_group(2):
         for others in (0, 2):
@@ -64,8 +65,9 @@ def test_symbols_of_reordered_dims_are_named_alike() -> None:
 
 
 @pytest.mark.parametrize("splits", [False, True], ids=["one dim", "split dims"])
-def test_order_is_named_where_another_dim_than_the_first_is_scattered(splits: bool) -> None:
-    """The order was left out, and how many dims a rank's graph splits the columns into was written instead."""
+def test_the_order_is_named_if_a_dim_other_than_the_first_is_scattered(splits: bool) -> None:
+    """The text names the order of the dims. It does not depend on the number of dims into which a rank's graph splits
+    the columns."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(6 * 4, 16), made.input(16, 8, name="w"))

@@ -18,13 +18,13 @@ REDUCE = "matmul_all_reduce"
     ("inner", "blocks", "expected"),
     [(3584, 132, 22), (7168, 132, 11), (14336, 132, 6), (512, 132, 66), (200_000, 132, 1), (512, 1, 1)],
 )
-def test_so_many_blocks_push_as_are_as_fast_as_the_others_multiply(inner: int, blocks: int, expected: int) -> None:
+def test_pushing_blocks_keep_pace_with_the_blocks_that_multiply(inner: int, blocks: int, expected: int) -> None:
     assert pushers_of(inner, FusedParameters(blocks, **TUNED[REDUCE])) == expected
     assert pushers_of(inner, FusedParameters(blocks, pushers=3)) == 3
 
 
 @pytest.mark.parametrize(("world_size", "tiles", "expected"), [(2, 8, 4), (4, 8, 2), (8, 8, 1), (8, 3, 1), (4, 9, 3)])
-def test_an_all_reduce_has_as_many_bands_as_ranks_where_it_has_the_tiles(
+def test_an_all_reduce_has_as_many_bands_as_ranks_if_there_are_enough_tiles(
     world_size: int, tiles: int, expected: int
 ) -> None:
     p = FusedParameters(132, **TUNED[REDUCE])

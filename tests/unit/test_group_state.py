@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What belongs to a process group: made once, dropped with the group, made anew for the next group of that name."""
+"""The state of a process group is made once, dropped with the group, and made anew for the next group of that name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Thing:
     owner: Owner
 
 
-def test_a_group_has_one_thing_of_a_kind_and_device() -> None:
+def test_a_group_has_one_state_for_each_kind_and_device() -> None:
     kind = Kind("thing", Thing)
     with fake_group() as group:
         assert kind.known(group, CPU) is None
@@ -40,7 +40,7 @@ def test_a_group_has_one_thing_of_a_kind_and_device() -> None:
         assert (held["thing", CPU], held["thing", META], held["thing", None]) == (one, other, whole)
 
 
-def test_what_a_destroyed_group_leaves_is_closed_in_the_reverse_order_and_dropped() -> None:
+def test_states_of_a_destroyed_group_are_closed_in_reverse_order_and_dropped() -> None:
     ended: list[str] = []
     workspace = Kind("workspace", Thing, lambda thing: ended.append("workspace"))
     counters = Kind(
@@ -48,22 +48,23 @@ def test_what_a_destroyed_group_leaves_is_closed_in_the_reverse_order_and_droppe
     )
     with fake_group() as first:
         counters.of(first)
-        assert [name for name, _ in group_state.held_by(first)] == ["workspace", "counters"], "its base first"
-    assert not ended and workspace.known(first) is not None, "nothing tells of the end of a group"
+        assert [name for name, _ in group_state.held_by(first)] == ["workspace", "counters"], "the base comes first"
+    assert not ended and workspace.known(first) is not None, "the end of a group is not noticed at once"
     with fake_group() as second:
         assert second.group_name == first.group_name
         state_of(second)
-        assert ended == ["calls", "workspace"] and not group_state.held_by(first), "by a thing of any kind"
+        assert ended == ["calls", "workspace"] and not group_state.held_by(first), "a new state of any kind closes them"
         assert workspace.known(first) is None and workspace.known(second) is None
         with pytest.raises(OverlapError, match="process group '0' was destroyed, and its workspace with it"):
             workspace.of(first)
         assert workspace.known(first) is None
         assert workspace.of(second).owner == Owner(second, None, 1)
-    assert ended == ["calls", "workspace"], "once"
+    assert ended == ["calls", "workspace"], "each state is closed once"
 
 
 def test_each_kind_counts_its_own_groups_of_a_name() -> None:
-    """Keys in a store hold the count, and ranks make a kind for the same groups, not all kinds for all groups."""
+    """The count is part of keys in the store, so it must be equal on all ranks. Ranks make a kind of state for the same
+    groups, but not every kind for every group."""
     always, sometimes = Kind("always", Thing), Kind("sometimes", Thing)
     for number in range(3):
         with fake_group() as group:
@@ -73,7 +74,7 @@ def test_each_kind_counts_its_own_groups_of_a_name() -> None:
 
 
 def test_nothing_is_dropped_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To close a thing may mean to wait for the GPU, which ends a capture."""
+    """Closing a state may wait for the GPU, which would invalidate the capture."""
     ended: list[Thing] = []
     kind = Kind("thing", Thing, ended.append)
     with fake_group() as first:
@@ -87,8 +88,8 @@ def test_nothing_is_dropped_while_a_graph_is_captured(monkeypatch: pytest.Monkey
         assert ended == [old] and kind.of(second) is new
 
 
-def test_nothing_is_dropped_where_its_calls_cannot_be_waited_for() -> None:
-    """Such as because CUDA has failed: memory of calls that may still run stays."""
+def test_a_state_stays_if_its_calls_cannot_be_waited_for() -> None:
+    """For example because CUDA has failed: memory that running calls may still use must stay."""
     broken = [True]
 
     def close(thing: Thing) -> None:
@@ -109,7 +110,7 @@ def test_nothing_is_dropped_where_its_calls_cannot_be_waited_for() -> None:
         assert rests.known(first) is None and kind.known(first) is None
 
 
-def test_what_could_not_be_made_is_made_at_the_next_use() -> None:
+def test_a_state_that_could_not_be_made_is_made_at_the_next_use() -> None:
     failing = [True]
 
     def make(owner: Owner) -> Thing:
@@ -125,8 +126,9 @@ def test_what_could_not_be_made_is_made_at_the_next_use() -> None:
         assert kind.of(group).owner.incarnation == 0
 
 
-def test_two_threads_make_a_thing_once_and_two_groups_things_at_one_time() -> None:
-    """To make a workspace is a collective: a thread that waits in one must not keep another's from beginning."""
+def test_threads_make_a_state_once_and_the_states_of_two_devices_at_the_same_time() -> None:
+    """Making a workspace is a collective. A thread that waits in it must not keep another thread from making another
+    workspace."""
     inside, made = threading.Barrier(2, timeout=30), list[Owner]()
 
     def make(owner: Owner) -> Thing:
@@ -161,7 +163,7 @@ def test_exchanges_of_a_destroyed_group_are_not_those_of_the_next_one() -> None:
     with fake_group() as second:
         with pytest.raises(TransferError, match="site site: no transfer is in flight for this buffer"):
             exchange.find_exchange(buffer, second, "site")
-        assert opened(second).sequence == 1, "numbers are equal on all ranks"
+        assert opened(second).sequence == 1, "a new group counts from 1, on all ranks"
         exchange.close_exchange(buffer, second)
         with pytest.raises(TransferError, match="no transfer is in flight"):
             exchange.find_exchange(buffer, second, "site")

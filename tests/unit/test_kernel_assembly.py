@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels, assembled for their GPU on a machine without one: finds errors in inline assembly."""
+"""Assembles kernels for their GPU on a machine without one, which finds errors in inline assembly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from overlap_inductor.kernels.wave_groups import wait_for_group
 
 @triton.jit
 def everything(flag, peer_flag, stop, mine, theirs, value, patience):
-    # Twice each: the labels of one must not meet those of the other.
+    # Each is called twice, because the labels of two calls must not clash.
     for i in range(value):
         signals.wait_at_least(flag, i, stop, patience, 1, 0)
         signals.load_fence()
@@ -49,15 +49,15 @@ def test_signals_assemble_for_hopper() -> None:
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     text = compiled.asm["ptx"]
     assert compiled.asm["cubin"].startswith(b"\x7fELF")
-    # (The releases inside a wait say that it was given up, by constants.)
+    # (The releases inside a wait store constants, which say that the wait was given up. They are not counted here.)
     events = re.findall(r"ld\.acquire\.sys|bar\.sync|(?:st|red)\.release\.sys(?=[^\n]*, %r)", text)
     assert (
         events.count("ld.acquire.sys") == 2
         and events.count("st.release.sys") == 2
         and events.count("red.release.sys") == 2
     )
-    # Of all threads that give up one writes the record: the one that finds the abort word clear. Then it says so on the
-    # board, and to all ranks.
+    # Of all threads that give up, only the one that finds the abort word clear writes the record. It then signals the
+    # board and all ranks.
     given_up = re.findall(
         r"atom\.relaxed\.sys\.global\.cas|st\.relaxed\.sys\.global|st\.release\.sys\.global\.s32(?=[^\n]*, 1;)", text
     )
@@ -83,7 +83,7 @@ def _unspecialised(kernel: Any) -> set[int]:
 
 
 def _weights(count: int, block_n: int, halves: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types of ``count`` transposed weights of a gather; the other weights are constants."""
+    """Types of the arguments for ``count`` transposed weights of a gather. The other weights are constants."""
     types, constants = {}, {"COUNT": count}
     for i in range(4):
         names = (f"b{i}_desc", f"c{i}_desc", f"c{i}", f"bias{i}")
@@ -214,8 +214,8 @@ SCATTER = {"WORLD": 8, "STAGGER": 150, "BATCH": 8, "THREADS": 256, "TRANSPOSED":
     ],
 )
 def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
-    """The tile shape that pays on this chip. What goes to peers is stored in bulk or 16 bytes at a time; loops over K
-    share their stages."""
+    """Accumulators of the tile shape that is used on Hopper stay in registers. Data for peers is stored in bulk or 16
+    bytes at a time. The loops over K use the same shared memory for their stages, so it suffices."""
     types, others = _weights(1, 256) if kernel in (all_gather_matmul, all_gather_matmul_slices) else ({}, {})
     text, machine, shared = _assembled(
         kernel, constants | others, (128, 256, 64), tmp_path, 4 if kernel is matmul_all_reduce else 3, types
@@ -226,16 +226,16 @@ def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path
     assert not [line for loop in loops for line in loop if "LDL" in line or "STL" in line], (
         "a loop over K keeps something on the stack"
     )
-    # A flag that each thread reads for itself may have come for some threads of a block only: they part, and meet at no
-    # barrier.
+    # If each thread read a flag by itself, only some threads of a block might see it. They would diverge and not meet
+    # at a barrier.
     assert "ld.volatile" not in text
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_weights_of_one_launch_share_a_loop(count: int, tmp_path: Path) -> None:
-    """The parameters that are planned. A loop over K is there once for the own tiles and once for those of peers,
-    whatever the number of weights: its tensor map is selected before it, in place (a copy on the stack is none that the
-    bulk copy unit can read)."""
+    """With the planned parameters, there is one loop over K for the rank's own tiles and one for the peers' tiles,
+    whatever the number of weights. A weight's tensor map is selected before the loop and read in place, because the
+    bulk copy unit cannot read a copy on the stack."""
     types, others = _weights(count, 256, halves=True)
     constants = (
         GATHER
@@ -249,8 +249,7 @@ def test_weights_of_one_launch_share_a_loop(count: int, tmp_path: Path) -> None:
         }
     )
     text, machine, shared = _assembled(all_gather_matmul, constants, (128, 256, 64), tmp_path, 4, types)
-    # Of the loads of each of the two loops three fill the stages, and one goes on; each of the left and of the right
-    # operand.
+    # Each of the two loops has four loads of each operand: three fill the stages before the loop, and one is inside.
     assert (
         text.count("wgmma.mma_async") == 2 * 4
         and text.count("cp.async.bulk.tensor.2d.shared") == 2 * 2 * 4
@@ -279,8 +278,8 @@ SIGMOID_AND_RESIDUAL = (("full", "row"), (("sigmoid", "x"), ("mul", "t0", "e1"),
     ],
 )
 def test_epilogues_stay_in_registers(kernel: Any, programs: tuple[Any, ...], words: int, tmp_path: Path) -> None:
-    """The parameters that are planned. An op of a whole accumulator would take as many registers again: ``words`` may
-    be kept on the stack, outside of loops over K."""
+    """Uses the planned parameters. An op on a whole accumulator needs as many registers again, so ``words`` accesses of
+    the stack are allowed outside the loops over K."""
     constants = (
         {**GATHER, "PARTS": 4, "KEEP": False, "BIASES": 0}
         if kernel is all_gather_matmul
@@ -306,11 +305,11 @@ def test_epilogues_stay_in_registers(kernel: Any, programs: tuple[Any, ...], wor
 @pytest.mark.parametrize(
     ("transposed", "shards"), [(True, {"shards": 1}), (False, {})], ids=["all-reduce", "reduce-scatter"]
 )
-def test_a_matmul_in_groups_stores_in_bulk_and_counts_behind_a_fence(
+def test_a_matmul_in_groups_stores_in_bulk_and_counts_after_a_fence(
     transposed: bool, shards: dict[str, int], tmp_path: Path
 ) -> None:
-    """The parameters that are planned. A block counts when its bulk stores are done, by one thread's release behind a
-    barrier."""
+    """Uses the planned parameters. A block counts a tile after its bulk stores are done: after a barrier, one thread
+    adds to the count with a release."""
     right = f"tensordesc<bf16[{'256, 64' if transposed else '64, 256'}]>"
     constants = {"BATCH": 8, "THREADS": 256, "HALVES": True, "TRANSPOSED": transposed, "BIAS": True, **shards}
     text, machine, shared = _assembled(matmul_in_groups, constants, (128, 256, 64), tmp_path, 4, {"b_desc": right})
@@ -349,10 +348,10 @@ def test_a_matmul_in_groups_stores_in_bulk_and_counts_behind_a_fence(
 def test_a_tile_is_counted_when_its_bulk_stores_are_done(
     kernel: Any, constants: dict[str, Any], counts: str, tmp_path: Path
 ) -> None:
-    """The fence between bulk stores and whoever loads them, and a barrier, before the one thread's release: where a
-    tile's stores are counted."""
+    """Before one thread counts a tile with a release, the block waits for its bulk stores, fences them against later
+    loads, and meets at a barrier."""
     text, _, _ = _assembled(kernel, constants, (128, 256, 64), tmp_path, 4, {})
-    # (Triton 3.9 puts a barrier of its own before an atomic, and makes one whose result nobody reads a ``red``.)
+    # (Triton 3.9 adds a barrier before an atomic, and turns an atomic whose result is not used into a ``red``.)
     found = re.findall(rf"bar\.sync|fence\.proxy\.async\.global|cp\.async\.bulk\.wait_group 0|{counts}", text)
     events = [event for event, before in zip(found, ["", *found]) if event != "bar.sync" or before != event]
     counted = [i for i, event in enumerate(events) if event.startswith(("atom", "red"))]
@@ -361,13 +360,13 @@ def test_a_tile_is_counted_when_its_bulk_stores_are_done(
         for i in counted
         if events[max(0, i - 3) : i] == ["cp.async.bulk.wait_group 0", "fence.proxy.async.global", "bar.sync"]
     ]
-    # (The last add that acquires and releases is that of blocks that have ended.)
+    # (In a reduce-scatter, the last such add counts the blocks that have ended.)
     assert fenced and fenced == (counted if kernel is matmul_all_reduce else counted[:-1]), events
 
 
 def test_a_waiting_kernel_fits_beside_a_matmul() -> None:
-    """One warp without shared memory; it sets the counter back, and looks at the abort word, behind the barrier that
-    follows its wait."""
+    """The kernel has one warp and no shared memory. After its wait and a barrier, it resets the counter and reads the
+    abort word."""
     types = dict.fromkeys(("counters", "stop"), "*i32") | {"c": "*bf16", "patience": "i64", "BLOCK": "constexpr"}
     signature = {name: types.get(name, "i32") for name in wait_for_group.arg_names}
     source = ASTSource(wait_for_group, signature, {(wait_for_group.arg_names.index("BLOCK"),): 256})

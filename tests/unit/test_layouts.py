@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts against numpy: an index map that says where an element lies must agree with what reshape, transpose and cat
-do to it."""
+"""Compares layouts with numpy: a layout must place each element where reshape, transpose and cat place it in an
+array."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ world_sizes = st.integers(2, 5)
 
 
 def array_of(layout: Layout, memory: Layout) -> np.ndarray:
-    """What a tensor in ``layout`` holds, where a tensor in ``memory`` (same atoms) holds ``arange``."""
+    """The content of a tensor in ``layout`` if the same tensor in ``memory`` (with the same atoms) holds ``arange``."""
     source, target = memory.flat(), layout.flat()
     data = np.arange(int(np.prod([a.size for a in source], dtype=int))).reshape([a.size for a in source])
     return data.transpose(
@@ -43,7 +43,7 @@ def arange(layout: Layout) -> np.ndarray:
 
 @st.composite
 def regrouped(draw: st.DrawFn, shape: list[int]) -> list[int]:
-    """A shape with the same number of elements: neighbours merged, a dim split, ones put in."""
+    """A shape with the same number of elements: neighbours are merged, dims are split, and ones are inserted."""
     shape = list(shape)
     for _ in range(draw(st.integers(0, 3))):
         at = draw(st.integers(0, len(shape) - 1))
@@ -60,7 +60,8 @@ def regrouped(draw: st.DrawFn, shape: list[int]) -> list[int]:
 
 @given(st.data(), shards, world_sizes)
 def test_chains_of_views_and_permutes(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """A reshape after a permute assigned to the wrong atoms: rows of another rank would be multiplied."""
+    """Catches a reshape after a permute that is assigned to the wrong atoms, so that rows of another rank would be
+    multiplied."""
     raw = Layout.gathered(shard, world_size)
     layout, array = raw, arange(raw)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -93,7 +94,7 @@ def test_gather_on_another_dim(data: st.DataObject, shard: list[int], world_size
 
 @given(st.data(), shards, world_sizes)
 def test_rows_of_a_rank(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """``ShardedDim``: index = (outer, rank, chunk), also where the gathered dim was merged with those around it."""
+    """In ``ShardedDim``, index = (outer, rank, chunk), also if the gathered dim was merged with its neighbours."""
     target = data.draw(st.integers(0, len(shard) - 1))
     raw = Layout.gathered(shard, world_size)
     moved = raw.move_rank(0, target)
@@ -108,7 +109,7 @@ def test_rows_of_a_rank(data: st.DataObject, shard: list[int], world_size: int) 
 
 @given(st.data(), shards, world_sizes)
 def test_scatter_mirrors_gather(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """``cat(split(x, dim=d), dim=0)`` before a reduce-scatter, followed backward."""
+    """``cat(split(x, dim=d), dim=0)`` before a reduce-scatter moves the rank atom from dim ``d`` to the front."""
     dim = data.draw(st.integers(0, len(shard) - 1))
     shape = list(shard)
     shape[dim] *= world_size
@@ -122,7 +123,7 @@ def test_scatter_mirrors_gather(data: st.DataObject, shard: list[int], world_siz
 
 @given(shards, world_sizes)
 def test_without_rank_is_the_shard(shard: list[int], world_size: int) -> None:
-    """A piece's layout has the shard's shape, with a sub-chunk's size where one is given."""
+    """A piece's layout has the shard's shape. If a sub-chunk's size is given for an atom, it has that size there."""
     raw = Layout.gathered(shard, world_size)
     own = raw.without_rank()
     assert own.shape() == shard and own.rank_dim() is None
@@ -132,7 +133,8 @@ def test_without_rank_is_the_shard(shard: list[int], world_size: int) -> None:
 
 @given(st.data(), shards, world_sizes)
 def test_same_elements(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """Other order means other elements; views do not matter; an equal shape of other atoms is no proof."""
+    """``same_elements`` is true only if both layouts hold the same elements in the same order. Other atoms of equal
+    sizes do not suffice."""
     raw = Layout.gathered(shard, world_size)
     order = data.draw(st.permutations(range(len(shard))))
     moved = raw.permute(order)
@@ -142,7 +144,8 @@ def test_same_elements(data: st.DataObject, shard: list[int], world_size: int) -
 
 
 def test_a_split_atom_is_known_to_layouts_made_before() -> None:
-    """An atom split later is split in every layout that holds it (``refined``), or comparisons go wrong."""
+    """If an atom is split later, every layout that holds it sees the split (``refined``). Otherwise comparisons would
+    be wrong."""
     raw = Layout.gathered([12], 2)
     split = raw.reshape([2, 3, 4])
     assert raw.same_elements(split) and raw.reshape([6, 4]).same_elements(split)
@@ -151,8 +154,8 @@ def test_a_split_atom_is_known_to_layouts_made_before() -> None:
 
 @pytest.mark.parametrize("shape", [[2, 6], [8, 1, 2], [3, 4], [12, 2], [2, 2]])
 def test_reshapes_that_cannot_be_followed(shape: list[int]) -> None:
-    """A cut through the rank atom or through a dim without a boundary, elements left over or missing: never a wrong
-    layout."""
+    """A reshape is an error, and never gives a wrong layout, if it cuts the rank atom, cuts a dim that it cannot split,
+    or has too many or too few elements."""
     with pytest.raises(LayoutError, match="reshape to"):
         Layout.gathered([1, 3], 4).reshape(shape)
 
@@ -184,8 +187,9 @@ def test_symbols_add_no_guard() -> None:
     assert len(size.node.shape_env.guards) == 0
 
 
-def test_total_of_a_size_that_is_no_known_multiple() -> None:
-    """``D`` stands for ``R * (D // R)``: without ``total`` the dim's size would not compare equal to itself."""
+def test_total_of_a_size_that_is_not_a_known_multiple() -> None:
+    """A dim of ``size`` has the atoms ``4`` and ``size // 4``. Without ``total``, their product would not compare equal
+    to ``size``."""
     size = symbol(24)
     rank = Atom(4, rank=True, total=size)
     assert same_size(product([rank, Atom(size // 4)]), size)

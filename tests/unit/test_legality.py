@@ -54,8 +54,8 @@ def test_every_code_has_a_case() -> None:
     assert written == {code for code, _, _ in CASES.values()}
 
 
-def test_the_first_check_that_speaks_gives_the_reason() -> None:
-    """The order of the checks is part of the contract: what a user asked for comes before what the site is."""
+def test_the_first_failing_check_gives_the_reason() -> None:
+    """The order of the checks is part of the contract: the user's switches are checked before the site's properties."""
     with fake_group(2):
         (site,) = reduce_site("max").run(patterns=("all_gather_matmul",)).sites
     assert [r.code for r in site.decision.reasons] == ["switched_off"]
@@ -101,7 +101,7 @@ def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.Monke
             assert failed == [("failed", "rewrite_failed")] and report.sites[1].decision.status == "overlapped"
             return
         if point == "half way":
-            # Only the second site fails; the first is rewritten all the same.
+            # Only the second site fails. The first is still rewritten.
             assert failed == [("failed", "rewrite_failed")] and report.sites[0].decision.status == "overlapped"
             assert report.after.count("all_reduce_default") > 1 and "gather_step" in report.after
             return
@@ -127,8 +127,9 @@ def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.Monke
         ("rewrite_failed", True),
     ],
 )
-def test_strict_mode_raises_for_refused_and_failed_sites_alone(name: str, raises: bool) -> None:
-    """Nothing is raised for a near miss, or for a site that is switched off, moves no data or does not pay."""
+def test_strict_mode_raises_only_for_refused_and_failed_sites(name: str, raises: bool) -> None:
+    """Nothing is raised for a near miss, or for a site that is kept: one that is switched off, moves no data, does not
+    pay, or is in mode report."""
     code, _, function = CASES[name]
     with fake_group(WORLD_SIZES.get(code, 2)):
         report = function()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The litmus kernels, which only two GPUs can run, are assembled for Hopper: a changed signature is found here."""
+"""Assembles the litmus kernels for Hopper, which finds a changed signature. Running them takes two GPUs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping op of gathers without a group: slices one by one against the whole matmul, in every form."""
+"""The looping op of gathers, without a group: its slices, one by one, give the whole matmul in every form."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def slice_by_slice(
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(5, 4), (1, 4), (5, 0), (0, 4)])
 def test_slices_make_the_whole_matmul(form: Form, rows: int, width: int) -> None:
-    """An empty contraction is zero, not what lay in memory; sub-chunks that are empty change nothing."""
+    """An empty contraction gives zeros and not uninitialised memory. Empty sub-chunks change nothing."""
     generator = torch.Generator().manual_seed(0)
     shards = torch.randn(3, rows, width, generator=generator, dtype=torch.float64)
     inner = rows if form.transposed else width
@@ -58,14 +58,14 @@ def test_slices_make_the_whole_matmul(form: Form, rows: int, width: int) -> None
 
 
 def test_a_split_contraction_is_summed_in_fp32() -> None:
-    """bf16 sums would lose every slice behind a large one."""
+    """Sums in bf16 would lose every small slice after a large one."""
     shards = torch.tensor([256.0, 1.0, 1.0]).bfloat16().view(3, 1, 1)
     found = slice_by_slice(Form("lhs", "K", False), shards, torch.ones(3, 1).bfloat16(), None, [0, 1])
     assert found.dtype == torch.bfloat16 and found.item() == 258
 
 
 def test_shards_without_elements_leave_no_row_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing travels, and every rank's rows are the bias all the same."""
+    """Nothing is sent, but every row of the result must be the bias."""
     new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda self, *sizes, **keywords: new_empty(self, *sizes, **keywords).fill_(7)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an op's results and tokens are allocated: on a GPU by one call of the generated code's own allocator, anywhere
-else as ever."""
+"""How an op's results and tokens are allocated: on the current GPU by one call of the generated code's own allocator,
+elsewhere by ``new_empty``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from overlap_inductor.torch_compat import memory
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the allocator of GPU 1, the current one, was asked for."""
+    """The requests to the allocator of GPU 1, which is the current one."""
     found: list[Any] = []
     monkeypatch.setattr(memory, "_on_gpu", lambda *arguments: found.append(arguments))
     monkeypatch.setattr(memory, "_current_gpu", lambda: 1)
@@ -23,7 +23,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def on_gpu(number: int) -> Any:
-    """A tensor there, which says when it is asked for a new one."""
+    """A fake tensor on GPU ``number``, whose ``new_empty`` returns its arguments."""
     return SimpleNamespace(
         is_cuda=True, get_device=lambda: number, new_empty=lambda *sizes, **keywords: ("new_empty", sizes, keywords)
     )
@@ -35,8 +35,8 @@ def test_on_the_current_gpu(asked: list[Any]) -> None:
     assert asked == [((3, 8), (8, 1), torch.float16), ((1,), (1,), torch.uint8)]
 
 
-def test_on_another_gpu_the_tensor_decides(asked: list[Any]) -> None:
-    """The allocator takes the current one's memory."""
+def test_on_another_gpu_the_tensor_allocates(asked: list[Any]) -> None:
+    """The allocator can only take memory of the current GPU."""
     rows: Any = memory.rows_like(on_gpu(0), 3, 8, torch.float16)
     token: Any = memory.token_like(on_gpu(0))
     assert (rows, token) == (("new_empty", (3, 8), {"dtype": torch.float16}), ("new_empty", (1,), {})) and not asked

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line about a compiled graph is seen by users who configured no logging, and never twice by others."""
+"""The line about a compiled graph: users who have not configured logging see it, and other users see it only once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("overlap_inductor")
 
 @pytest.fixture(autouse=True)
 def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
-    """A root logger of its own, as in a process where nobody configured logging: pytest's has handlers."""
+    """A new root logger, as in a process without configured logging. (pytest's root logger has handlers.)"""
     made = logging.RootLogger(logging.WARNING)
     monkeypatch.setattr(log, "parent", made)
     monkeypatch.setattr(log, "handlers", [])
@@ -62,17 +62,17 @@ def test_without_any_configuration_it_is_on_standard_error(capsys: pytest.Captur
 def test_a_handler_of_the_user_gets_it_once(
     root: logging.Logger, capsys: pytest.CaptureFixture[str], level: int
 ) -> None:
-    """Also at the root's default level, which nobody chose for us."""
+    """The user gets it even at the root's default level (warning), which the user did not choose."""
     root.setLevel(level)
     heard = listener(root)
     notice.show("line")
     assert heard.lines == ["INFO line"] and capsys.readouterr().err == ""
 
 
-def test_the_handler_that_torch_gives_every_logger_gets_it_only_if_somebody_asked(
+def test_torchs_own_handler_gets_it_only_if_the_user_set_a_level(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """``TORCH_LOGS=overlap_inductor`` sets a level. Without it, torch's prefix is no help to a reader."""
+    """``TORCH_LOGS=overlap_inductor`` sets a level. Without a level, the line is printed without torch's prefix."""
     heard = listener(log, by_torch=True)
     log.propagate = False
     notice.show("unasked")
@@ -131,7 +131,7 @@ def test_the_line_has_sites_estimate_and_the_way_to_a_report(capsys: pytest.Capt
 def test_the_line_names_the_report_that_was_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the user's own spelling of the folder."""
+    """The path begins with the folder as the user spelled it."""
     publish.activate(samples.llama(1), OverlapConfig(dump=str(tmp_path / "a")), from_cache=True)
     text = capsys.readouterr().err
     head, name = text.rstrip("\n").split("; report: ")
@@ -144,7 +144,7 @@ def test_the_line_names_the_report_that_was_written(
     assert "; report: not written, see the warning\n" in capsys.readouterr().err
 
 
-def test_the_line_says_the_main_reason_if_nothing_is_overlapped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_gives_the_main_reason_if_nothing_is_overlapped(capsys: pytest.CaptureFixture[str]) -> None:
     report = samples.empty(graph="0_0", phase="forward")
     report.sites = [*kept(1, "hoist", "one cannot move"), *kept(2, "too_small", "estimated 140 us against 95 us")]
     publish.activate(report, ON)
@@ -157,7 +157,7 @@ def test_the_line_says_the_main_reason_if_nothing_is_overlapped(capsys: pytest.C
     assert "0 sites found, 0 overlapped, 1 near miss: aten.relu stands between" in capsys.readouterr().err
 
 
-def test_mode_report_says_what_would_be(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mode_report_estimates_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     publish.activate(reported(), OverlapConfig(mode="report"))
     assert "1 kept (report_mode), would be estimated 1342 us -> 902 us, 1.49x;" in capsys.readouterr().err
 
@@ -172,7 +172,7 @@ def test_mode_report_says_what_would_be(capsys: pytest.CaptureFixture[str]) -> N
     ],
     ids=["no collective", "switched off", "no switches", "another rank"],
 )
-def test_what_is_not_said(
+def test_graphs_without_a_line(
     report: OverlapReport,
     config: OverlapConfig | None,
     rank: int,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page over all graphs of a dump folder, and the runs that it tells apart."""
+"""The page of all graphs of a dump folder, which shows each run by itself."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_as(folder: Path, rank: int, layers: str, **variables: str) -> None:
-    """Write reports in a process of their own, as a launcher would start it for ``rank``."""
+    """Write reports in a separate process, as a launcher would start it for ``rank``."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
     command = [sys.executable, "-c", WRITE, str(folder), str(rank), layers]
     subprocess.run(command, check=True, env=environment)
@@ -50,7 +50,7 @@ def write_as(folder: Path, rank: int, layers: str, **variables: str) -> None:
 
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks wrote twice, in the environment that ``torchrun`` gives each time. The second run has fewer graphs."""
+    """A folder into which two ranks wrote twice, as ``torchrun`` starts them. The second run has fewer graphs."""
     folder = tmp_path_factory.mktemp("dump")
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for layers in ("1,2", "5"):
@@ -60,7 +60,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_second_run_is_not_read_as_the_first(two_runs: Path) -> None:
-    """Catches reports of two programs shown as those of one."""
+    """Catches reports of two runs that are shown as one run."""
     first, second = runs_of(two_runs)
     assert second.id == f"{first.id}-2" and first.date <= second.date
     assert [first.ranks, second.ranks] == [[0, 1], [0, 1]]
@@ -108,7 +108,7 @@ def test_every_write_leaves_a_page(tmp_path: Path) -> None:
 
 
 def test_the_page_is_complete_when_the_process_has_ended(tmp_path: Path) -> None:
-    """Catches a last graph that was written before the page was due again."""
+    """Catches a page without the last graph, which was written before the page was due again."""
     write_as(tmp_path, 0, "1,2,3,4,5,6")
     text = (tmp_path / "index.html").read_text()
     assert [f">{name}</a>" in text for name in ("0_0_inference", "0_0_inference_6")] == [True, True]
@@ -178,14 +178,14 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "2
 
 
 def test_ranks_of_one_launch_have_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a key with something of the rank in it: ranks of one host share a parent, those of several do not."""
+    """Catches a key that depends on the rank. Ranks of one host share a parent process; ranks of other hosts do not."""
     whole = {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}
     half = {**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}
     key, key_of_two_hosts = runs.launch_key({**whole, "RANK": "0"}), runs.launch_key({**half, "RANK": "0"})
     assert runs.launch_key({**whole, "RANK": "3", "LOCAL_RANK": "3"}) == key
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert runs.launch_key(whole) != key, "another launcher on this host"
-    assert runs.launch_key({**half, "RANK": "3"}) == key_of_two_hosts, "the other host's launcher"
+    assert runs.launch_key(whole) != key, "another launcher on this host has another key"
+    assert runs.launch_key({**half, "RANK": "3"}) == key_of_two_hosts, "the other host's launcher has the same key"
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "MASTER_PORT"])
@@ -197,4 +197,4 @@ def test_a_script_without_a_launcher_is_a_run_of_its_own(tmp_path: Path) -> None
     for layers in ("1,2", "3"):
         write_as(tmp_path, 0, layers)
     ids = [run.id for run in runs_of(tmp_path)]
-    assert len(ids) == 2 and not any("-" in name for name in ids), "other keys, not a second run of one"
+    assert len(ids) == 2 and not any("-" in name for name in ids), "two keys, not two runs of one key"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package as pip gets it: metadata, and what the source archive and the wheel hold."""
+"""The package as pip gets it: its metadata, and the files in the source archive and in the wheel."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile"
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str], str]:
-    """Names in the source archive and in the wheel, and the wheel's metadata. Built from a copy: a build writes into
-    its folder."""
+    """Names in the source archive and in the wheel, and the wheel's metadata. They are built from a copy, because a
+    build writes into its folder."""
     pytest.importorskip("setuptools", minversion="77")
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for folder in FOLDERS:
@@ -53,7 +53,7 @@ def test_the_source_archive_holds_all_that_the_tests_need(built: tuple[set[str],
     assert missing == set()
 
 
-def test_the_wheel_holds_the_package_alone(built: tuple[set[str], set[str], str]) -> None:
+def test_the_wheel_holds_only_the_package(built: tuple[set[str], set[str], str]) -> None:
     _, wheel, _ = built
     ours = {name for name in wheel if not name.startswith(f"overlap_inductor-{__version__}.dist-info/")}
     assert ours == tracked("overlap_inductor") and "overlap_inductor/py.typed" in ours
@@ -64,6 +64,6 @@ def test_metadata(built: tuple[set[str], set[str], str]) -> None:
     newest = ".".join(map(str, versions.FIRST_UNKNOWN))
     oldest = ".".join(map(str, versions.OLDEST))
     (torch,) = re.findall(r"^Requires-Dist: torch([^;\n]+)$", text, re.M)
-    assert set(torch.split(",")) == {f">={oldest}", f"<{newest}"}, "those that the code knows"
+    assert set(torch.split(",")) == {f">={oldest}", f"<{newest}"}, "the versions that the code supports"
     assert "License-Expression: Apache-2.0\n" in text and "Author: overlap_inductor contributors\n" in text
     assert "Classifier: Typing :: Typed\n" in text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page: it is self-contained, runs no text of a graph, marks what changed, and stays usable when large."""
+"""The page is self-contained, never runs a graph's text as code, marks changed lines, and stays usable when large."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_markup_in_names_is_text() -> None:
     """Catches one missing escape: every free text of this report holds a script element."""
     html = render_html(samples.hostile())
     page = Page(html)
-    assert len(page.named("script")) == 1, "only the page's own"
+    assert len(page.named("script")) == 1, "only the page's own script"
     assert "<script>alert" not in html
     assert page.words.count("<script>alert('x')</script>") >= 6, "in the notice, site, reason, near miss and graph"
 
@@ -75,7 +75,7 @@ def test_links_into_the_graph_lead_to_a_line() -> None:
     page = Page(render_html(samples.llama(2)))
     links = [a["href"] for a in page.named("a") if (a.get("href") or "").startswith("#line-")]
     identities = [attributes["id"] for _, attributes in page.elements if attributes.get("id")]
-    assert len(links) == 1, "only lm_head's id stands in the sample's graph"
+    assert len(links) == 1, "the sample's graph names only the id of lm_head"
     assert links[0] is not None and links[0][1:] in identities
     assert len(identities) == len(set(identities))
 
@@ -148,8 +148,8 @@ def test_total_has_a_ratio() -> None:
     assert "16.10 ms \u2192 11.38 ms, 1.41x estimated, overlapped sites together" in words
 
 
-def test_a_slower_plan_is_said_to_be_slower_and_drawn_red() -> None:
-    """Catches a green box for time that is lost."""
+def test_a_slower_plan_is_marked_as_slower_and_drawn_red() -> None:
+    """Catches a green box for lost time."""
     report = samples.empty()
     report.sites = [samples.planned(*samples.PIECES["ring slower"], "m")]
     page = Page(render_html(report))
@@ -173,7 +173,7 @@ def test_the_page_explains_its_words_and_colours() -> None:
     assert "saved against the graph as written slower than the graph as written" in words
 
 
-def test_unchanged_lines_are_not_said_to_be_folded_if_they_are_shown() -> None:
+def test_unchanged_lines_count_as_folded_only_if_they_are() -> None:
     assert "4 lines removed, 2 added, 2 unchanged." in Page(render_html(samples.llama(1))).words
     many = "".join(f"x{n}\n" for n in range(10))
     words = Page(render_html(samples.llama(1), many + "a\n", many + "b\n")).words
@@ -206,7 +206,7 @@ def test_mode_report_shows_what_mode_on_would_run() -> None:
     assert "Set OVERLAP_INDUCTOR=on to run this plan." in words
 
 
-def test_plans_beyond_the_most_that_are_drawn_are_counted() -> None:
+def test_plans_beyond_the_limit_are_counted_and_not_drawn() -> None:
     report = samples.empty()
     for number in range(MOST_FIGURES + 3):
         piece = PlanPiece("ring", "p2p", parameters={"sub_chunks": number + 1, "route": "owner"})
@@ -216,7 +216,7 @@ def test_plans_beyond_the_most_that_are_drawn_are_counted() -> None:
     assert "Not drawn: 3 more plans of this graph." in page.words
 
 
-def test_sites_with_one_sketch_share_it() -> None:
+def test_sites_with_the_same_sketch_share_it() -> None:
     page = Page(render_html(samples.llama(3)))
     assert len(page.named("figure")) == 1
     assert page.words.count("layers.{0..2}.mlp.down_proj") == 2, "in the table, and at the sketch of both"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a call is launched directly, and when as a CUDA graph. A recorder takes the place of the GPU."""
+"""Which calls are launched directly, and which as a CUDA graph. A fake recorder takes the place of the GPU."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def several_queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Noted:
-    """A launch, and a record of what was done: ``start`` by the host, ``graph`` in one launch. ``failing``: numbers of
-    the graph launches that fail."""
+    """A fake launch. ``done`` records each action: ``start`` if the host launched the call, ``graph`` if a graph did.
+    ``failing``: numbers of the graph launches that fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, graphs: bool = True, device: str = "cuda") -> None:
         self.done: list[str] = []
@@ -62,7 +62,7 @@ class Noted:
         monkeypatch.setattr(symmetric, "capturing", lambda: self.inside)
         monkeypatch.setattr(driver, "allocation", lambda address: self.allocations.get(address, 0))
         self.allocations: dict[int, int] = {}
-        """By address, where it is not 0."""
+        """``{address: number of its allocation}``. The number of any other address is 0."""
 
     def _graph(self) -> None:
         self.launches += 1
@@ -77,28 +77,28 @@ class Noted:
         replays: bool = True,
         copied: Sequence[torch.Tensor | None] = (),
     ) -> list[str]:
-        """A record of what was done."""
+        """Make one call, and return the actions that it led to."""
         before = len(self.done)
         launched(self.launch, what, tensors, lambda: self.done.append("start"), replays, copied)
         return self.done[before:]
 
 
-def test_the_second_call_with_everything_in_its_place_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_call_with_the_same_tensors_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     noted, a, b = Noted(monkeypatch), torch.zeros(4, 4), torch.zeros(4)
     assert [noted.call(a, b, None) for _ in range(4)] == [["start"], ["graph"], ["graph"], ["graph"]]
     assert noted.captures == 1
 
 
 def test_a_copy_from_another_allocation_at_the_same_address_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program gave the memory back (``torch.cuda.empty_cache``) and took it again: CUDA refuses to launch the
-    graph."""
+    """If the program has freed the memory (``torch.cuda.empty_cache``) and allocated it again, CUDA refuses to launch
+    the graph."""
     noted, a, b = Noted(monkeypatch), torch.zeros(4, 4), torch.zeros(4)
     for number in range(3):
         noted.allocations[a.data_ptr()] = number
         assert [noted.call(a, b, copied=[a, None]) for _ in range(3)] == [["start"], ["graph"], ["graph"]]
-        assert len(noted.launch.replays) == len(noted.launch.seen) == 1, "the graph before it is dropped"
+        assert len(noted.launch.replays) == len(noted.launch.seen) == 1, "the earlier graph must be dropped"
     noted.allocations[b.data_ptr()] = 1
-    assert noted.call(a, b, copied=[a, None]) == ["graph"], "kernels read whatever lies at an address"
+    assert noted.call(a, b, copied=[a, None]) == ["graph"], "only copies depend on the allocation, kernels do not"
 
 
 def test_memory_that_the_driver_does_not_know_is_not_replayed(
@@ -116,7 +116,7 @@ def test_memory_that_the_driver_does_not_know_is_not_replayed(
     assert len(caplog.records) == 1 and "started one by one (cuPointerGetAttribute returned CUresult 1)" in caplog.text
 
 
-def test_memory_given_back_all_the_time_is_not_captured_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_freed_after_every_call_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     noted, a = Noted(monkeypatch), torch.zeros(4, 4)
     for number in range(5):
         noted.allocations[a.data_ptr()] = number
@@ -124,7 +124,7 @@ def test_memory_given_back_all_the_time_is_not_captured_all_the_time(monkeypatch
     assert noted.captures == 0
 
 
-def test_whatever_differs_makes_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_difference_makes_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
     noted, a = Noted(monkeypatch), torch.zeros(4, 4)
     others: list[tuple[torch.Tensor | None, ...]] = [
         (a, None), (a[1:],), (a[:2],), (a[:, :2],), (a.t(),), (a.view(2, 8),), (a.view(torch.int32),),
@@ -137,7 +137,7 @@ def test_whatever_differs_makes_another_call(monkeypatch: pytest.MonkeyPatch) ->
     assert noted.call(a) == ["graph"]
 
 
-def test_a_users_capture_a_cpu_and_the_switch_launch_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_no_graph_in_a_users_capture_on_a_cpu_or_if_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     a = torch.zeros(4)
     elsewhere = Noted(monkeypatch, device="cpu")
     assert [elsewhere.call(a) for _ in range(3)] == [["start"]] * 3
@@ -147,11 +147,11 @@ def test_a_users_capture_a_cpu_and_the_switch_launch_as_it_is(monkeypatch: pytes
     noted.inside = False
     assert [noted.call(a, replays=False) for _ in range(3)] == [["start"]] * 3
     assert elsewhere.captures == noted.captures == 0
-    # A launch in the user's capture is no launch by the host.
+    # A launch in the user's capture does not count as a first call.
     assert [noted.call(a) for _ in range(2)] == [["start"], ["graph"]]
 
 
-def test_one_hardware_queue_has_no_order_but_that_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_one_hardware_queue_there_is_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     noted, a = Noted(monkeypatch), torch.zeros(4)
     assert [noted.call(a) for _ in range(3)] == [["start"]] * 3
@@ -169,13 +169,13 @@ def test_a_call_that_fails_is_not_captured_next(monkeypatch: pytest.MonkeyPatch)
     assert noted.captures == 0
 
 
-def test_without_a_graph_it_is_launched_as_it_is_and_not_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_without_a_graph_is_launched_directly_and_not_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     noted, a = Noted(monkeypatch, graphs=False), torch.zeros(4)
     assert [noted.call(a) for _ in range(4)] == [["start"]] * 4
     assert noted.captures == 1
 
 
-def test_a_graph_that_cannot_be_launched_is_no_call_lost(
+def test_a_call_whose_graph_cannot_be_launched_is_launched_directly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     noted, a = Noted(monkeypatch), torch.zeros(4)
@@ -185,7 +185,8 @@ def test_a_graph_that_cannot_be_launched_is_no_call_lost(
 
 
 def test_a_graph_that_fails_later_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Earlier calls have run; peers must not wait for this one until their patience ends."""
+    """Earlier launches of the graph have run. The group is aborted so that peers do not wait for this call until they
+    time out."""
     noted, a = Noted(monkeypatch), torch.zeros(4)
     noted.failing = {3}
     assert [noted.call(a) for _ in range(3)] == [["start"], ["graph"], ["graph"]]
@@ -194,7 +195,7 @@ def test_a_graph_that_fails_later_ends_the_group(monkeypatch: pytest.MonkeyPatch
     assert noted.done[-1] == "abort"
 
 
-def test_addresses_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_that_are_not_used_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     noted, memory = Noted(monkeypatch), torch.zeros(2 * replay.MOST_OF_A_SITE)
     for i in range(2 * replay.MOST_OF_A_SITE):
         assert noted.call(memory[i:]) == ["start"]
@@ -202,7 +203,7 @@ def test_addresses_that_never_come_again_are_forgotten(monkeypatch: pytest.Monke
     assert noted.call(memory[i:]) == ["graph"], "the latest one is remembered"
 
 
-def test_graphs_of_a_site_are_not_made_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_makes_no_more_graphs_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "MOST_OF_A_SITE", 3)
     noted, memory = Noted(monkeypatch), torch.zeros(8)
     for _ in range(3):
@@ -234,7 +235,7 @@ def test_no_more_graphs_at_once_than_the_limit(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError, AttributeError, KeyError])
-def test_a_capture_that_fails_is_said_ends_nothing_and_is_not_tried_for_ever(
+def test_a_failing_capture_is_logged_and_given_up_after_some_tries(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(self: Recorder, start: object, inference: bool) -> None:
@@ -247,7 +248,7 @@ def test_a_capture_that_fails_is_said_ends_nothing_and_is_not_tried_for_ever(
 
 
 def test_a_graph_is_captured_on_another_thread_in_the_callers_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: the steps around the capture, in their order."""
+    """Checks the order of the steps around the capture, without a GPU."""
     import threading
     from contextlib import contextmanager
 
@@ -293,12 +294,12 @@ def _addresses(tensors: Any) -> list[object]:
 
 
 copies: list[list[object]] = []
-"""Of each of ``calls``: what it says is copied."""
+"""For each of ``calls``, the addresses of the tensors that it says are copied."""
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The calls that schedules describe, with their addresses."""
+    """The calls that schedules describe, with the addresses of their tensors."""
     found: list[Call] = []
 
     def note(launch: object, what: object, tensors: Any, start: object, replays: bool, copied: Any = ()) -> None:
@@ -316,7 +317,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 LAUNCH: Any = SimpleNamespace(world_size=2, rank=0, faults=SimpleNamespace(check=lambda: None))
 
 
-def test_all_that_decides_a_chunked_call_is_in_its_key(calls: list[Call]) -> None:
+def test_the_key_of_a_chunked_call_holds_all_that_the_call_depends_on(calls: list[Call]) -> None:
     a, b, bias, scale, other = (torch.zeros(s) for s in ((8, 8), (8, 8), (8,), (1,), (1,)))
     p, q = ChunkedParameters(2), ChunkedParameters(2)
 
@@ -343,7 +344,7 @@ def test_all_that_decides_a_chunked_call_is_in_its_key(calls: list[Call]) -> Non
     assert {left.data_ptr(), right.data_ptr()} < {*calls[-1][1]}
 
 
-def test_all_that_decides_a_fused_call_is_in_its_key(calls: list[Call]) -> None:
+def test_the_key_of_a_fused_call_holds_all_that_the_call_depends_on(calls: list[Call]) -> None:
     a, b, bias, extra = (torch.zeros(s) for s in ((8, 8), (8, 8), (8,), (1,)))
     p, q = FusedParameters(2), FusedParameters(2)
     tails = [
@@ -365,10 +366,10 @@ def test_all_that_decides_a_fused_call_is_in_its_key(calls: list[Call]) -> None:
                 and calls[-1][0][5] not in {*read, out.data_ptr()}
             ), "the product, too"
     fused.all_gather_matmuls(a, [b], LAUNCH, q, [bias])
-    assert len({what[:5] for what, _ in calls}) == len(calls) == 19 and not any(copies), "all this is stored by kernels"
+    assert len({what[:5] for what, _ in calls}) == len(calls) == 19 and not any(copies), "kernels store all of this"
     fused.all_gather_matmuls(a, [b], LAUNCH, FusedParameters(2, copies_from=a.nbytes), [bias])
     assert copies.pop() == [a.data_ptr()]
-    # Whole tiles are summed and finished where they were multiplied.
+    # If all tiles are whole, the product is summed in place: its address is the result's.
     a = torch.zeros(256, 8)
     out = fused.matmul_all_reduce(a, b, LAUNCH, p, bias)
     assert calls[-1][0][5:] == (out.data_ptr(), out.data_ptr())
@@ -388,7 +389,7 @@ def test_settings_of_the_vendors_library_make_another_call(calls: list[Call]) ->
     assert len({what for what, _ in calls}) == 4 and blas.switches() == before
 
 
-def test_all_that_decides_a_small_message_is_in_its_key(calls: list[Call]) -> None:
+def test_the_key_of_a_small_message_holds_all_that_the_call_depends_on(calls: list[Call]) -> None:
     a, b, bias, residual, weight = (torch.zeros(s) for s in ((8, 8), (8, 8), (8,), (8, 8), (8,)))
     p, q = (SmallParameters(False, 256) for _ in range(2))
     for parameters in (p, q):

@@ -26,7 +26,7 @@ from tests.unit import sample_reports as samples
     "report", [samples.llama(3), samples.block(), samples.empty(), samples.hostile(), samples.broken()]
 )
 def test_round_trip_restores_the_whole_report(report: OverlapReport) -> None:
-    """Catches a field that is written and not read back (a cached graph would then show another report)."""
+    """Catches a field that is written and not read back. A cached graph would then show another report."""
     restored = OverlapReport.from_json(report.to_json(graphs=True))
     assert restored == report
     assert restored.counters() == report.counters()
@@ -39,7 +39,7 @@ def test_another_schema_version_is_refused() -> None:
 
 
 def test_sites_json_has_the_fields_of_the_contract() -> None:
-    """Catches a renamed or dropped field: tools outside read this file."""
+    """Catches a renamed or dropped field, because other tools read this file."""
     value = json.loads(samples.llama(1).to_json())
     assert {
         "schema_version",
@@ -52,7 +52,7 @@ def test_sites_json_has_the_fields_of_the_contract() -> None:
         "near_misses",
     } <= value.keys()
     assert value["schema_version"] == 1
-    assert "before" not in value, "the graphs are files of their own"
+    assert "before" not in value, "the graphs have their own files"
     site = value["sites"][0]
     assert {"id", "pattern", "module", "derived_from", "collective", "matmuls", "decision"} <= site.keys()
     assert {"kind", "ranks", "mesh_dim", "dim", "role", "reduce_op", "bytes"} <= site["collective"].keys()
@@ -82,8 +82,9 @@ def test_ranges() -> None:
     assert ranges([5]) == "5"
 
 
-def test_a_common_name_never_claims_a_layer_that_is_not_there() -> None:
-    """Catches ``layers.{0,1}.experts.{0,1}`` for three of the four: two numbers vary and one combination is missing."""
+def test_a_common_name_never_names_a_layer_that_is_not_there() -> None:
+    """Catches ``layers.{0,1}.experts.{0,1}`` as the name of only three modules: two numbers vary, and one combination
+    is missing."""
     names = [f"layers.{i}.experts.{j}.w" for i, j in [(0, 0), (0, 1), (1, 0)]]
     assert [name for name, _ in common_names(names)] == ["layers.0.experts.{0..1}.w", "layers.1.experts.0.w"]
     full = [f"layers.{i}.experts.{j}.w" for i in range(4) for j in range(2)]
@@ -95,7 +96,8 @@ def test_names_that_end_in_a_digit_are_not_layers() -> None:
 
 
 def test_layers_that_differ_in_anything_stay_apart() -> None:
-    """Catches grouping by name alone: layer 1 has another plan, layer 2 another size, layer 3 another reason value."""
+    """Catches grouping by name alone. Layers with another plan, another size, or another value in the reason must stay
+    apart."""
     report = samples.empty()
     report.sites = [samples.site(f"layers.{i}.mlp.down_proj", samples.overlapped()) for i in range(3)]
     report.sites[1] = samples.site(
@@ -112,7 +114,7 @@ def test_layers_that_differ_in_anything_stay_apart() -> None:
 
 
 def test_node_names_in_reasons_do_not_keep_layers_apart() -> None:
-    """Catches 80 rows where every layer's reason names its own node (mm, mm_1, mm_2)."""
+    """Catches a row for each layer because each layer's reason names another node (mm, mm_1, mm_2)."""
     report = samples.empty()
     for i, node in enumerate(["mm", "mm_1", "mm_27"]):
         reason = Reason("other_users", f"{node} is also used by add_{i}")

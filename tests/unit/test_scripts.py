@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts that run on GPUs only: each can be imported, and what it reads of the package's modules exists."""
+"""Scripts that run only on GPUs can be imported, and the attributes that they use of the package's modules exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPTS = sorted(
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_can_be_imported(name: str) -> None:
-    """A module or a name has moved."""
+    """Catches a module or a name that has moved."""
     pytest.importorskip(
         "triton",
         reason="Triton comes with the package's test extra; environments of other torch versions may have none",
@@ -33,8 +33,8 @@ def test_a_script_can_be_imported(name: str) -> None:
 
 
 def missing(script: ModuleType) -> list[str]:
-    """``module.attribute`` for every attribute that a script reads or replaces in a module of the package and that does
-    not exist."""
+    """The attributes that ``script`` reads or replaces in the package's modules and that do not exist, as
+    ``module.attribute``."""
     modules = {
         name: value
         for name, value in vars(script).items()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side stream: who waits for whom. Streams and events are fakes, since there is no GPU."""
+"""When the side stream and the current stream wait for each other. Streams and events are fakes, since there is no
+GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_streams_part_and_are_one_again(said: list[str]) -> None:
+def test_the_streams_wait_for_each_other_at_fork_and_join(said: list[str]) -> None:
     side = SideStream(CUDA)
     with side:
         assert torch.cuda.current_stream(CUDA) is side._stream
@@ -49,7 +50,8 @@ def test_streams_part_and_are_one_again(said: list[str]) -> None:
 
 
 def test_a_stream_that_was_not_entered_is_not_waited_for(said: list[str]) -> None:
-    """An error before entering is raised as it is, and not replaced by one about a foreign stream in a capture."""
+    """So an error before entering is raised as it is, and not replaced by an error about a stream outside the
+    capture."""
     side = SideStream(CUDA)
     side.join()
     assert said == []

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small-message kernels, assembled for Hopper on a machine without a GPU: accesses are wide, and signals come
-between barriers."""
+"""Assembles the small-message kernels for Hopper on a machine without a GPU: accesses are wide, and a barrier separates
+signals from the accesses that they order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 
 def _compiled(kernel: Any, norm: bool, columns: int, segment: int, warps: int) -> Any:
-    """For 8 ranks, bf16, with what Triton sees of rows of ``columns``."""
+    """``kernel`` for 8 ranks and bf16 rows of ``columns``, with the alignments that Triton would find at run time."""
     row = 1 << (columns - 1).bit_length()
     constants = {"WORLD": 8, "SEGMENTS": -(-columns // segment), "SEGMENT": segment, "ROW": row, "NORM": norm}
     types = dict.fromkeys(("product", "out", "residual", "residual_out", "weight", "staging"), "*bf16") | dict.fromkeys(
@@ -49,19 +49,19 @@ def _compiled(kernel: Any, norm: bool, columns: int, segment: int, warps: int) -
 @pytest.mark.parametrize(
     ("columns", "segment", "warps"), [(8192, 2048, 8), (16384, 16384, 8), (8192, 1024, 4), (5128, 2048, 8)]
 )
-def test_wide_and_in_order(
+def test_accesses_are_wide_and_signals_are_in_order(
     kernel: Any, legs: int, norm: bool, columns: int, segment: int, warps: int, tmp_path: Path
 ) -> None:
     compiled = _compiled(kernel, norm, columns, segment, warps)
     text = compiled.asm["ptx"]
-    # Every access to rows is 16 bytes wide; what remains narrow are flags, addresses and counters.
+    # Every access to rows is 16 bytes wide. Only accesses to flags, addresses and counters are narrower.
     stores = re.findall(r"st\.global\.(\S+)", text)
     assert set(stores) == {"v4.b32", "b32"} and stores.count("b32") == 2 * legs, stores
     loads = re.findall(r"ld\.global\.(\S+)", text)
     assert set(loads) <= {"v4.b32", "cg.v4.b32", "b64", "u64", "u32", "b32", "cg.b32"} and loads.count("b32") == 1, (
         loads
     )
-    # The abort word: beside the call, and beside what a wait has waited for.
+    # The abort word is read at most once at the start of the call and once after each wait.
     assert loads.count("cg.b32") <= 1 + legs, loads
     assert "ld.volatile" not in text
     events = [
@@ -84,7 +84,7 @@ def test_wide_and_in_order(
     binary.write_bytes(compiled.asm["cubin"])
     tool = triton.knobs.nvidia.nvdisasm.path
     machine = subprocess.run([tool, "-c", str(binary)], capture_output=True, text=True, check=True).stdout
-    # (The Triton that these kernels were measured with; 3.9 keeps a little on the stack.)
+    # (Checked only with the Triton version of the measurements: 3.9 keeps a little on the stack.)
     assert not triton.__version__.startswith("3.6") or "STL" not in machine and "LDL" not in machine, (
-        "registers do not suffice"
+        "the kernel keeps something on the stack"
     )

@@ -30,13 +30,13 @@ from overlap_inductor.lowerings.small_message.parameters import why_not
         (8, 128, True),
     ],
 )
-def test_the_second_leg_pays_where_one_shot_sends_much_more(world_size: int, rows: int, two_shot: bool) -> None:
+def test_the_second_leg_pays_if_one_shot_sends_much_more(world_size: int, rows: int, two_shot: bool) -> None:
     """Hidden 8192 in bf16: a row is 16 KiB."""
     assert settings_for(world_size, rows, 8192, 2)["two_shot"] is two_shot
 
 
 def test_two_legs_to_many_peers_go_in_narrow_segments_and_small_blocks() -> None:
-    """Small blocks hold no wide segments: rows of 5120 in many groups are not cut."""
+    """Small blocks hold only narrow segments. With many rows, a row of 5120 is not cut, so blocks are large."""
     assert settings_for(8, 16, 8192, 2) == {"two_shot": True, "segment": 1024, "warps": 4}
     assert settings_for(4, 128, 8192, 2) == {"two_shot": True, "segment": 2048, "warps": 8}
     assert settings_for(8, 513, 5120, 2)["warps"] == 8
@@ -56,14 +56,14 @@ def test_a_call_is_cut_so_that_a_block_can_wait_for_it(world_size: int, rows: in
 
 @given(st.sampled_from([2, 3, 8]), st.integers(1, 200), st.integers(1, 1024).map(lambda n: 8 * n))
 def test_a_site_of_dynamic_rows_has_room_for_each_of_its_calls(world_size: int, most: int, columns: int) -> None:
-    """At 8 ranks and hidden 8192, 17 rows in one shot need more than 18 in two."""
+    """For example, at 8 ranks and hidden 8192, one-shot of 7 rows needs more bytes than two-shot of 8."""
     room = needed_up_to("{}", world_size, most, columns, 2)
     for rows in {1, most // 2 + 1, min(17, most), most}:
         need = needed(parameters_of("{}", world_size, rows, columns, 2), world_size, rows, columns, 2)
         assert need[0] <= room[0] and need[1] <= room[1] and need[2] == room[2]
 
 
-def test_what_a_plan_fixes_is_not_decided_again() -> None:
+def test_a_parameter_that_the_plan_fixes_is_not_decided_again() -> None:
     p = parameters_of('{"two_shot": true}', 8, 1, 8192, 2)
     assert (
         p.two_shot
@@ -72,7 +72,7 @@ def test_what_a_plan_fixes_is_not_decided_again() -> None:
     )
 
 
-def test_what_no_kernel_is_made_for() -> None:
+def test_why_not_names_what_the_kernels_do_not_support() -> None:
     assert why_not(torch.bfloat16, 8, 128, 8192) is None
     for arguments, reason in (
         ((torch.float32, 8, 1, 64), "fp16 or bf16"),

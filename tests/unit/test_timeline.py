@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines: they do all of the work, one thing at a time on a lane, and end where the estimate beside them does."""
+"""Timelines show all of the work, one bar at a time on each lane, and end at the estimate beside them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_samples_have_every_schedule() -> None:
 
 @pytest.mark.parametrize("name", samples.PIECES)
 def test_rows_end_at_their_estimates(name: str) -> None:
-    """Catches a picture that says something else than the numbers beside it."""
+    """Catches a picture that does not agree with the numbers beside it."""
     pattern, kind, piece = samples.PIECES[name]
     drawing = sketch(samples.planned(pattern, kind, piece, "m").facts, piece)
     assert drawing.estimated
@@ -92,7 +92,7 @@ def _end(row: PlacedRow) -> float:
 @pytest.mark.parametrize("estimate", [{"matmul": 600.0, "collective": 380.0}, {"matmul": 10.0, "collective": 500.0}])
 @pytest.mark.parametrize("share", [0.7, 0.99, 1.3])
 def test_steps_do_the_work(pattern: str, world_size: int, estimate: dict[str, float], share: float) -> None:
-    """Catches a sketch that drops or invents work, or runs two things on one lane at once."""
+    """Catches a sketch that drops or adds work, or that runs two steps on one lane at the same time."""
     keep = sum(estimate.values())
     total = max(share * keep, 1.01 * max(estimate.values()))
     parameters = {"sub_chunks": 4, "route": ROUTES[pattern][0]}
@@ -108,7 +108,7 @@ def test_steps_do_the_work(pattern: str, world_size: int, estimate: dict[str, fl
 
 @pytest.mark.parametrize("pattern", ROUTES)
 @pytest.mark.parametrize("world_size", [2, 8])
-def test_without_estimates_steps_take_less_time_than_one_after_the_other(pattern: str, world_size: int) -> None:
+def test_without_estimates_the_plan_takes_less_time_than_the_graph_as_written(pattern: str, world_size: int) -> None:
     piece = PlanPiece("ring", "p2p", parameters={"sub_chunks": 4, "route": ROUTES[pattern][0]})
     drawing = sketch(facts_of(pattern, world_size), piece)
     assert not drawing.estimated
@@ -125,21 +125,21 @@ def test_a_patterns_name_says_what_comes_first(pattern: str) -> None:
     assert first.lane == ("transfer" if pattern == "all_gather_matmul" else "matmul")
 
 
-def test_what_has_no_matmul_beside_it_is_exposed() -> None:
+def test_a_transfer_without_a_matmul_beside_it_is_exposed() -> None:
     estimate = {"keep": 30.0, "matmul": 10.0, "collective": 20.0, "one": 24.0}
     drawing = sketch(facts_of("matmul_all_reduce", 2), PlanPiece("one", "p2p", estimate_us=estimate))
     assert drawing.written.exposed == 20.0
     assert (drawing.planned.exposed, drawing.planned.fixed) == (10.0, 4.0)
 
 
-def test_a_transfer_behind_the_matmul_is_exposed_and_as_long_as_the_estimate_leaves_it() -> None:
+def test_a_transfer_after_the_matmul_is_exposed_and_ends_at_the_estimate() -> None:
     pattern, kind, piece = samples.PIECES["small message"]
     drawing = sketch(samples.planned(pattern, kind, piece, "m").facts, piece)
     assert drawing.planned.exposed == pytest.approx(655.0 - 644.0)
     assert drawing.planned.fixed == 0.0 and work(drawing.planned.bars, "transfer") == drawing.planned.exposed
 
 
-def test_an_estimate_below_the_matmul_alone_shortens_all() -> None:
+def test_an_estimate_below_the_matmul_alone_shortens_all_bars() -> None:
     estimate = {"keep": 30.0, "matmul": 10.0, "collective": 20.0, "one": 8.0}
     drawing = sketch(facts_of("matmul_all_reduce", 2), PlanPiece("one", "p2p", estimate_us=estimate))
     assert max(bar.end for bar in drawing.planned.bars) == pytest.approx(8.0)
@@ -147,7 +147,7 @@ def test_an_estimate_below_the_matmul_alone_shortens_all() -> None:
 
 @pytest.mark.parametrize("keep, unit", [(9700.0, "us"), (10400.0, "ms"), (1.2e6, "s")])
 def test_the_axis_has_the_unit_of_the_numbers_beside_it(keep: float, unit: str) -> None:
-    """Catches two units in one figure, where the longest time is near the point at which the unit changes."""
+    """Catches two units in one figure if the longest time is near the value at which the unit changes."""
     estimate = {"keep": keep, "matmul": 0.4 * keep, "collective": 0.6 * keep, "ring": 0.8 * keep}
     piece = PlanPiece("ring", "p2p", parameters={"sub_chunks": 4, "route": "owner"}, estimate_us=estimate)
     report = samples.empty(sites=[samples.planned("matmul_all_reduce", "all_reduce", piece, "m")])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PreparedKernel`` binds arguments by name, and its direct launch brings each to the kernel's own place."""
+"""``PreparedKernel`` binds arguments by name, and its direct launch passes each at its position in the kernel."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ FIXED = {"factor": 3, "offset": 10, "BLOCK": 16}
 VARYING = dict.fromkeys(("x", "y", "out"))
 
 
-def test_arguments_come_in_the_kernels_order_whatever_theirs() -> None:
+def test_arguments_are_put_in_the_kernels_order() -> None:
     fixed = {name: FIXED[name] for name in ("BLOCK", "offset", "factor")}
     varying = dict.fromkeys(("out", "y", "x"))
     assert list(bound(scaled_sum, varying, fixed)) == ["x", "factor", "y", "out", "offset", "BLOCK"]
     assert bound(scaled_sum, VARYING, FIXED) == bound(scaled_sum, varying, fixed)
 
 
-def test_a_default_stands_for_an_argument_that_is_not_given() -> None:
+def test_an_argument_that_is_not_given_gets_its_default() -> None:
     assert bound(with_default, {"x": 1}, {}) == {"x": 1, "factor": 2}
     assert bound(with_default, {"x": 1}, {"factor": 5}) == {"x": 1, "factor": 5}
 
@@ -62,15 +62,15 @@ def test_a_wrong_name_is_an_error_at_preparation(varying: tuple[str, ...], fixed
 
 
 class _OnGpu(torch.Tensor):
-    """A tensor of the CPU that says it lies on a GPU."""
+    """A CPU tensor that reports a GPU as its device."""
 
     is_cuda = True  # type: ignore[assignment]
     device = SimpleNamespace(index=0)  # type: ignore[assignment]
 
 
-def test_the_direct_launch_replaces_what_varies_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Varying arguments stand between fixed ones, a launch takes them in another order than the kernel, and a
-    descriptor is several arguments of the C launcher: map, shape and strides."""
+def test_the_direct_launch_replaces_only_the_varying_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Varying arguments are between fixed ones, and a launch takes them in another order than the kernel. A descriptor
+    becomes several arguments of the C launcher: map, shape and strides."""
     given: list[tuple[Any, ...]] = []
     driver = ModuleType("triton.backends.nvidia.driver")
     driver.TMA_DTYPE_DEVICE_TO_HOST = {0: 0}  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ def test_the_direct_launch_replaces_what_varies_and_nothing_else(monkeypatch: py
         launch_cooperative_grid=False,
         launch_pdl=False,
     )
-    # (``_Direct`` looks into the closure of a function; a launcher in C has none.)
+    # (``_Direct`` would look into a function's closure. A launcher in C has none, and neither has this object.)
     run.launch = _callable(run.launch)
     meta = {"swizzle": 0, "elem_size": 2, "elem_type": 0, "block_size": [16, 16]}
     metadata = SimpleNamespace(tensordesc_meta=[meta, meta])

@@ -31,7 +31,7 @@ from tests.support.fake_group import fake_group
 
 @dataclass
 class Scene:
-    """A watchdog with one group, a clock that tests set, and a list of the ways in which it wanted to end the
+    """A watchdog with one group, and a clock that tests set. ``ends``: the messages with which it would have ended the
     process."""
 
     now: float = 0.0
@@ -71,7 +71,7 @@ def test_a_fault_is_logged_once_and_ends_the_process_after_the_grace_period(capl
     scene.give_up()
     with caplog.at_level(logging.ERROR, "overlap_inductor"):
         scene.look(100.1, 100.2, 160)
-    assert scene.ends == [], "its patience begins when the fault is seen"
+    assert scene.ends == [], "the grace period begins when the fault is seen"
     assert [r.levelname for r in caplog.records] == ["ERROR"]
     assert (
         "site mlp/up of group 'tp' timed out waiting for rows from rank 5: expected call 8, saw call 7" in caplog.text
@@ -83,7 +83,7 @@ def test_a_fault_is_logged_once_and_ends_the_process_after_the_grace_period(capl
 
 
 def test_the_rank_that_gave_up_first_is_named_and_waits_here_are_stopped(caplog: pytest.LogCaptureFixture) -> None:
-    """The abort of its kernel may not reach this GPU: if GPUs have no peer access, or if a host gave up."""
+    """The other rank's abort may not reach this GPU, for example if GPUs have no peer access or if a host gave up."""
     scene = Scene()
     scene.give_up(0, stamp=7)
     scene.give_up(2, stamp=6)
@@ -105,12 +105,12 @@ def test_a_call_whose_number_is_past_2_to_31_is_named() -> None:
 
 
 def test_a_site_has_one_number_on_all_ranks() -> None:
-    """Ranks may have met the sites in different orders."""
+    """Ranks may see the sites in different orders."""
     ours, theirs = Scene().faults, FaultRecord.of("tp", [4, 5, 6], torch.device("cpu"))
     assert theirs.number("other") != theirs.number("mlp/up") == ours.number("mlp/up") < 2**28
 
 
-def test_a_program_that_was_given_the_error_lives(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_program_that_got_the_error_is_not_ended(caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene()
     scene.give_up()
     scene.look(0)
@@ -120,14 +120,14 @@ def test_a_program_that_was_given_the_error_lives(caplog: pytest.LogCaptureFixtu
     assert scene.ends == [] and scene.dog.close() == []
 
 
-def test_a_program_that_destroys_the_group_lives_but_does_not_end_well_untold() -> None:
+def test_a_program_that_destroys_the_group_is_not_ended_but_ends_with_the_error() -> None:
     scene = Scene()
     scene.give_up()
     scene.look(0, 59)
     scene.alive = False
     scene.look(61, 1e9)
     assert scene.ends == []
-    assert "rank 5" in scene.dog.close()[0], "it may have handed out what the kernel left"
+    assert "rank 5" in scene.dog.close()[0], "the program may have used an incomplete result"
 
 
 def test_a_fault_just_before_its_group_was_destroyed_is_seen() -> None:
@@ -138,7 +138,7 @@ def test_a_fault_just_before_its_group_was_destroyed_is_seen() -> None:
     assert scene.ends == [] and len(scene.dog.close()) == 1
 
 
-def test_a_program_that_aborts_its_group_lives() -> None:
+def test_a_program_that_aborts_its_group_is_not_ended() -> None:
     scene = Scene()
     scene.faults.abort()
     scene.look(0, 1e9)
@@ -157,8 +157,8 @@ def test_destroyed_groups_are_forgotten() -> None:
     assert scene.ends == [] and scene.dog.close() == []
 
 
-def test_a_fault_behind_the_groups_destruction_is_told_at_the_programs_end(caplog: pytest.LogCaptureFixture) -> None:
-    """Its last calls were in flight, and their results are read after the destruction."""
+def test_a_fault_after_the_groups_destruction_is_reported_at_the_programs_end(caplog: pytest.LogCaptureFixture) -> None:
+    """The group's last calls are in flight when it is destroyed, and their results may be read afterwards."""
     scene = Scene(in_flight=True)
     scene.look(0)
     scene.alive = False
@@ -186,7 +186,7 @@ def test_a_fault_of_the_call_that_has_just_ended_is_seen() -> None:
     assert len(scene.dog.close()) == 1
 
 
-def test_what_peers_do_when_this_ranks_calls_have_ended_is_not_its_fault() -> None:
+def test_a_peers_fault_after_this_ranks_calls_have_ended_is_ignored() -> None:
     scene = Scene(in_flight=True)
     scene.alive = False
     scene.look(0)
@@ -197,7 +197,7 @@ def test_what_peers_do_when_this_ranks_calls_have_ended_is_not_its_fault() -> No
     assert scene.dog.close() == []
 
 
-def test_where_cuda_has_failed_no_call_is_known_to_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_cuda_has_failed_the_programs_end_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "EXIT_SECONDS", 0.05)
     scene = Scene()
 
@@ -262,19 +262,19 @@ def test_a_program_that_is_stuck_is_ended_as_by_nccl() -> None:
     status, said = _run("time.sleep(50)", grace=0.2)
     assert status == -signal.SIGABRT
     assert "site a timed out waiting for rank 1. Within 0.2 s no call raised" in said
-    assert 'File "<string>", line 14 in <module>' in said, "where it was stuck"
+    assert 'File "<string>", line 14 in <module>' in said, "the message must show where the program was stuck"
 
 
-def test_a_program_ends_with_an_error_where_it_was_not_told() -> None:
+def test_a_program_that_did_not_get_the_error_ends_with_it() -> None:
     status, said = _run("print('result', end=''); alive[0] = False; time.sleep(0.1)")
     assert status == 1 and "result" in said and "rank 1. The program ends without having been told" in said
 
 
-def test_a_program_that_was_told_ends_as_it_likes() -> None:
+def test_a_program_that_got_the_error_keeps_its_exit_status() -> None:
     assert _run("sys.exit(3)", told=True)[0] == 3
 
 
-def test_a_program_that_is_well_ends_well() -> None:
+def test_a_program_without_a_fault_ends_normally() -> None:
     status, said = _run("time.sleep(0.3)", before="Faults.error = lambda self: None", grace=0.1)
     assert (status, said) == (0, "")
 
@@ -293,19 +293,19 @@ def later(do):
 """
 
 
-def test_a_fault_that_is_pending_at_the_programs_end_is_told() -> None:
-    """The group is destroyed and the result returned; then, at the program's end, the kernel that made it gives up."""
+def test_a_fault_that_comes_at_the_programs_end_is_reported() -> None:
+    """The group is destroyed and the result is returned. Then, at the program's end, the result's kernel gives up."""
     status, said = _run("alive[0] = False; time.sleep(0.1); later(lambda: (given_up.append(1), ends()))", PENDING)
     assert status == 1 and "rank 1. The program ends without having been told" in said
 
 
-def test_calls_in_flight_may_end_well_behind_the_programs_end() -> None:
+def test_calls_in_flight_may_end_normally_at_the_programs_end() -> None:
     status, said = _run("alive[0] = False; later(ends)", PENDING)
     assert (status, said) == (0, "")
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_program_does_not_end_well_while_its_calls_wait_for_peers(alive: bool) -> None:
+def test_a_program_ends_with_an_error_while_its_calls_wait_for_peers(alive: bool) -> None:
     status, said = _run(f"alive[0] = {alive}; time.sleep(0.1)", PENDING)
     assert status == 1 and "calls were in flight for 1 s when the program came to its end" in said
 

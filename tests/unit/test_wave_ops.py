@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of ``wave_groups`` have the arguments and results of ``fused``'s."""
+"""The ops of ``wave_groups`` have the same arguments and results as those of ``fused``."""
 
 from __future__ import annotations
 

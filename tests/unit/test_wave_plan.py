@@ -45,18 +45,18 @@ def test_a_curve_passes_through_its_points_and_is_a_power_law_between_them() -> 
     curve = Curve(((MIB, 1e-3), (4 * MIB, 2e-3), (16 * MIB, 8e-3)))
     assert [curve.seconds(n * MIB) for n in (0.01, 1, 4, 16)] == pytest.approx([1e-3, 1e-3, 2e-3, 8e-3])
     assert curve.seconds(2 * MIB) == pytest.approx(2**0.5 * 1e-3) and curve.seconds(8 * MIB) == pytest.approx(4e-3)
-    assert curve.seconds(64 * MIB) == pytest.approx(32e-3), "beyond the last point its bandwidth stays"
+    assert curve.seconds(64 * MIB) == pytest.approx(32e-3), "beyond the last point, the bandwidth is constant"
 
 
 def test_groups_run_back_to_back_and_never_before_their_waves() -> None:
-    """Worked out by hand: bands of one wave of 10 s, collectives of 4 s a band and 1 s each."""
+    """Worked out by hand: a band is one wave of 10 s, and a collective takes 4 s for each band and 1 s more."""
     waves, curve = Waves(3, 100, 100, 10.0, 3, 1, 1), Curve(((1, 5.0), (2, 9.0), (3, 13.0)))
     assert predicted((0, 3), waves, curve) == pytest.approx(30 + 13)
     assert predicted((0, 1, 2, 3), waves, curve) == pytest.approx(30 + 5)
     slow = Curve(((1, 15.0), (2, 20.0), (3, 25.0)))
     assert predicted((0, 1, 2, 3), waves, slow) == pytest.approx(10 + 3 * 15)
     assert predicted((0, 1, 3), waves, slow) == pytest.approx(30 + 20), "the second group waits for its waves"
-    assert best_partition(waves, slow) == (0, 1, 3), "50 s, and neither 55 (all, or one each) nor 20 + 20 + 15 = 55"
+    assert best_partition(waves, slow) == (0, 1, 3), "50 s; each of the other three partitions takes 55 s"
 
 
 def test_the_search_finds_what_brute_force_finds() -> None:
@@ -86,7 +86,7 @@ def test_a_slow_link_starts_early_and_a_fast_one_ends_with_little() -> None:
 def test_cuts_are_ends_of_waves_and_few() -> None:
     waves = Waves(16, 32, 116, 1e-5, 2048, 128, 16384)
     assert cuts(waves) == (0, 3, 7, 10, 14, 16), "a wave of 116 tiles ends in the 4th band, the next in the 8th, ..."
-    assert cuts(Waves(4, 256, 116, 1e-5, 512, 128, 16384)) == (0, 1, 2, 3, 4), "where a wave is less than a band"
+    assert cuts(Waves(4, 256, 116, 1e-5, 512, 128, 16384)) == (0, 1, 2, 3, 4), "a wave is less than a band"
     many = Waves(1024, 32, 116, 1e-5, 131072, 128, 16384)
     assert (
         len(cuts(many)) <= MAX_UNITS + 1

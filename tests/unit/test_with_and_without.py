@@ -40,8 +40,8 @@ def test_a_rank_that_died_is_wrong() -> None:
     assert outcome([_row(), "a traceback"]) == "wrong"
 
 
-def test_another_number_with_overlap_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compared numbers are those of the plain compile and of the overlapped one."""
+def test_a_number_that_differs_with_overlap_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers with overlap are compared with those of the plain compile."""
     monkeypatch.setattr(with_and_without, "_backend", lambda stage, *_: stage)
 
     def build() -> Any:
@@ -52,7 +52,7 @@ def test_another_number_with_overlap_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     assert row["worst"] == "other" and row["error"] == pytest.approx(0.05) and outcome([row]) == "wrong"
 
 
-def test_a_wrong_result_is_not_hidden_by_one_that_is_rounding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_not_hidden_by_one_of_rounding_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(with_and_without, "_backend", lambda stage, *_: stage)
 
     def build() -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workspace of a group on a rank: slots for the plans that fit, none for others, and an end to every call."""
+"""A rank's workspace of a group: plans that fit get slots, other plans get none, and every call is ended."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def requests(**sizes: int) -> str:
     return json.dumps([[site, nbytes, 1] for site, nbytes in sizes.items()])
 
 
-def test_a_plan_that_failed_in_a_capture_is_prepared_when_it_runs_outside(
+def test_a_plan_that_failed_in_a_capture_is_prepared_at_the_next_call_outside(
     group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the error's advice, to run once before capturing, would not help."""
@@ -61,20 +61,20 @@ def test_a_plan_that_failed_in_a_capture_is_prepared_when_it_runs_outside(
     assert workspace.workspace_of(group, CPU).launch("a", 100, 1) is not None
 
 
-def test_a_plan_without_room_runs_as_it_stood_and_takes_nothing_from_others(
+def test_a_plan_without_room_runs_without_overlap_and_takes_no_slot_from_others(
     group: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     workspace.prepare(group, CPU, requests(a=1000), 2**20)
     workspace.prepare(group, CPU, requests(a=2**21, b=10), 2**20)
     place = workspace.workspace_of(group, CPU)
     assert "2 sites of group '0' run without overlap" in caplog.text and "is 1 MiB" in caplog.text
-    assert place.launch("a", 1000, 1) is not None, "the graph before has its slot"
+    assert place.launch("a", 1000, 1) is not None, "the earlier graph keeps its slot"
     assert place.launch("a", 2**21, 1) is None and place.launch("b", 10, 1) is None
     workspace.prepare(group, CPU, requests(a=2**21), 2**23)
-    assert place.launch("a", 2**21, 1) is not None, "a plan with a higher limit"
+    assert place.launch("a", 2**21, 1) is not None, "the last plan has a higher limit"
 
 
-def test_what_a_call_needs_is_found_once_and_again_behind_a_plan(group: Any) -> None:
+def test_what_a_call_needs_is_looked_up_once_for_each_plan(group: Any) -> None:
     """A new plan may give the site another slot, or room that it did not have."""
     place, asked = workspace.workspace_of(group, CPU), []
 
@@ -89,13 +89,13 @@ def test_what_a_call_needs_is_found_once_and_again_behind_a_plan(group: Any) -> 
     assert found is not None and place.known("call", make) is found and len(asked) == 2
     for number in range(workspace.MOST_KNOWN - 1):
         place.known(number, lambda: None)
-    assert place.known("call", make) is found and len(asked) == 2, "as many as a large model has"
+    assert place.known("call", make) is found and len(asked) == 2, "all calls of a large model are remembered"
     place.known("one more", lambda: None)
-    assert place.known("call", make) is found and len(asked) == 3, "not kept for ever"
+    assert place.known("call", make) is found and len(asked) == 3, "the number of remembered calls is limited"
 
 
 def test_schedules_of_one_site_have_their_own_parameters(group: Any) -> None:
-    """The same model compiled again by another schedule, with equal settings."""
+    """The same model may be compiled again with another schedule and equal settings."""
     workspace.prepare(group, CPU, requests(a=2**17), 2**21)
     a, b = torch.zeros(256, 64, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
 
@@ -107,7 +107,7 @@ def test_schedules_of_one_site_have_their_own_parameters(group: Any) -> None:
         ChunkedParameters,
         FusedParameters,
     ]
-    # Any other change of the plan or the call has its own answer, too.
+    # Other settings and other numbers of rows have their own parameters, too.
     assert [ready(fused_plan, settings=s)[1].warps for s in ("{}", '{"warps": 4}', "{}")] == [
         FusedParameters(1).warps,
         4,
@@ -117,10 +117,10 @@ def test_schedules_of_one_site_have_their_own_parameters(group: Any) -> None:
         ready(fused_plan, settings='{"min_rows": 513}') is None
         and ready(fused_plan, settings='{"min_rows": 513}', rows=257) is not None
     )
-    assert ready(fused_plan, "matmul_all_reduce") is None, "its two legs take twice as much as the site has"
+    assert ready(fused_plan, "matmul_all_reduce") is None, "its two legs need twice the bytes that the site has"
 
 
-def test_a_site_that_was_not_prepared_for_is_an_error(group: Any) -> None:
+def test_a_site_without_a_prepared_slot_is_an_error(group: Any) -> None:
     with pytest.raises(OverlapError, match="site x has no workspace"):
         workspace.workspace_of(group, CPU).launch("x", 1, 1)
 
@@ -138,9 +138,8 @@ def test_a_destroyed_group_leaves_nothing() -> None:
             workspace.workspace_of(destroyed, CPU)
 
 
-def test_a_call_ends_also_where_a_later_reader_fails(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise peers would wait for leave to write, and this rank would take the last call's rows for the next
-    one's."""
+def test_a_call_is_ended_even_if_a_later_matmul_fails(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise peers would wait for a credit, and this rank would read the last call's rows in the next call."""
     fused = pytest.importorskip(
         "overlap_inductor.lowerings.fused.calls",
         reason="Triton is not installed here; it is where the kernels' tests run",
@@ -157,8 +156,8 @@ def test_a_call_ends_also_where_a_later_reader_fails(group: Any, monkeypatch: py
     assert ended == ["launch"]
 
 
-def test_rows_that_are_no_small_message_are_not_sent_as_one_where_the_slot_would_hold_them(group: Any) -> None:
-    """A slot is as large as the largest of its sites."""
+def test_too_many_rows_are_not_a_small_message_even_if_the_slot_holds_them(group: Any) -> None:
+    """A slot is as large as the largest of its sites needs."""
     workspace.prepare(group, CPU, json.dumps([["small", 2**26, 4096, "halves"]]), 2**30)
     weight = torch.empty(16, 4096, dtype=torch.bfloat16)
     few, many = (torch.empty(rows, 16, dtype=torch.bfloat16) for rows in (1024, 1025))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``StretchFacts`` describes a stretch between all-reduces and what the sequence-parallel rewrite did to it. Plain data.
+
+A stretch has all-reduces and the token-wise work behind them. The rewrite makes reduce-scatters of the all-reduces, runs
+the work on each rank's rows, and gathers where all rows are needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.facts.site import Size
+
+META = "overlap_inductor_stretch"
+"""Metadata of a collective's node: the ``to_dict`` of the stretch that it belongs to. The partitioner copies it from
+the joint graph into the forward and the backward graph, where the overlap pass reads it for its report."""
+
+
+@dataclass(frozen=True)
+class StretchFacts:
+    """A stretch of one joint graph, the same on every rank.
+
+    Attributes:
+        id: the same on every rank and in every run. A site at one of the stretch's collectives names it as
+            ``derived_from``.
+        module: path of the module of the first all-reduce.
+        ranks: global ranks of the group.
+        tokens: number of tokens that the ranks divide, an int or an expression.
+        features: size of the last dim of the first all-reduce.
+        dtype: dtype of the first all-reduce, without ``torch.``.
+        all_reduces: number of all-reduces as written.
+        scatters, gathers, sums: number of reduce-scatters, all-gathers, and all-reduces of sums over tokens that the
+            rewrite makes.
+        nodes: number of nodes that run on rows.
+        status: ``rewritten`` | ``kept`` | ``refused`` | ``failed``.
+        source: ``analytic`` | ``forced``.
+        estimate_us: microseconds of the matmuls beside the collectives and of the collectives that stay exposed:
+            ``keep`` as written, ``rewritten``; empty if they were not estimated.
+        reasons: why the stretch is not rewritten.
+        gathered_for: for each op that needs all rows, how many gathers it needs: ``{"aten.mm.default": 5}``.
+    """
+
+    id: str
+    module: str
+    ranks: tuple[int, ...]
+    tokens: Size
+    features: Size
+    dtype: str
+    all_reduces: int
+    scatters: int
+    gathers: int
+    sums: int
+    nodes: int
+    status: str
+    source: str
+    estimate_us: dict[str, float] = field(default_factory=dict)
+    reasons: tuple[Reason, ...] = ()
+    gathered_for: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ranks": list(self.ranks), "reasons": [asdict(r) for r in self.reasons]}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> StretchFacts:
+        reasons = tuple(Reason(**r) for r in value["reasons"])
+        return cls(**{**value, "ranks": tuple(value["ranks"]), "reasons": reasons})

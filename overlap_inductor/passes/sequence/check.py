@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check whether a stretch may be rewritten: an ordered list of small checks, as ``passes.check`` for sites.
+
+Each check has a reason code. It returns a sentence with the values for which the stretch is refused, or ``None``.
+Nothing changes, and no check reads what differs between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.passes.sequence.find import Stretch
+from overlap_inductor.sites import graph_tools as tools
+
+NEEDED = ("all_gather_matmul", "matmul_reduce_scatter")
+"""The patterns of the sites that the rewrite makes."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the checks read besides the stretch. ``refusal``: why the compile can hold no overlap ops, or ``None``."""
+
+    config: OverlapConfig
+    refusal: str | None
+
+
+def refuse(stretch: Stretch, context: Context) -> Reason | None:
+    """Why ``stretch`` must stay as written, or ``None``."""
+    for code, check in _CHECKS:
+        if (text := check(stretch, context)) is not None:
+            return Reason(code, text)
+    return None
+
+
+def _backend(stretch: Stretch, context: Context) -> str | None:
+    return context.refusal
+
+
+def _switched_off(stretch: Stretch, context: Context) -> str | None:
+    missing = [p for p in NEEDED if p not in context.config.patterns]
+    if missing:
+        return f"OVERLAP_INDUCTOR_PATTERNS={','.join(context.config.patterns)} leaves out {' and '.join(missing)}"
+    if context.config.schedule == "keep":
+        return "OVERLAP_INDUCTOR_SCHEDULE=keep leaves every site as written, and the rewrite alone costs time"
+    return None
+
+
+def _unbacked(stretch: Stretch, context: Context) -> str | None:
+    if tools.has_unbacked([stretch.tokens.count]):
+        return f"the number of tokens, {stretch.tokens.count}, is known only when the graph runs"
+    return None
+
+
+def _features(stretch: Stretch, context: Context) -> str | None:
+    for source in stretch.sources:
+        size = tools.shape(source.result)[-1]
+        if isinstance(size, torch.SymInt):
+            return f"the last dim of {source.result.name} has the symbolic size {size}; expected a number of features"
+    return None
+
+
+def _few_tokens(stretch: Stretch, context: Context) -> str | None:
+    tokens = stretch.tokens
+    if isinstance(tokens.count, int) and tokens.count < tokens.world_size:
+        return f"{tokens.count} tokens cannot be divided among {tokens.world_size} ranks; expected one for each rank"
+    return None
+
+
+def _no_gain(stretch: Stretch, context: Context) -> str | None:
+    if not stretch.rows and not stretch.sums and not stretch.whole_too:
+        first = next(iter(stretch.needs_whole.values()), [(None, "no node reads it")])[0][1]
+        return f"no work behind the all-reduce can run on rows: {first}"
+    return None
+
+
+_CHECKS: list[tuple[str, Callable[[Stretch, Context], str | None]]] = [
+    ("backend_not_supported", _backend),
+    ("switched_off", _switched_off),
+    ("dynamic_shape", _unbacked),
+    ("dynamic_shape", _features),
+    ("few_tokens", _few_tokens),
+    ("no_token_wise_work", _no_gain),
+]

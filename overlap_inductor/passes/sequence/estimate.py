@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimate what a stretch costs as written and rewritten, each with the plan that the overlap pass would choose for it.
+
+The rewrite alone costs time: two collectives for one. It pays only if the overlap pass hides them. So both graphs are
+planned as the overlap pass plans them, and what stays exposed is added up. For each stretch::
+
+    exposed = time of each overlapped site - its matmuls; time of every other collective
+    pays    = matmuls + exposed as written  >  MARGIN * (matmuls + exposed rewritten)
+
+The token-wise work shrinks to 1/W too. Its time is memory traffic: what the stretch's own reads and writes take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts import cost_model
+from overlap_inductor.passes.choose import Choice
+from overlap_inductor.passes.choose import find_and_choose
+from overlap_inductor.passes.sequence.find import Stretch
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import sizes
+from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.sites.nodes import DecidedSite
+
+MARGIN = 1.02
+"""A stretch is rewritten only if it is estimated to be at least this many times as fast as written."""
+PASSES = 4
+"""Reads and writes of one tensor of all rows for each all-reduce: the residual is read and written, the all-reduce's
+result is read, the norm's result is written. Inductor fuses the rest."""
+
+
+@dataclass
+class Cost:
+    """Seconds of one stretch: the matmuls of its sites, what of its collectives stays exposed, and token-wise work."""
+
+    matmuls: float = 0.0
+    exposed: float = 0.0
+    row_work: float = 0.0
+
+    @property
+    def behind(self) -> float:
+        return self.exposed + self.row_work
+
+
+def plan(graph: fx.Graph, config: OverlapConfig, refusal: str | None) -> Choice:
+    """The sites of ``graph`` as the overlap pass would choose them. ``graph`` is a copy, which may change."""
+    return find_and_choose(graph, config, "forward", refusal, {})
+
+
+def costs(
+    choice: Choice, stretch_of: Mapping[fx.Node, int], numbers: Iterable[int], config: OverlapConfig
+) -> dict[int, Cost]:
+    """What each stretch costs by the plans in ``choice``.
+
+    Args:
+        stretch_of: the number of its stretch for each collective's node.
+        numbers: the numbers of all stretches.
+    """
+    found = {number: Cost() for number in numbers}
+    taken: set[fx.Node] = set()
+    for site in choice.sites:
+        nodes = [c.node for c in site.collectives]
+        owner = stretch_of.get(nodes[0])
+        matmuls = cost_model.matmul_seconds(sizes.sizes_at(site), sizes.machine_of(site, config))
+        taken.update(nodes)
+        if owner is not None:
+            found[owner].matmuls += matmuls
+            found[owner].exposed += max(_seconds(site, matmuls, config) - matmuls, 0.0)
+    for node, _, collective in choice.found.collectives.values():
+        owner = stretch_of.get(node)
+        if node not in taken and owner is not None and isinstance(collective, CollectiveNode):
+            found[owner].exposed += collective_seconds(collective, config)
+    return found
+
+
+def collective_seconds(collective: CollectiveNode, config: OverlapConfig) -> float:
+    """Estimated seconds of a collective that nothing hides."""
+    return cost_model.collective_seconds(sizes.moved_by(collective), sizes.machine_at(collective, config))
+
+
+def row_work(stretch: Stretch, ranks: int, config: OverlapConfig) -> float:
+    """Estimated seconds of the stretch's token-wise work if ``ranks`` ranks divide it."""
+    seconds = 0.0
+    for source in stretch.sources:
+        nbytes = sizes.hint(tools.numel(tools.shape(source.result))) * tools.dtype(source.result).itemsize
+        seconds += PASSES * nbytes / ranks / sizes.machine_at(source.collectives[0], config).memory_bytes
+    return seconds
+
+
+def least_seconds(stretch: Stretch, config: OverlapConfig) -> float:
+    """The fixed costs of the collectives that the rewrite makes: it can take no less, however much is hidden."""
+    fixed = sizes.machine_at(stretch.sources[0].collectives[0], config).collective_seconds
+    return fixed * (len(stretch.sources) + len(stretch.needs_whole))
+
+
+def pays(written: Cost, rewritten: Cost) -> bool:
+    matmuls = max(written.matmuls, rewritten.matmuls)
+    return matmuls + written.behind > MARGIN * (matmuls + rewritten.behind)
+
+
+def crossover(count: int, world_size: int, pays_at: Callable[[float], bool]) -> int | None:
+    """The smallest number of tokens, ``count`` times a power of two, from which on the rewrite pays up to there without
+    a gap; ``None`` if it does not pay for ``count`` tokens. ``pays_at``: whether it pays for ``count`` times a
+    factor."""
+    if not pays_at(1.0):
+        return None
+    factor = 1.0
+    while count * factor / 2 >= world_size and pays_at(factor / 2):
+        factor /= 2
+    return max(int(count * factor), world_size)
+
+
+def limit_of_keeping(count: int, pays_at: Callable[[float], bool], most: int = 1 << 20) -> int | None:
+    """The number of tokens from which on the rewrite pays although it does not for ``count`` tokens; ``None`` if it
+    does not pay up to ``most``."""
+    factor = 2.0
+    while count * factor <= most:
+        if pays_at(factor):
+            return int(count * factor)
+        factor *= 2
+    return None
+
+
+def _seconds(site: DecidedSite, matmuls: float, config: OverlapConfig) -> float:
+    """Estimated seconds of a site by its plan."""
+    moving = site.decision.moving
+    if site.decision.plan and moving.schedule in moving.estimate_us and moving.schedule != "keep":
+        return moving.estimate_us[moving.schedule] * 1e-6
+    return matmuls + cost_model.collective_seconds(sizes.sizes_at(site), sizes.machine_of(site, config))

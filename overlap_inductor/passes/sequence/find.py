@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the stretches of a graph: token-wise work between all-reduces that can run on a rank's rows.
+
+The walk goes once through the graph, forward and backward part alike. It changes nothing. H: held as rows::
+
+    w = wait_tensor(all_reduce(mm(...)))       H: a reduce-scatter can make the rows
+    r = add(w, residual)                       H: the residual is cut to rows, or is held as rows already
+    n = mul(norm(r), weight)                   H
+    y = mm(view(n), wq); z = mm(view(n), wk)   need all rows: one gather of n in front of them
+    s = sum(mul(grad, n), [0, 1])              a sum over tokens: each rank sums its rows, then the ranks combine
+
+A *stretch* is a connected set of all-reduces and nodes that are held as rows. It is rewritten as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from dataclasses import field
+
+from torch import fx
+
+from overlap_inductor.passes.sequence.rows import NotRowWise
+from overlap_inductor.passes.sequence.rows import Rows
+from overlap_inductor.passes.sequence.rows import Tokens
+from overlap_inductor.passes.sequence.rules import rule_of
+from overlap_inductor.passes.sequence.same_values import SameValues
+from overlap_inductor.passes.sequence.sums import reduces_tokens
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.collectives import find_collectives
+from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.sites.sizes import hint
+
+aten = tools.aten
+
+
+@dataclass
+class Source:
+    """An all-reduce that a reduce-scatter can replace, or several whose results are only added to each other.
+
+    Attributes:
+        result: the node whose rows the reduce-scatter makes: the wait, or the sum of the waits.
+        collectives: the all-reduces, in graph order.
+        adds: the additions of their results, with ``result``.
+    """
+
+    result: fx.Node
+    collectives: list[CollectiveNode]
+    adds: list[fx.Node] = field(default_factory=list)
+
+
+@dataclass
+class Stretch:
+    """Nodes that are rewritten together.
+
+    Attributes:
+        tokens: what the ranks divide among them.
+        sources: the all-reduces that become reduce-scatters.
+        rows: the nodes that are computed on rows, in graph order, without the sources.
+        sums: the nodes that reduce all tokens.
+        reads: for each tensor that is not held as rows but is read by a node on rows: the graph's inputs that must be
+            the same on all ranks (``same_values``).
+        needs_whole: for each node whose rows are gathered, the users that need all rows, and why: ``(user, reason)``.
+        whole_too: nodes that are also computed with all rows, because fewer bytes are gathered in front of them.
+    """
+
+    tokens: Tokens
+    sources: list[Source] = field(default_factory=list)
+    rows: list[fx.Node] = field(default_factory=list)
+    sums: list[fx.Node] = field(default_factory=list)
+    reads: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
+    needs_whole: dict[fx.Node, list[tuple[fx.Node, str]]] = field(default_factory=dict)
+    whole_too: set[fx.Node] = field(default_factory=set)
+
+
+class RowFinder:
+    """One walk over a graph.
+
+    Attributes:
+        held: how each node is held that can be held as rows, the sources included.
+        stretches: what ``run`` found, in graph order.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.held: dict[fx.Node, Rows] = {}
+        self.stretches: list[Stretch] = []
+        self._sources: dict[fx.Node, Source] = {}
+        self._sums: list[fx.Node] = []
+        self._reads: dict[fx.Node, dict[fx.Node, frozenset[fx.Node]]] = {}
+        self._whole: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
+        self._same: dict[str, SameValues] = {}
+
+    def run(self) -> RowFinder:
+        self._sources = find_sources(self.graph)
+        for node in self.graph.nodes:
+            if node in self._sources:
+                first = self._sources[node].collectives[0]
+                shape = tools.shape(node)
+                lead = len(shape) - 1
+                tokens = Tokens(first.group_name, first.world_size, tools.numel(shape[:lead]))
+                self.held[node] = Rows(tokens, lead)
+            elif any(i in self.held for i in node.all_input_nodes):
+                self._visit(node)
+        self.stretches = self._stretches()
+        return self
+
+    def _visit(self, node: fx.Node) -> None:
+        try:
+            if node.op != "call_function":
+                raise NotRowWise("it is a result of the graph")
+            if reduces_tokens(node, self.held):
+                self._sums.append(node)
+                return
+            rule = rule_of(node)
+            if rule is None:
+                raise NotRowWise(f"{node.target} is not computed row by row")
+            rows = rule.held(node, self.held)
+            self._reads[node] = self._others(node, rows)
+        except NotRowWise as error:
+            for source in node.all_input_nodes:
+                if source in self.held:
+                    self._whole.setdefault(source, []).append((node, str(error)))
+            return
+        self.held[node] = rows
+
+    def _others(self, node: fx.Node, rows: Rows) -> dict[fx.Node, frozenset[fx.Node]]:
+        """The tensors that ``node`` reads and that are not held as rows. Raises ``NotRowWise`` if one of them may
+        differ between ranks."""
+        same = self._same.setdefault(rows.tokens.group_name, SameValues(rows.tokens.group_name))
+        found = {}
+        for source in tools.tensor_inputs(node):
+            if source in self.held:
+                continue
+            inputs = same.inputs_of(source)
+            if inputs is None:
+                raise NotRowWise(f"{node.name} reads {source.name}, which may differ between the ranks")
+            found[source] = inputs
+        return found
+
+    def _stretches(self) -> list[Stretch]:
+        sets = _DisjointSets(self.held)
+        for node in self.held:
+            sets.join(node, [i for i in node.all_input_nodes if i in self.held and node not in self._sources])
+        found: dict[fx.Node, Stretch] = {}
+        for node, rows in self.held.items():
+            stretch = found.setdefault(sets.first(node), Stretch(rows.tokens))
+            if node in self._sources:
+                stretch.sources.append(self._sources[node])
+            else:
+                stretch.rows.append(node)
+                stretch.reads.update(self._reads[node])
+            if node in self._whole:
+                stretch.needs_whole[node] = self._whole[node]
+        for node in self._sums:
+            found[sets.first(node.all_input_nodes[0])].sums.append(node)
+        return list(found.values())
+
+
+def find_sources(graph: fx.Graph) -> dict[fx.Node, Source]:
+    """The all-reduces that sum rows of at least two dims, by the node that holds their result. All-reduces whose
+    results are only added to each other are one source, because the sum of the parts can be scattered at once."""
+    found: dict[fx.Node, Source] = {}
+    for _, kind, collective in find_collectives(graph):
+        if kind == "all_reduce" and isinstance(collective, CollectiveNode) and collective.reduce_op == "sum":
+            if collective.world_size > 1 and len(tools.shape(collective.wait)) > 1:
+                found[collective.wait] = Source(collective.wait, [collective])
+    for node in graph.nodes:
+        if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+            continue
+        terms = [found.get(a) for a in node.args]
+        a, b = terms
+        if a is None or b is None or a is b or any(len(t.result.users) > 1 for t in (a, b)):
+            continue
+        if a.collectives[0].group_name != b.collectives[0].group_name or not _alike(a.result, b.result, node):
+            continue
+        del found[a.result], found[b.result]
+        found[node] = Source(node, [*a.collectives, *b.collectives], [*a.adds, *b.adds, node])
+    return dict(sorted(found.items()))
+
+
+def _alike(a: fx.Node, b: fx.Node, total: fx.Node) -> bool:
+    return (
+        tools.dtype(a) == tools.dtype(b) == tools.dtype(total) and tools.same_shape(a, b) and tools.same_shape(a, total)
+    )
+
+
+class _DisjointSets:
+    """Sets of nodes that ``join`` makes larger. The first node of a set names it."""
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        self._parent = {n: n for n in nodes}
+
+    def first(self, node: fx.Node) -> fx.Node:
+        while self._parent[node] is not node:
+            self._parent[node] = self._parent[self._parent[node]]
+            node = self._parent[node]
+        return node
+
+    def join(self, node: fx.Node, others: Iterable[fx.Node]) -> None:
+        for other in others:
+            a, b = self.first(node), self.first(other)
+            earlier, later = (a, b) if a < b else (b, a)
+            self._parent[later] = earlier
+
+
+def gather_less(stretch: Stretch) -> None:
+    """Move gathers in front of a node if fewer bytes move there. The node is then computed with all rows for the users
+    that need all of them::
+
+        x (rows) -> cast to fp32 -> mm      ->   gather x, cast all rows
+        view(n), view(n), view(n) -> mm     ->   gather n once
+
+    A node that no user reads as rows any more is not computed on rows.
+    """
+    members = {s.result for s in stretch.sources} | set(stretch.rows)
+    for node in sorted(stretch.rows, reverse=True):
+        if node not in stretch.needs_whole:
+            continue
+        inputs = [i for i in tools.tensor_inputs(node) if i in members]
+        new = [i for i in inputs if i not in stretch.needs_whole]
+        less = sum(map(_bytes, new)) - _bytes(node)
+        if new and (less > 0 or (less == 0 and not tools.is_reshape(node))):
+            continue
+        del stretch.needs_whole[node]
+        stretch.whole_too.add(node)
+        for source in inputs:
+            stretch.needs_whole.setdefault(source, []).append((node, "fewer bytes are gathered in front of it"))
+    read = {i for n in (*stretch.rows, *stretch.sums) if n not in stretch.whole_too for i in n.all_input_nodes}
+    for node in sorted(stretch.whole_too, reverse=True):
+        if node in read:
+            read.update(node.all_input_nodes)
+    stretch.rows = [n for n in stretch.rows if n not in stretch.whole_too or n in read]
+
+
+def _bytes(node: fx.Node) -> int:
+    """Bytes of all rows of ``node``, at the example's sizes."""
+    return hint(tools.numel(tools.shape(node))) * tools.dtype(node).itemsize

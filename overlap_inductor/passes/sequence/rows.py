@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors of a graph can be held as rows: each rank of a group holds ``ceil(T / W)`` of their T tokens.
+
+A tensor has T tokens if its leading dims together have T elements: ``[T, H]``, ``[B, S, H]`` with ``B * S = T``. The
+dims behind them are the tensor's features. A rank's rows have shape ``[ceil(T / W), *features]``, whatever the leading
+dims were. If W does not divide T, the last ranks hold rows beyond the last token. Their values are arbitrary, and no
+result of the graph may depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.layouts import same_size
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens that the ranks of one group divide among them.
+
+    Attributes:
+        group_name: the process group.
+        world_size: number of its ranks, W.
+        count: number of tokens, T: an int or a symbolic size.
+    """
+
+    group_name: str
+    world_size: int
+    count: Size
+
+    def same(self, other: Tokens) -> bool:
+        return self.group_name == other.group_name and same_size(self.count, other.count)
+
+    @property
+    def shard(self) -> Size:
+        """Rows of one rank: ``ceil(T / W)``."""
+        return (self.count + self.world_size - 1) // self.world_size
+
+    @property
+    def padded(self) -> Size:
+        """Rows of all ranks, with those beyond the last token."""
+        return self.shard * self.world_size
+
+    @property
+    def even(self) -> bool:
+        """Whether W is known to divide T, so that no rank holds rows beyond the last token."""
+        return same_size(self.padded, self.count) or same_size(self.count % self.world_size, 0)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a tensor is held. ``lead``: number of its leading dims that together are the tokens."""
+
+    tokens: Tokens
+    lead: int
+
+
+class NotRowWise(Exception):
+    """The op of a node cannot be computed on rows; the message says why."""
+
+
+def features(node: fx.Node, rows: Rows) -> list[Size]:
+    """The sizes of the dims behind the tokens."""
+    return tools.shape(node)[rows.lead :]
+
+
+def local_shape(node: fx.Node, rows: Rows) -> list[Size]:
+    """The shape of a rank's rows."""
+    return [rows.tokens.shard, *features(node, rows)]
+
+
+def leading_dims(shape: Sequence[Size], tokens: Size, behind: Sequence[Size]) -> int | None:
+    """The number of leading dims of ``shape`` that together have ``tokens`` elements, such that the other dims have as
+    many elements as ``behind``; ``None`` if there is no such number."""
+    for lead in range(1, len(shape) + 1):
+        if same_size(tools.numel(list(shape[:lead])), tokens):
+            same = same_size(tools.numel(list(shape[lead:])), tools.numel(list(behind)))
+            return lead if same else None
+    return None
+
+
+def is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1

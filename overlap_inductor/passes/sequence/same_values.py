@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide whether a tensor has the same values on every rank of a group.
+
+If an op on rows also reads a tensor that is not held as rows, each rank reads the part of that tensor that belongs to
+its own rows. The result is the plain program's only if all ranks hold the same tensor. The graph shows that for what is
+computed from results of the group's collectives. It cannot show it for the graph's inputs: a norm's weight is the same
+on all ranks, a shard of a projection is not. So the inputs that a tensor is computed from are listed, and the ranks
+compare their values at the graph's first run (``runtime.same_inputs``). A matmul's result is taken to differ between
+ranks, because its weight may be a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from overlap_inductor.sites import collectives
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import matmuls
+from overlap_inductor.torch_compat import operators
+from overlap_inductor.torch_compat.distributed import group_description
+
+_SAME_RESULT = {"all_reduce", "all_gather"}
+"""Kinds of collectives whose result is the same on all ranks of the group."""
+_NAMESPACES = ("aten", "prims", "_c10d_functional", "inductor_prims", "quantized_decomposed", "torchao")
+
+
+class SameValues:
+    """For one group, the inputs of a graph that must be the same on all ranks for a tensor to be the same on them."""
+
+    def __init__(self, group_name: str) -> None:
+        self.group_name = group_name
+        self._known: dict[fx.Node, frozenset[fx.Node] | None] = {}
+
+    def inputs_of(self, node: fx.Node) -> frozenset[fx.Node] | None:
+        """The graph's inputs on which ``node`` depends, except through the group's collectives. ``None`` if ``node``
+        may differ between ranks even if these inputs do not."""
+        stack = [node]
+        while stack:
+            current = stack[-1]
+            if current in self._known:
+                stack.pop()
+                continue
+            pending = [i for i in self._sources(current) if i not in self._known]
+            if pending:
+                stack.extend(pending)
+            else:
+                self._known[stack.pop()] = self._combined(current)
+        return self._known[node]
+
+    def _sources(self, node: fx.Node) -> list[fx.Node]:
+        return [] if node.op != "call_function" or self._ends(node) else node.all_input_nodes
+
+    def _ends(self, node: fx.Node) -> bool:
+        """Whether the answer for ``node`` does not depend on its inputs. Sizes are the same on all ranks."""
+        return _is_size(node) or _may_differ(node) or self._of_group(node) is not None
+
+    def _of_group(self, node: fx.Node) -> str | None:
+        """The kind of collective if ``node`` is one of the group's, else ``None``."""
+        same = collectives.group_of(node) == self.group_name
+        return (collectives.kept_kind(node) or "").split(" ")[0] if same else None
+
+    def _combined(self, node: fx.Node) -> frozenset[fx.Node] | None:
+        if _is_size(node):
+            return frozenset()
+        if node.op == "placeholder":
+            return frozenset([node])
+        if node.op == "get_attr":
+            value = tools.value(node)
+            return frozenset() if isinstance(value, torch.Tensor) and value.numel() <= 1 else None
+        if node.op != "call_function" or _may_differ(node):
+            return None
+        kind = self._of_group(node)
+        if kind is not None:
+            return frozenset() if kind in _SAME_RESULT else None
+        if not self._same_on_a_mesh(node):
+            return None
+        found = [self._known[i] for i in node.all_input_nodes]
+        if any(f is None for f in found):
+            return None
+        return frozenset().union(*(f for f in found if f is not None))
+
+    def _same_on_a_mesh(self, node: fx.Node) -> bool:
+        """Whether a collective of another group keeps the ranks of this group alike. It does if both groups are dims of
+        one mesh: then each rank of this group has the same place in its own copy of the other group."""
+        other = collectives.group_of(node)
+        if other is None:
+            return True
+        return _kind_of(node) in _SAME_RESULT and None not in (
+            group_description(other),
+            group_description(self.group_name),
+        )
+
+
+def _kind_of(node: fx.Node) -> str:
+    return (collectives.kept_kind(node) or "").split(" ")[0]
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(tools.value(node), (int, torch.SymInt))
+
+
+def _may_differ(node: fx.Node) -> bool:
+    """Whether ``node`` may differ between ranks although its inputs are the same: random numbers, unknown ops, and
+    matmuls, whose weights may be shards."""
+    if getattr(node.target, "__name__", "") == "getitem" or operators.operator(node) is None:
+        return False
+    return (
+        operators.qualified_name(node)[0] not in _NAMESPACES
+        or operators.has_tag(node, torch.Tag.nondeterministic_seeded)
+        or operators.is_mutable(node)
+        or matmuls.parse(node) is not None
+        or operators.qualified_name(node)[1].rstrip("_").endswith(("mm", "matmul", "convolution", "rand", "random"))
+    )
+
+
+def inputs_to_compare(found: Mapping[fx.Node, frozenset[fx.Node]]) -> list[fx.Node]:
+    """All inputs in ``found``, in graph order."""
+    return sorted({i for inputs in found.values() for i in inputs if tools.is_tensor(i)})

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write symbolic sizes into a graph as nodes.
+
+The partitioner splits a joint graph by its edges. A node whose argument is a bare ``SymInt`` has no edge to what
+defines the symbol, so its part of the graph could lack the symbol. So each size is computed by nodes from an input::
+
+    (s0 + 3) // 4   ->   floordiv(add(sym_size(x, 0), 3), 4)        behind the last input of the graph
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.functions import CleanDiv
+from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import Mod
+from torch.utils._sympy.functions import PythonMod
+
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.torch_compat.step_values import evaluated
+
+aten = torch.ops.aten
+_BINARY: dict[Any, Any] = {
+    FloorDiv: operator.floordiv,
+    CleanDiv: operator.floordiv,
+    Mod: operator.mod,
+    PythonMod: operator.mod,
+}
+
+
+class SizeNodes:
+    """Writes each size of a graph once."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self._known: dict[Any, fx.Node] = {}
+        inputs = graph.find_nodes(op="placeholder")
+        self._last = inputs[-1] if inputs else None
+        for node in inputs:
+            value = tools.value(node)
+            if isinstance(value, torch.SymInt):
+                self._known.setdefault(value.node.expr, node)
+        self._tensors = [n for n in inputs if tools.is_tensor(n)]
+
+    def argument(self, size: Any) -> Any:
+        """``size`` as an argument of a node: an int, or a node.
+
+        Raises:
+            ValueError: no input of the graph defines one of its symbols, or it has an operation that is not known.
+        """
+        return self._of(size.node.expr, size) if isinstance(size, torch.SymInt) else size
+
+    def _of(self, expression: Any, size: Any) -> Any:
+        if expression.is_Integer:
+            return int(expression)
+        if expression not in self._known:
+            self._known[expression] = self._written(expression, size)
+        return self._known[expression]
+
+    def _written(self, expression: Any, size: Any) -> fx.Node:
+        if expression.is_Symbol:
+            for tensor in self._tensors:
+                for dim, own in enumerate(tools.shape(tensor)):
+                    if isinstance(own, torch.SymInt) and own.node.expr == expression:
+                        return self._node(aten.sym_size.int, tensor, dim)
+            raise ValueError(f"no input of the graph defines the symbol {expression} of the size {size}")
+        parts = [self._of(a, size) for a in expression.args]
+        if isinstance(expression, (sympy.Add, sympy.Mul)):
+            function = operator.add if isinstance(expression, sympy.Add) else operator.mul
+        elif type(expression) in _BINARY:
+            function = _BINARY[type(expression)]
+        else:
+            raise ValueError(f"the size {size} has {type(expression).__name__}; expected sums, products and quotients")
+        total = parts[0]
+        for part in parts[1:]:
+            total = self._node(function, total, part)
+        return total
+
+    def _node(self, target: Any, *args: Any) -> fx.Node:
+        assert self._last is not None
+        with self.graph.inserting_after(self._last):
+            node = self.graph.call_function(target, args)
+        node.meta["val"] = evaluated(node)
+        self._last = node
+        return node

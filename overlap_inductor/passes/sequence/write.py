@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewrite stretches: reduce-scatter in place of all-reduce, work on a rank's rows, all-gather where all rows are needed.
+
+T tokens, W ranks, t = ceil(T / W). No rank number is written into the graph: op ``take`` cuts a rank's rows by the
+group's name::
+
+    w = wait_tensor(all_reduce(p [B, S, H]))       p [T, H], padded to [W t, H] if W does not divide T
+    r = add(w, residual)                      ->   w = wait_tensor(reduce_scatter(p)) [t, H]
+    n = norm(r)                                    r = add(w, take(residual)) [t, H]; n = norm(r) [t, H]
+    y = mm(view(n), wq)                            g = wait_tensor(all_gather(n)) [W t, H], cut to [T, H]
+                                                   y = mm(view(g), wq)
+
+A gather stands before the first node that needs all rows, and all such nodes share it. A node that only the old program
+needed is erased. Every new node has the metadata (module, stack trace, recompute tag) of the node that it replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.lowerings.registry import define_ops
+from overlap_inductor.passes.sequence.find import Source
+from overlap_inductor.passes.sequence.find import Stretch
+from overlap_inductor.passes.sequence.rows import Rows
+from overlap_inductor.passes.sequence.rows import Tokens
+from overlap_inductor.passes.sequence.rules import rule_of
+from overlap_inductor.passes.sequence.sizes import SizeNodes
+from overlap_inductor.passes.sequence.sums import REDUCE_OPS
+from overlap_inductor.passes.sequence.sums import write_partial
+from overlap_inductor.passes.sequence.sums import write_result
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.torch_compat.step_values import evaluated
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+overlap = torch.ops.overlap_inductor
+NOT_COPIED = ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "from_node", "original_aten")
+"""Metadata that describes a node's own value or operator."""
+
+
+class RowWriter:
+    """Rewrites stretches of one graph, in place. Implements ``rules.Writer``.
+
+    Attributes:
+        made: for each collective that was written, the number of its stretch and the node whose place it takes: an
+            all-reduce, a node that is gathered, or a sum over tokens.
+    """
+
+    def __init__(self, graph: fx.Graph, held: Mapping[fx.Node, Rows]) -> None:
+        define_ops()
+        self.graph, self.held = graph, held
+        self.made: dict[fx.Node, tuple[int, fx.Node]] = {}
+        self._sizes = SizeNodes(graph)
+        self._local: dict[fx.Node, fx.Node] = {}
+        self._gathered: dict[fx.Node, fx.Node] = {}
+        self._cuts: dict[fx.Node, fx.Node] = {}
+        self._meta: dict[str, Any] = {}
+        self._stretch = 0
+
+    def apply(self, stretches: list[tuple[int, Stretch]]) -> None:
+        """Rewrite the numbered ``stretches``. Raises what a step raises; the graph is then half rewritten."""
+        members: dict[fx.Node, tuple[int, Source | None]] = {}
+        sums: dict[fx.Node, int] = {}
+        for number, stretch in stretches:
+            members.update({s.result: (number, s) for s in stretch.sources})
+            members.update(dict.fromkeys(stretch.rows, (number, None)))
+            sums.update(dict.fromkeys(stretch.sums, number))
+        for node in list(self.graph.nodes):
+            if node in sums:
+                self._stretch = sums[node]
+                self._sum(node)
+            elif node in members:
+                self._stretch, source = members[node]
+                with self._in_place_of(node):
+                    self._local[node] = self._scatter(source) if source is not None else self._row_node(node)
+        for number, stretch in stretches:
+            self._stretch = number
+            readers = {node: [user for user, _ in users] for node, users in stretch.needs_whole.items()}
+            for node in sorted(readers, key=lambda n: min(readers[n])):
+                self._gather(node, readers[node])
+        old = [
+            n
+            for _, s in stretches
+            for n in (*s.rows, *s.whole_too, *s.sums, *(x for o in s.sources for x in _nodes_of(o)))
+        ]
+        for node in sorted(old, reverse=True):
+            if not node.users:
+                self.graph.erase_node(node)
+        self.graph.lint()
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta = {**self._meta, "val": evaluated(node)}
+        return node
+
+    def rows(self, node: fx.Node) -> fx.Node:
+        return self._local[node]
+
+    def size(self, size: Any) -> Any:
+        return self._sizes.argument(size)
+
+    def reshape(self, node: fx.Node, shape: list[Any]) -> fx.Node:
+        have = tools.shape(node)
+        if len(have) == len(shape) and all(map(same_size, have, shape)):
+            return node
+        return self.call(aten.reshape.default, node, [self.size(s) for s in shape])
+
+    def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
+        if node not in self._cuts:
+            shape = tools.shape(node)
+            if not same_size(tools.numel(shape[:ahead]), tokens.count):
+                node_in_dims = self.reshape(node, [*[1] * (len(dims) - ahead), *shape])
+                wide = [self.size(s) for s in (*dims, *shape[ahead:])]
+                full = self.call(aten.expand.default, node_in_dims, wide)
+            else:
+                full = node
+            flat = self._padded(self.reshape(full, [tokens.count, *shape[ahead:]]), tokens)
+            rows = self.size(tokens.shard)
+            self._cuts[node] = self.call(overlap.take.default, flat, 0, 0, rows, 0, rows, tokens.group_name)
+        return self._cuts[node]
+
+    def _padded(self, flat: fx.Node, tokens: Tokens) -> fx.Node:
+        """``flat [T, ...]`` with zero rows up to a multiple of the world size."""
+        if tokens.even:
+            return flat
+        behind = len(tools.shape(flat)) - 1
+        return self.call(
+            aten.constant_pad_nd.default, flat, [0, 0] * behind + [0, self.size(tokens.padded - tokens.count)]
+        )
+
+    def _row_node(self, node: fx.Node) -> fx.Node:
+        rule = rule_of(node)
+        assert rule is not None
+        return rule.write(node, self.held[node], self.held, self)
+
+    def _scatter(self, source: Source) -> fx.Node:
+        rows, first = self.held[source.result], source.collectives[0]
+        total = first.input
+        for other in source.collectives[1:]:
+            total = self.call(aten.add.Tensor, total, other.input)
+        flat = self.reshape(total, [rows.tokens.count, *tools.shape(source.result)[rows.lead :]])
+        return self._exchanged(
+            first.node, c10d.reduce_scatter_tensor.default, self._padded(flat, rows.tokens), "sum", rows.tokens
+        )
+
+    def _gather(self, node: fx.Node, users: list[fx.Node]) -> None:
+        """Gather the rows of ``node`` before the first of ``users``, and let ``users`` read all rows."""
+        tokens, local = self.held[node].tokens, self._local[node]
+        first = min(users)
+        with self._in_place_of(node, first):
+            if local not in self._gathered:
+                sent = local
+                if not tools.value(local).is_contiguous():
+                    sent = self.call(aten.clone.default, local, memory_format=torch.contiguous_format)
+                full = self._exchanged(node, c10d.all_gather_into_tensor.default, sent, None, tokens)
+                if not tokens.even:
+                    full = self.call(aten.slice.Tensor, full, 0, 0, self.size(tokens.count))
+                self._gathered[local] = full
+            elif first < self._gathered[local]:
+                raise RuntimeError(f"{first.name} needs all rows of {node.name} before they are gathered")
+            whole = self.reshape(self._gathered[local], tools.shape(node))
+        for user in users:
+            user.replace_input_with(node, whole)
+
+    def _exchanged(self, old: fx.Node, target: Any, sent: fx.Node, reduce_op: str | None, tokens: Tokens) -> fx.Node:
+        terms = (tokens.world_size, tokens.group_name)
+        node = self.call(target, sent, *(() if reduce_op is None else (reduce_op,)), *terms)
+        self.made[node] = (self._stretch, old)
+        return self.call(c10d.wait_tensor.default, node)
+
+    def _sum(self, node: fx.Node) -> None:
+        source: Any = node.args[0]
+        rows = self.held[source]
+        with self._in_place_of(node):
+            part = write_partial(node, rows, self)
+            combined = self.call(c10d.all_reduce.default, part, REDUCE_OPS[node.target], rows.tokens.group_name)
+            self.made[combined] = (self._stretch, node)
+            result = write_result(node, self.call(c10d.wait_tensor.default, combined), self)
+        node.replace_all_uses_with(result)
+
+    @contextmanager
+    def _in_place_of(self, node: fx.Node, before: fx.Node | None = None) -> Iterator[None]:
+        """New nodes stand before ``before`` (by default ``node``) and get the metadata of ``node``."""
+        outer, self._meta = self._meta, {k: v for k, v in node.meta.items() if k not in NOT_COPIED}
+        try:
+            with self.graph.inserting_before(node if before is None else before):
+                yield
+        finally:
+            self._meta = outer
+
+
+def _nodes_of(source: Source) -> list[fx.Node]:
+    """The nodes that ``source`` replaces."""
+    return [*source.adds, *(n for c in source.collectives for n in c.chain())]

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sequence-parallel rewrite: all-reduces become reduce-scatters, and the token-wise work behind them runs on rows.
+
+Contract: ``graph`` is a joint graph (forward and backward) or an inference graph, before the partitioner. The pass
+changes it in place, and only in stretches that are legal and chosen. If the rewrite fails, the graph is restored. The
+pass does not communicate. It decides by facts that all ranks of a group share. The method is Megatron's sequence
+parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2), applied to a graph in place of a model.
+
+Pseudo-code::
+
+    stretches = find(graph)                                     # what can be held as rows, op by op
+    legal     = [s for s in stretches if refuse(s) is None]
+    chosen    = [s for s in legal if the overlap pass's plan of the rewritten graph is faster than that of the graph]
+    graph     = write(graph, chosen)
+    describe(stretches)                                         # as metadata of collectives, for the overlap pass
+
+The graph before and after, for one decoder layer::
+
+    x = x + all_reduce(o_proj(...)); y = down(act(up(norm(x))))
+    ->  x = x + reduce_scatter(o_proj(...)); y = down(act(up(all_gather(norm(x)))))     # x: rows of this rank
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.facts.stretch import META
+from overlap_inductor.facts.stretch import StretchFacts
+from overlap_inductor.passes import snapshot
+from overlap_inductor.passes.sequence import estimate
+from overlap_inductor.passes.sequence.check import Context
+from overlap_inductor.passes.sequence.check import refuse
+from overlap_inductor.passes.sequence.find import RowFinder
+from overlap_inductor.passes.sequence.find import Stretch
+from overlap_inductor.passes.sequence.find import gather_less
+from overlap_inductor.passes.sequence.write import RowWriter
+from overlap_inductor.report.failure import BUG_REPORT
+from overlap_inductor.report.failure import Failure
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import naming
+from overlap_inductor.sites import sizes
+from overlap_inductor.sites.collectives import find_collectives
+from overlap_inductor.torch_compat.guards import decide
+
+log = logging.getLogger("overlap_inductor")
+FAILURE = "overlap_inductor_sequence_parallel_failure"
+"""Metadata of an all-reduce of a graph that could not be rewritten: the failure, as ``Failure.to_dict`` gives it."""
+Numbered = list[tuple[int, Stretch]]
+
+
+def run_sequence_parallel(graph: fx.Graph, config: OverlapConfig, refusal: str | None) -> list[StretchFacts]:
+    """Rewrite the stretches of one graph that are legal and chosen, and describe all stretches.
+
+    Args:
+        graph: changed in place.
+        refusal: a sentence that says why this compile cannot hold overlap ops, or ``None``.
+
+    If the pass itself fails, it does not raise. The graph stays as it was, and the overlap pass reports the error.
+    """
+    try:
+        return _find_and_rewrite(graph, config, refusal)
+    except Exception as error:  # noqa: BLE001  (a model that compiles without the pass must compile with it)
+        failure = Failure.of(error, "sequence_parallel")
+        log.warning(
+            "overlap_inductor: the sequence-parallel rewrite failed (%s); the graph was left as written. %s",
+            failure.error,
+            BUG_REPORT,
+            exc_info=True,
+        )
+        next(n for n, kind, _ in find_collectives(graph) if kind == "all_reduce").meta[FAILURE] = failure.to_dict()
+        return []
+
+
+def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, refusal: str | None) -> list[StretchFacts]:
+    if config.sequence_parallel == "off" or not any(kind == "all_reduce" for _, kind, _ in find_collectives(graph)):
+        return []
+    finder = _found(graph)
+    facts = [_describe(graph, s) for s in finder.stretches]
+    context = Context(config, refusal)
+    for number, stretch in enumerate(finder.stretches):
+        if (reason := refuse(stretch, context)) is not None:
+            facts[number] = replace(facts[number], status="refused", reasons=(reason,))
+    legal = [(n, s) for n, s in enumerate(finder.stretches) if facts[n].status != "refused"]
+    legal = [(n, s) for n, s in legal if _divides(n, s, facts, config)]
+    if any(isinstance(s.tokens.count, torch.SymInt) for _, s in legal):
+        # The guard on the number of tokens has told more about the sizes.
+        finder = _found(graph)
+        legal = [(n, finder.stretches[n]) for n, _ in legal]
+    chosen = _choose(graph, legal, facts, config, refusal) if legal else []
+    if config.mode == "report":
+        for number, _ in chosen:
+            text = "OVERLAP_INDUCTOR=report does not change the graph; set OVERLAP_INDUCTOR=on to rewrite this stretch"
+            facts[number] = replace(facts[number], status="kept", reasons=(Reason("report_mode", text),))
+        chosen = []
+    if chosen:
+        _write(graph, finder, chosen, facts)
+    _annotate(finder, facts, [n for n, _ in chosen])
+    return facts
+
+
+def _found(graph: fx.Graph) -> RowFinder:
+    finder = RowFinder(graph).run()
+    for stretch in finder.stretches:
+        gather_less(stretch)
+    return finder
+
+
+def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: OverlapConfig) -> bool:
+    """Whether a symbolic number of tokens is divisible by the number of ranks, decided by a guard: each answer has a
+    graph of its own. Without a guard if the rewrite cannot pay at the example's number of tokens in any case."""
+    tokens = stretch.tokens
+    if isinstance(tokens.count, int) or tokens.even:
+        return True
+    written = sum(estimate.collective_seconds(c, config) for s in stretch.sources for c in s.collectives)
+    if config.sequence_parallel == "auto" and written <= estimate.least_seconds(stretch, config):
+        text = (
+            f"at the example's {sizes.hint(tokens.count)} tokens, the fixed costs of the reduce-scatters and"
+            " all-gathers exceed the time of the all-reduces"
+        )
+        facts[number] = replace(facts[number], status="kept", reasons=(Reason("few_tokens", text),))
+        return False
+    if decide(tokens.count % tokens.world_size == 0):
+        return True
+    text = (
+        f"{tokens.count} tokens are not a multiple of {tokens.world_size} ranks in this graph; a number that is one"
+        " gets a graph of its own"
+    )
+    facts[number] = replace(facts[number], status="kept", reasons=(Reason("uneven_tokens", text),))
+    return False
+
+
+def _choose(
+    graph: fx.Graph, legal: Numbered, facts: list[StretchFacts], config: OverlapConfig, refusal: str | None
+) -> Numbered:
+    """The stretches that are rewritten. Fills in their estimates and the reasons of the others."""
+    written, rewritten = _copy(graph), _copy(graph)
+    finder = _found(rewritten)
+    writer = RowWriter(rewritten, finder.held)
+    writer.apply([(n, finder.stretches[n]) for n, _ in legal])
+    names = {c.node.name: n for n, s in legal for source in s.sources for c in source.collectives}
+    before = {node: names[node.name] for node in written.nodes if node.name in names}
+    after = {node: number for node, (number, _) in writer.made.items()}
+    plans = ((estimate.plan(written, config, refusal), before), (estimate.plan(rewritten, config, refusal), after))
+    numbers = [n for n, _ in legal]
+
+    def costs(factor: float) -> tuple[dict[int, estimate.Cost], dict[int, estimate.Cost]]:
+        with sizes.at_scale(factor):
+            if factor != 1.0:
+                choices = [estimate.plan(g, config, refusal) for g in (written, rewritten)]
+                found = [estimate.costs(c, of, numbers, config) for c, (_, of) in zip(choices, plans, strict=True)]
+            else:
+                found = [estimate.costs(choice, of, numbers, config) for choice, of in plans]
+            for number, stretch in legal:
+                found[0][number].row_work = estimate.row_work(stretch, 1, config)
+                found[1][number].row_work = estimate.row_work(stretch, stretch.tokens.world_size, config)
+        return found[0], found[1]
+
+    chosen = []
+    first = costs(1.0)
+    for number, stretch in legal:
+        cost = first[0][number], first[1][number]
+        matmuls = max(c.matmuls for c in cost)
+        times = {k: round((matmuls + c.behind) * 1e6, 1) for k, c in zip(("keep", "rewritten"), cost, strict=True)}
+        facts[number] = replace(facts[number], estimate_us=times)
+        if config.sequence_parallel == "on":
+            facts[number] = replace(facts[number], status="rewritten", source="forced")
+            chosen.append((number, stretch))
+            continue
+
+        def pays_at(factor: float, number: int = number) -> bool:
+            return estimate.pays(*(c[number] for c in (first if factor == 1.0 else costs(factor))))
+
+        if _pays(number, stretch, facts, pays_at):
+            facts[number] = replace(facts[number], status="rewritten")
+            chosen.append((number, stretch))
+    return chosen
+
+
+def _pays(number: int, stretch: Stretch, facts: list[StretchFacts], pays_at: Any) -> bool:
+    """Whether the rewrite pays for this graph's numbers of tokens. A symbolic number gets a guard where that
+    changes."""
+    count = stretch.tokens.count
+    if isinstance(count, int):
+        result, limit = pays_at(1.0), None
+    elif (limit := estimate.crossover(sizes.hint(count), stretch.tokens.world_size, pays_at)) is not None:
+        result = decide(count >= limit)
+    else:
+        limit = estimate.limit_of_keeping(sizes.hint(count), pays_at)
+        result = limit is not None and decide(count >= limit)
+    if not result:
+        times = facts[number].estimate_us
+        text = f"estimated {times['rewritten']:.0f} us rewritten, against {times['keep']:.0f} us as written"
+        if limit is not None:
+            text += f"; from {limit} tokens on, a graph of its own is rewritten"
+        facts[number] = replace(facts[number], status="kept", reasons=(Reason("too_small", text),))
+    return result
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph(graph.owning_module)
+    snapshot.copy_into(graph, copied)
+    return copied
+
+
+def _write(graph: fx.Graph, finder: RowFinder, chosen: Numbered, facts: list[StretchFacts]) -> None:
+    """Rewrite the ``chosen`` stretches. If that fails, restore the graph and raise."""
+    kept = snapshot.Snapshot(graph)
+    try:
+        writer = RowWriter(graph, finder.held)
+        writer.apply(chosen)
+    except Exception:
+        kept.restore()
+        raise
+    made = Counter((number, _kind(node)) for node, (number, _) in writer.made.items())
+    for number, _ in chosen:
+        scatters, gathers, sums = (made[number, kind] for kind in ("reduce_scatter", "all_gather", "all_reduce"))
+        facts[number] = replace(facts[number], scatters=scatters, gathers=gathers, sums=sums)
+        for node, (owner, _) in writer.made.items():
+            if owner == number:
+                node.meta[META] = facts[number].to_dict()
+
+
+def _kind(node: fx.Node) -> str:
+    return next(k for k in ("reduce_scatter", "all_gather", "all_reduce") if k in str(node.target))
+
+
+def _annotate(finder: RowFinder, facts: list[StretchFacts], rewritten: list[int]) -> None:
+    """Describe the stretches that were not rewritten, at their all-reduces."""
+    for number, stretch in enumerate(finder.stretches):
+        if number not in rewritten:
+            for collective in (c for source in stretch.sources for c in source.collectives):
+                collective.node.meta[META] = facts[number].to_dict()
+
+
+def _describe(graph: fx.Graph, stretch: Stretch) -> StretchFacts:
+    """The stretch before anything was decided."""
+    first = stretch.sources[0].collectives[0]
+    ordinals = {node: i for i, (node, _, _) in enumerate(find_collectives(graph))}
+    shape, dtype = tools.shape(first.input), str(tools.dtype(first.input)).removeprefix("torch.")
+    module = naming.module_of(first.node)
+    needed = Counter(str(user.target) for users in stretch.needs_whole.values() for user, _ in users)
+    return StretchFacts(
+        id=naming.site_id("sequence_parallel", module, "joint", ordinals[first.node], f"sum:{dtype}:{shape[-1]}"),
+        module=module or first.node.name,
+        ranks=first.ranks or (),
+        tokens=tools.size_text(stretch.tokens.count),
+        features=tools.size_text(shape[-1]),
+        dtype=dtype,
+        all_reduces=sum(len(s.collectives) for s in stretch.sources),
+        scatters=0,
+        gathers=0,
+        sums=0,
+        nodes=len(stretch.rows),
+        status="kept",
+        source="analytic",
+        gathered_for=dict(needed),
+    )
+
+
+def stretches_of(graph: fx.Graph) -> list[StretchFacts]:
+    """The stretches that the collectives of a forward, backward or inference graph belong to, each once."""
+    found = {n.meta[META]["id"]: n.meta[META] for n in graph.nodes if META in n.meta}
+    return [StretchFacts.from_dict(value) for value in found.values()]
+
+
+def failures_of(graph: fx.Graph) -> list[Failure]:
+    """The error of the rewrite of the joint graph that ``graph`` was cut from, if it failed."""
+    return [Failure(**n.meta[FAILURE]) for n in graph.nodes if FAILURE in n.meta]
