@@ -107,3 +107,18 @@ def counted(texts: Sequence[str]) -> dict[str, int]:
 def sites(reports: Sequence[OverlapReport]) -> dict[str, int]:
     """Number of sites of each phase, pattern and schedule."""
     return dict(Counter(f"{r.phase} {s.facts.pattern}: {s.decision.moving.schedule}" for r in reports for s in r.sites))
+
+
+def stretches(reports: Sequence[OverlapReport]) -> list[dict[str, Any]]:
+    """What the sequence-parallel rewrite made of each stretch, and its estimates. A stretch of a training step has
+    collectives in the forward and in the backward graph."""
+    found = {s.id: s for r in reports for s in r.stretches}
+    return [
+        {
+            "all_reduces": s.all_reduces,
+            "status": s.status,
+            "estimate_us": s.estimate_us,
+            "reasons": [r.text for r in s.reasons],
+        }
+        for s in found.values()
+    ]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -31,6 +32,7 @@ from bench.layer_variants import Variant
 from bench.layer_variants import compiled
 from bench.layer_variants import counted
 from bench.layer_variants import sites
+from bench.layer_variants import stretches
 from bench.layer_variants import variants
 from bench.timing import Clock
 from bench.timing import greatest
@@ -97,19 +99,29 @@ def error(found: Outputs, reference: Outputs) -> float:
     return greatest(largest)
 
 
-def peak_mib(program: Program, function: Any, device: str) -> float:
-    """The most memory that one step holds, in MiB: of the GPU's allocator, or resident memory of the process."""
+def memory_of(program: Program, function: Any, device: str) -> tuple[float, float]:
+    """``(most, more)`` in MiB: the most memory of one step, and how much more that is than before the step. On GPUs,
+    memory of the allocator; else resident memory of the process."""
     gc.collect()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
-    program.step(function)
-    if device == "cuda":
+        before = torch.cuda.memory_allocated() / 2**20
+        program.step(function)
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() / 2**20
+        most = torch.cuda.max_memory_allocated() / 2**20
+    else:
+        # What earlier steps freed is given back, and the highest mark is forgotten.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _resident("VmRSS")
+        program.step(function)
+        most = _resident("VmHWM")
+    return most, most - before
+
+
+def _resident(name: str) -> float:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) / 2**10
+    return int(status[name].split()[0]) / 2**10
 
 
 def reference_of(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Outputs:
@@ -197,14 +209,16 @@ def _first_run(
     first -= time.perf_counter() - begin
     off = error(found, reference)
     reports = reporting.all_reports() if variant.switches is not None else []
-    seconds, peak = worst([first, peak_mib(program, function, settings.device)])
+    seconds, most, more = worst([first, *memory_of(program, function, settings.device)])
     return {
         "error": float(f"{off:.3g}") if variant.right else None,
         "compile_s": round(seconds, 1),
-        "peak_mib": round(peak, 1),
+        "peak_mib": round(most, 1),
+        "step_mib": round(more, 1),
         "collectives": counted([r.before for r in reports]),
         "collectives_left": counted([r.after for r in reports]),
         "sites": sites(reports),
+        "stretches": stretches(reports),
         "switches": dict(variant.switches or {}),
     }
 
