@@ -22,7 +22,6 @@ from torch.profiler import profile
 
 from bench.layer_programs import Program
 
-STEPS = 3
 KINDS = {
     "overlap_inductor::gather_step": "wait",
     "overlap_inductor::exchange_wait": "wait",
@@ -77,13 +76,13 @@ def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
     return {site: dict(kinds) for site, kinds in found.items()}
 
 
-def traced(folder: Path, program: Program, functions: Mapping[str, Any]) -> None:
-    """Profile ``STEPS`` steps of each function on every rank together, and add this rank's rows to
+def traced(folder: Path, program: Program, functions: Mapping[str, Any], steps: int) -> None:
+    """Profile ``steps`` steps of each function on every rank together, and add this rank's rows to
     ``FOLDER/<phase>_rank_<r>.jsonl``: a row for each variant and step, with its sites in the order of their ops."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{program.phase}_{dist.get_world_size()}_ranks_rank_{dist.get_rank()}.jsonl"
     with path.open("a") as file:
-        for number in range(STEPS):
+        for number in range(steps):
             for name, function in functions.items():
                 dist.barrier()
                 activities = [ProfilerActivity.CPU]

@@ -21,9 +21,12 @@ import signal
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from bench import rows
 from bench import tables
@@ -63,13 +66,16 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for field in dataclasses.fields(Sizes):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int)
     parser.add_argument("--schedule", help="of the variants not named auto; by default ring on a CPU, auto on GPUs")
-    parser.add_argument("--machine", default="", help="facts that auto is told; by default the slow link's rate")
+    parser.add_argument(
+        "--machine", default="", help="facts that auto is told; by default the rates of link and matmul"
+    )
     parser.add_argument("--set", nargs="+", default=[], metavar="SWITCH=VALUE", help="of all variants with overlap")
     parser.add_argument("--variants", nargs="+", default=[], help="names of the variants; plain is always among them")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=60.0, help="about how long each program may be timed")
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument("--trace", default="", help="folder for where the time of a step goes (bench.layer_trace)")
+    parser.add_argument("--trace-steps", type=int, default=3, help="steps of each variant that are profiled")
     parser.add_argument("--out", type=Path, help="rows are added to it")
     options = parser.parse_args(arguments)
     if not all("=" in word for word in options.set):
@@ -84,7 +90,7 @@ def settings_of(options: argparse.Namespace, megabits: int | None) -> Settings:
     cpu = options.device == "cpu"
     told = {f.name: getattr(options, f.name) for f in dataclasses.fields(Sizes)}
     sizes = dataclasses.replace(CPU if cpu else CUDA, **{k: v for k, v in told.items() if v is not None})
-    machine = options.machine or (json.dumps({"link_bytes": megabits * 1e6 / 8}) if megabits else "")
+    machine = options.machine or (told_about(megabits) if megabits else "")
     return Settings(
         device=options.device,
         sizes=sizes,
@@ -97,7 +103,22 @@ def settings_of(options: argparse.Namespace, megabits: int | None) -> Settings:
         repeats=options.repeats,
         seconds=options.seconds,
         trace=options.trace,
+        trace_steps=options.trace_steps,
     )
+
+
+def told_about(megabits: int) -> str:
+    """What ``auto`` is told about ranks on a slow link: the link's rate, and the rate of this CPU's matmuls on one
+    thread, in two digits. The fastest of some matmuls counts, because other programs may use the CPU."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        x = torch.randn(1024, 1024)
+        seconds = min(timeit.repeat(lambda: x @ x, number=1, repeat=9))
+    finally:
+        torch.set_num_threads(threads)
+    flops = float(f"{2 * 1024**3 / seconds:.1e}")
+    return json.dumps({"link_bytes": megabits * 1e6 / 8, "matmul_flops": {"4": flops}})
 
 
 def cases_of(options: argparse.Namespace, default: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:

@@ -61,7 +61,8 @@ class Settings:
         link: words for the link between the ranks.
         repeats: most rounds of samples.
         seconds: about how long each program may be timed.
-        trace: where the time of one step is written (``bench.layer_trace``); empty: nowhere.
+        trace, trace_steps: the folder for where the time of steps goes (``bench.layer_trace``), and their number;
+            empty: nowhere.
     """
 
     device: str
@@ -75,6 +76,7 @@ class Settings:
     repeats: int
     seconds: float
     trace: str
+    trace_steps: int
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
@@ -168,6 +170,7 @@ def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Ite
             "median_ms": round(time_.median / 1e3, 3),
             "p20_ms": round(time_.p20 / 1e3, 3),
             "p80_ms": round(time_.p80 / 1e3, 3),
+            "fastest_ms": round(time_.fastest / 1e3, 3),
             "speedup": round(times[PLAIN].median / time_.median, 3),
             "tokens_per_s": round(batch * tokens / seconds, 1),
             "repeats": time_.repeats,
@@ -178,7 +181,8 @@ def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Ite
         from bench.layer_trace import traced
 
         with _on_one_core(settings.device):
-            traced(Path(settings.trace), program, {n: f for n, f in functions.items() if n != LOCAL})
+            others = {name: f for name, f in functions.items() if name != LOCAL}
+            traced(Path(settings.trace), program, others, settings.trace_steps)
 
 
 @contextmanager

@@ -53,8 +53,8 @@ def slow_link(rows: list[dict[str, Any]]) -> str:
 
 def layers(rows: Sequence[dict[str, Any]]) -> str:
     """Rows of ``bench.layers``: milliseconds with the 20th and 80th percentile, by ranks, phase and variant."""
-    head = ("ranks", "link", "phase", "tokens", "variant", "ms", "p20-p80", "speed-up", "tokens/s", "step MiB",
-            "compile s", "collectives", "left", "overlapped")  # fmt: skip
+    head = ("ranks", "link", "phase", "tokens", "variant", "ms", "p20-p80", "speed-up", "fastest ms", "tokens/s", "step MiB",
+            "compile s", "load", "collectives", "left", "overlapped")  # fmt: skip
     lines = header(*head)
     for row in rows:
         moved = [count for name, count in row["sites"].items() if not name.endswith(": keep")]
@@ -69,9 +69,11 @@ def layers(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['median_ms']:.1f}",
                 f"{row['p20_ms']:.1f}-{row['p80_ms']:.1f}",
                 f"{row['speedup']:.2f}",
+                f"{row['fastest_ms']:.1f}",
                 f"{row['tokens_per_s']:.0f}",
                 f"{row['step_mib']:.0f}",
                 f"{row['compile_s']:.0f}",
+                f"{row['load']:.0f}",
                 *counts,
                 f"{sum(moved)} of {sum(row['sites'].values())}" if row["sites"] else "-",
             )  # fmt: skip
