@@ -30,6 +30,8 @@ import torch.distributed as dist
 import triton
 
 import overlap_inductor
+from bench.layer_programs import Sizes
+from bench.layer_programs import saved
 from bench.support.gpu_ranks import finish_rank
 from bench.support.gpu_ranks import start_rank
 from overlap_inductor.cli.demo_models import load_llama
@@ -38,27 +40,6 @@ from overlap_inductor.switch.backend import overlap_inductor as overlap_backend
 
 VOCABULARY = 32000
 ROUNDS = 15
-
-
-def saved(folder: Path, layers: int) -> Path:
-    """Save the model into ``folder`` on rank 0. Returns ``folder`` on every rank once the model is there."""
-    from transformers import LlamaConfig
-    from transformers import LlamaForCausalLM
-
-    if dist.get_rank() == 0:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers,
-            num_attention_heads=64, num_key_value_heads=8,
-            max_position_embeddings=16384, tie_word_embeddings=False, use_cache=False, dtype=torch.bfloat16,
-        )  # fmt: skip
-        with torch.device("cuda"):
-            model = LlamaForCausalLM(config).to(torch.bfloat16)
-        model.save_pretrained(folder)
-        del model
-        torch.cuda.empty_cache()
-    dist.barrier()
-    return folder
 
 
 def slowest(value: float) -> float:
@@ -130,10 +111,11 @@ def main() -> None:
     arguments = parser.parse_args()
     rank, world_size = start_rank()
     torch._dynamo.config.recompile_limit = 64
+    sizes = Sizes(arguments.layers, 8192, 28672, 64, 8, VOCABULARY)
     with tempfile.TemporaryDirectory() as folder:
         names = [folder]
         dist.broadcast_object_list(names)
-        model = load_llama(saved(Path(names[0]), arguments.layers), torch.bfloat16)
+        model = load_llama(saved(Path(names[0]), sizes, torch.bfloat16, "cuda"), torch.bfloat16)
         dist.barrier()
     environment = {
         "torch": torch.__version__,

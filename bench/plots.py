@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench.layer_variants import LOCAL
+from bench.layer_variants import PLAIN
 from bench.tables import SETTING_WORDS
 from bench.tables import as_planned
 from bench.tables import groups
@@ -53,6 +55,45 @@ def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(path, dpi=130, metadata={"Description": json.dumps(rows), "Software": None})
     pyplot.close(figure)
+
+
+def layers(rows: list[dict[str, Any]], path: Path) -> None:
+    """Speed-up of each variant over plain ``torch.compile``, in groups of bars. The line on a bar goes from the 80th
+    percentile of the time to the 20th. A mark shows the program without its collectives. The rows are stored in the
+    file as its description, as ``headline`` does."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    programs = groups(rows, "ranks", "link", "phase", "tokens")
+    names = [n for n in dict.fromkeys(row["variant"] for row in rows) if n not in (PLAIN, LOCAL)]
+    drawn, axis = pyplot.subplots(figsize=(max(6.0, 2.6 * len(programs)), 4))
+    width = 0.8 / max(len(names), 1)
+    for place, same in enumerate(programs.values()):
+        of = {row["variant"]: row for row in same}
+        plain = of[PLAIN]["median_ms"]
+        for index, name in enumerate(names):
+            if name not in of:
+                continue
+            x, row = place + (index - (len(names) - 1) / 2) * width, of[name]
+            axis.bar(x, row["speedup"], width=0.95 * width, color=f"C{index}")
+            axis.plot([x, x], [plain / row["p80_ms"], plain / row["p20_ms"]], color="black", linewidth=1)
+            axis.annotate(f"{row['speedup']:.2f}", (x, 0.03), ha="center", fontsize=8, color="white")
+        if LOCAL in of:
+            axis.plot([place], [of[LOCAL]["speedup"]], "_", color="black", markersize=60, markeredgewidth=2)
+    axis.axhline(1.0, color="grey", linewidth=0.8, zorder=0)
+    axis.set_xticks(range(len(programs)), [f"{phase}, {ranks} ranks\n{link}" for ranks, link, phase, _ in programs])
+    axis.set_ylabel("speed-up over torch.compile")
+    handles: list[Any] = [pyplot.Rectangle((0, 0), 1, 1, color=f"C{index}") for index in range(len(names))]
+    labels = list(names)
+    if any(row["variant"] == LOCAL for row in rows):
+        handles.append(pyplot.Line2D([], [], color="black", marker="_", markersize=14, markeredgewidth=2, linestyle=""))
+        labels.append(LOCAL)
+    drawn.legend(handles, labels, loc="lower center", ncols=min(len(labels), 3), fontsize=8)
+    drawn.tight_layout(rect=(0, 0.14, 1, 1))
+    drawn.savefig(path, dpi=120, metadata={"Description": json.dumps(rows), "Software": None})
+    pyplot.close(drawn)
 
 
 FIGURES = {"speedup": "speed-up over keep", "ratio": "time / max(matmul, collective)"}

@@ -23,6 +23,7 @@ _ASSETS = rows.RESULTS.parent.parent / "docs" / "assets"
 PICTURES: dict[Path, tuple[Callable[[], list[summaries.Row]], Callable[[list[summaries.Row], Path], None]]] = {
     _ASSETS / "h200.png": (summaries.headline_rows, plots.headline),
     _ASSETS / "slow_link.png": (summaries.slow_link_rows, plots.slow_link),
+    _ASSETS / "layers.png": (summaries.layers_rows, plots.layers),
 }
 """Pictures of README and ``docs/``: the stored rows of each, and what draws them."""
 

@@ -272,10 +272,26 @@ def slow_link() -> str:
     return tables.slow_link(slow_link_rows()).strip()
 
 
+def layers_rows() -> list[Row]:
+    """The stored rows of ``bench.layers`` on a slow link: of each program on each link the last run."""
+    program = ("ranks", "link", "phase", "batch", "tokens")
+    return [
+        row
+        for same in groups(_read("layers_slow_link"), *program).values()
+        for row in same
+        if row["date"] == same[-1]["date"]
+    ]
+
+
+def layers() -> str:
+    """Whole layers over a slow link, by ranks, phase and variant."""
+    return tables.layers(layers_rows()).strip()
+
+
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
         headline, nvlink, other_shapes, fp8, without_peers, small_message, models, training, handed_out, ring_nccl,
-        turns, compile_cost, host, agreement, slow_link,
+        turns, compile_cost, host, agreement, slow_link, layers,
     )
 }  # fmt: skip

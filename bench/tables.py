@@ -51,6 +51,42 @@ def slow_link(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def layers(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of ``bench.layers``: milliseconds with the 20th and 80th percentile, by ranks, phase and variant."""
+    head = ("ranks", "link", "phase", "tokens", "variant", "ms", "p20-p80", "speed-up", "fastest ms", "tokens/s", "step MiB",
+            "compile s", "load", "collectives", "left", "overlapped")  # fmt: skip
+    lines = header(*head)
+    for row in rows:
+        moved = [count for name, count in row["sites"].items() if not name.endswith(": keep")]
+        counts = [_collectives(row[key]) for key in ("collectives", "collectives_left")]
+        lines.append(
+            line(
+                row["ranks"],
+                row["link"],
+                row["phase"],
+                row["batch"] * row["tokens"],
+                row["variant"],
+                f"{row['median_ms']:.1f}",
+                f"{row['p20_ms']:.1f}-{row['p80_ms']:.1f}",
+                f"{row['speedup']:.2f}",
+                f"{row['fastest_ms']:.1f}",
+                f"{row['tokens_per_s']:.0f}",
+                f"{row['step_mib']:.0f}",
+                f"{row['compile_s']:.0f}",
+                f"{row['load']:.0f}",
+                *counts,
+                f"{sum(moved)} of {sum(row['sites'].values())}" if row["sites"] else "-",
+            )  # fmt: skip
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _collectives(counts: dict[str, int]) -> str:
+    """``5 all_reduce, 2 all_gather``."""
+    names = {name: name.removesuffix("_tensor").removesuffix("_into") for name in counts}
+    return ", ".join(f"{count} {names[name]}" for name, count in sorted(counts.items())) or "-"
+
+
 def groups(rows: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
     """Rows by the values of ``keys``, in the order of their first ones."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}

@@ -16,6 +16,7 @@ from dataclasses import field
 from typing import Any
 
 from overlap_inductor.errors import ConfigError
+from overlap_inductor.facts import machine_file
 from overlap_inductor.facts import names
 
 ENVIRONMENT_PREFIX = "OVERLAP_INDUCTOR"
@@ -54,6 +55,16 @@ def _positive(name: str, value: Any) -> int:
     if number < 1:
         raise _wrong(name, value, "is not allowed; expected a whole number of at least 1")
     return number
+
+
+def _machine_facts(value: Any) -> str | None:
+    """The facts that a path or a JSON text names, as JSON text; ``None`` for an empty one."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise _wrong("machine", value, "is not allowed; expected the path of a JSON file, or a JSON object as text")
+    try:
+        return machine_file.read(os.fspath(value)) if os.fspath(value) else None
+    except ValueError as error:
+        raise _wrong("machine", value, str(error)) from None
 
 
 def _key(default: Any) -> Any:
@@ -124,6 +135,11 @@ class OverlapConfig:
     """Seconds that a rank waits for the others to publish their plan of a graph; at most half of the group's timeout.
     """
 
+    machine: str | None = _key(None)
+    """Facts about this job's ranks and links that ``auto`` estimates with, such as ``{"link_bytes": 6.25e7}``: the path
+    of a JSON file, or the JSON object itself. What it does not name keeps its shipped value. After reading, the field
+    holds the facts, so that cache keys have the content and not the path."""
+
     dump: str | None = _no_key(None)
     """Folder for reports; not part of any cache key."""
 
@@ -158,6 +174,8 @@ class OverlapConfig:
         set_(self, "patterns", patterns)
         for name in ("sub_chunks", "step_node_budget", "workspace_limit", "max_tokens", "agreement_timeout"):
             set_(self, name, _positive(name, getattr(self, name)))
+        if self.machine is not None:
+            set_(self, "machine", _machine_facts(self.machine))
         if self.dump is not None:
             if not isinstance(self.dump, (str, os.PathLike)):
                 raise _wrong("dump", self.dump, "is not allowed; expected the path of a folder")

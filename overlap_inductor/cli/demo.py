@@ -123,7 +123,8 @@ def run_demo(options: DemoOptions) -> int:
         gigabits = machine_for("cpu").link_bytes * 8 / 1e9
         print(
             f"\nauto estimates with the shipped figures for CPU ranks, a link of {gigabits:.0f} Gbit/s. It does not"
-            f" know that this link has {setup.megabits} Mbit/s, so it may keep sites that gain here."
+            f" know that this link has {setup.megabits} Mbit/s, so it may keep sites that gain here. In your own job,"
+            f" tell it: OVERLAP_INDUCTOR_MACHINE='{{\"link_bytes\": {setup.megabits * 1e6 / 8:g}}}'."
         )
     if setup.device == "cpu":
         _estimate()

@@ -49,11 +49,11 @@ def load_llama(folder: Path, dtype: torch.dtype) -> Any:
 
 
 class Mlp(nn.Module):
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, 4 * hidden, bias=False)
-        self.up_proj = nn.Linear(hidden, 4 * hidden, bias=False)
-        self.down_proj = nn.Linear(4 * hidden, hidden, bias=False)
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -62,20 +62,20 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """``x + mlp(norm(x))``, with activations sharded along the sequence between the matmuls."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
-        self.mlp = Mlp(hidden)
+        self.mlp = Mlp(hidden, inner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.mlp(self.norm(x))
 
 
-def parallel_block(hidden: int, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
-    """The block in sequence-parallel form. Input and output are the rank's own shard of the sequence,
-    ``[1, tokens / W, hidden]``."""
+def parallel_block(hidden: int, mesh: DeviceMesh, dtype: torch.dtype, inner: int | None = None) -> nn.Module:
+    """The block in sequence-parallel form, its MLP ``inner`` wide (``4 * hidden`` by default). Input and output are the
+    rank's own shard of the sequence, ``[1, tokens / W, hidden]``."""
     torch.manual_seed(0)
-    block = Block(hidden).to(device=mesh.device_type, dtype=dtype)
+    block = Block(hidden, inner or 4 * hidden).to(device=mesh.device_type, dtype=dtype)
     plan = {
         "norm": SequenceParallel(),
         "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),

@@ -18,6 +18,7 @@ from overlap_inductor.cli.doctor_checks import Check
 from overlap_inductor.cli.doctor_checks import as_dict
 from overlap_inductor.cli.doctor_checks import as_text
 from overlap_inductor.cli.doctor_checks import usable
+from overlap_inductor.cli.doctor_facts import machine_facts
 from overlap_inductor.cli.doctor_registered import registered
 from overlap_inductor.cli.doctor_registered import why_not_here
 from overlap_inductor.config import ENVIRONMENT_PREFIX
@@ -48,7 +49,7 @@ def collect() -> list[Check]:
     if any(check.name == "torch" and check.state == BAD for check in checks):
         return checks
     machine = [*doctor_machine.distributed(), *doctor_machine.gpus()]
-    return [*checks, *machine, *registered(), *switches()]
+    return [*checks, *machine, *registered(), *machine_facts(), *switches()]
 
 
 def switches() -> list[Check]:

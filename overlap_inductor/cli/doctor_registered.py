@@ -38,7 +38,7 @@ def runs_here() -> list[Check]:
     """Whether each schedule can run between ranks on this machine, and why not."""
     from overlap_inductor.lowerings.registry import SCHEDULES
 
-    number, where = _ranks()
+    number, where = ranks_here()
     checks = [Check(HERE, "ranks", NOTE, where, answer=str(number))]
     for schedule in SCHEDULES:
         reason = why_not_here(schedule)
@@ -51,7 +51,7 @@ def why_not_here(schedule: SiteSchedule) -> str:
     it can."""
     import torch
 
-    ranks, number = tuple(range(_ranks()[0])), torch.cuda.device_count()
+    ranks, number = tuple(range(ranks_here()[0])), torch.cuda.device_count()
     if not number:
         return schedule.why_not_between(ranks, torch.device("cpu")) or ""
     torch.cuda.init()
@@ -66,7 +66,7 @@ def why_not_here(schedule: SiteSchedule) -> str:
     return "\n".join(f"GPU {', '.join(map(str, found))}: {reason}" for reason, found in reasons.items())
 
 
-def _ranks() -> tuple[int, str]:
+def ranks_here() -> tuple[int, str]:
     """The number of ranks for which schedules are checked, and where these ranks are."""
     import torch
 

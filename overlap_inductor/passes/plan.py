@@ -87,7 +87,7 @@ def _why_not(schedule: SiteSchedule, site: OverlapSite, config: OverlapConfig) -
 
 def _estimate_us(site: OverlapSite, config: OverlapConfig, able: list[SiteSchedule]) -> dict[str, float]:
     """Estimated microseconds of ``keep``, the matmul alone, the collective alone, and every schedule in ``able``."""
-    sizes, machine = sizes_at(site), machine_of(site)
+    sizes, machine = sizes_at(site), machine_of(site, config)
     matmul, collective = cost_model.matmul_seconds(sizes, machine), cost_model.collective_seconds(sizes, machine)
     seconds = {
         "keep": matmul + collective,

@@ -122,8 +122,8 @@ def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: O
     tokens = stretch.tokens
     if isinstance(tokens.count, int) or tokens.even:
         return True
-    written = sum(estimate.collective_seconds(c) for s in stretch.sources for c in s.collectives)
-    if config.sequence_parallel == "auto" and written <= estimate.least_seconds(stretch):
+    written = sum(estimate.collective_seconds(c, config) for s in stretch.sources for c in s.collectives)
+    if config.sequence_parallel == "auto" and written <= estimate.least_seconds(stretch, config):
         text = (
             f"at the example's {sizes.hint(tokens.count)} tokens, the fixed costs of the reduce-scatters and"
             " all-gathers exceed the time of the all-reduces"
@@ -158,12 +158,12 @@ def _choose(
         with sizes.at_scale(factor):
             if factor != 1.0:
                 choices = [estimate.plan(g, config, refusal) for g in (written, rewritten)]
-                found = [estimate.costs(c, of, numbers) for c, (_, of) in zip(choices, plans, strict=True)]
+                found = [estimate.costs(c, of, numbers, config) for c, (_, of) in zip(choices, plans, strict=True)]
             else:
-                found = [estimate.costs(choice, of, numbers) for choice, of in plans]
+                found = [estimate.costs(choice, of, numbers, config) for choice, of in plans]
             for number, stretch in legal:
-                found[0][number].row_work = estimate.row_work(stretch, 1)
-                found[1][number].row_work = estimate.row_work(stretch, stretch.tokens.world_size)
+                found[0][number].row_work = estimate.row_work(stretch, 1, config)
+                found[1][number].row_work = estimate.row_work(stretch, stretch.tokens.world_size, config)
         return found[0], found[1]
 
     chosen = []

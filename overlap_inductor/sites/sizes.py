@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 
+from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts import cost_model
 from overlap_inductor.facts.machine import WITHOUT_PEERS
 from overlap_inductor.facts.machine import Machine
 from overlap_inductor.facts.machine import machine_for
+from overlap_inductor.facts.machine_file import told
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.nodes import CollectiveNode
@@ -110,15 +112,19 @@ def _local_bytes(collective: CollectiveNode) -> float:
     return float(hint(tools.numel(list(source.shape)))) * source.dtype.itemsize
 
 
-def machine_of(site: OverlapSite) -> Machine:
+def machine_of(site: OverlapSite, config: OverlapConfig) -> Machine:
     """The rates and fixed costs that the site is planned with (``machine_at``)."""
-    return machine_at(site.collectives[0])
+    return machine_at(site.collectives[0], config)
 
 
-def machine_at(collective: CollectiveNode) -> Machine:
-    """The rates and fixed costs of a collective's ranks: those of the machine that ``target.planning_for`` names, or
-    else those of the device on which the collective runs."""
+def machine_at(collective: CollectiveNode, config: OverlapConfig) -> Machine:
+    """The rates and fixed costs of a collective's ranks (``machine_between``)."""
+    return machine_between(collective.ranks or (), tools.value(collective.input).device, config)
+
+
+def machine_between(ranks: tuple[int, ...], device: torch.device, config: OverlapConfig) -> Machine:
+    """The rates and fixed costs of a group of these global ranks: those of the machine that ``target.planning_for``
+    names, or else those of the device on which its collectives run. The facts of ``config.machine`` replace them."""
     if (box := target()) is not None:
-        return box.machine
-    device = tools.value(collective.input).device
-    return machine_for(WITHOUT_PEERS if symmetric.without_peers(collective.ranks or (), device) else device.type)
+        return told(box.machine, config.machine)
+    return told(machine_for(WITHOUT_PEERS if symmetric.without_peers(ranks, device) else device.type), config.machine)

@@ -171,7 +171,7 @@ class Pairs:
         return [PlanPiece(self.name, "p2p", (0, None), {"pairs": site.facts.collective.world_size})]
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
-        sizes, machine = sizes_at(site), machine_of(site)
+        sizes, machine = sizes_at(site), machine_of(site, config)
         return max(cost_model.matmul_seconds(sizes, machine), cost_model.collective_seconds(sizes, machine))
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:

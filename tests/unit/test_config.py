@@ -41,6 +41,7 @@ BAD = [
     ("OVERLAP_INDUCTOR_SUB_CHUNKS", "1.5", ("whole number",)),
     ("OVERLAP_INDUCTOR_STEP_NODE_BUDGET", "0", ("at least 1",)),
     ("OVERLAP_INDUCTOR_AGREEMENT_TIMEOUT", "", ("at least 1",)),
+    ("OVERLAP_INDUCTOR_MACHINE", "no/such/file.json", ("a file that holds a JSON object",)),
 ]
 
 
@@ -56,7 +57,14 @@ def test_bad_variable_is_an_error_that_names_it(variable: str, value: str, allow
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("mode", True), ("schedule", None), ("patterns", 5), ("patterns", ("all_gather_matmul", 5)), ("dump", 5)]
+    [
+        ("mode", True),
+        ("schedule", None),
+        ("patterns", 5),
+        ("patterns", ("all_gather_matmul", 5)),
+        ("dump", 5),
+        ("machine", 5),
+    ]
     + [("sub_chunks", None), ("sub_chunks", [4]), ("numerics", ["preserve"])],
 )
 def test_bad_keyword_is_the_same_error(field: str, value: object) -> None:
@@ -91,6 +99,7 @@ def test_every_field_is_read_from_its_variable() -> None:
         "OVERLAP_INDUCTOR_MAX_TOKENS": "4096",
         "OVERLAP_INDUCTOR_REPLAY": "off",
         "OVERLAP_INDUCTOR_AGREEMENT_TIMEOUT": "9",
+        "OVERLAP_INDUCTOR_MACHINE": '{"link_bytes": 1e8}',
         "OVERLAP_INDUCTOR_DUMP": "some/folder",
         "OVERLAP_INDUCTOR_NOTICE": "off",
     }

@@ -25,6 +25,8 @@ from overlap_inductor.cli.doctor_checks import GOOD
 from overlap_inductor.cli.doctor_checks import NOTE
 from overlap_inductor.cli.doctor_checks import Check
 from overlap_inductor.cli.doctor_checks import as_text
+from overlap_inductor.cli.doctor_facts import SECTION as MACHINE_FACTS
+from overlap_inductor.cli.doctor_facts import machine_facts
 from overlap_inductor.cli.doctor_registered import HERE
 from overlap_inductor.cli.doctor_registered import runs_here
 from overlap_inductor.config import OverlapConfig
@@ -108,6 +110,20 @@ def test_a_hindrance_is_bad_only_if_overlap_is_asked_for(
     monkeypatch.setenv("OVERLAP_INDUCTOR", mode)
     monkeypatch.setattr(probe, "hindrances", lambda: [("cpp_wrapper", "unset it")])
     assert named(doctor.switches(), "cpp_wrapper").state == state
+
+
+def test_machine_facts_are_named_with_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user must see whether a machine file is in effect."""
+    assert named(machine_facts(), "link_bytes").value == "1e+09 (shipped for cpu)"
+    monkeypatch.setenv("OVERLAP_INDUCTOR_MACHINE", '{"link_bytes": 6.25e7, "matmul_flops": {"4": 4e10}}')
+    found = machine_facts()
+    assert named(found, "link_bytes") == Check(
+        MACHINE_FACTS, "link_bytes", GOOD, "6.25e+07 (told by OVERLAP_INDUCTOR_MACHINE)"
+    )
+    assert named(found, "matmul_flops").value.startswith("2e+10 for 8 B, 4e+10 for 4 B, 5e+10 for 2 B")
+    assert named(found, "step_seconds").state == NOTE
+    monkeypatch.setenv("OVERLAP_INDUCTOR_MACHINE", "no/such/file")
+    assert "not valid" in named(machine_facts(), "facts").value and bad(doctor.switches()) == ["configuration"]
 
 
 def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,5 +422,15 @@ def test_this_machine_in_a_process_of_its_own() -> None:
     assert done.returncode == 1, done.stderr
     value = json.loads(done.stdout)
     assert "by environment" in [check["name"] for check in value["checks"] if check["state"] == BAD]
-    sections = {"Software", "Distributed", "GPUs", "Patterns", "Schedules", HERE, "Transports", "Switched on"}
+    sections = {
+        "Software",
+        "Distributed",
+        "GPUs",
+        "Patterns",
+        "Schedules",
+        HERE,
+        "Transports",
+        "Machine facts",
+        "Switched on",
+    }
     assert {check["section"] for check in value["checks"]} == sections

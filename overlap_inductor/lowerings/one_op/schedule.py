@@ -240,12 +240,12 @@ class OneOpSchedule:
         ]
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
-        own, machine = sizes_at(served(site)), machine_of(site)
+        own, machine = sizes_at(served(site)), machine_of(site, config)
         behind = cost_model.matmul_seconds(sizes_at(site), machine) - cost_model.matmul_seconds(own, machine)
         return self.cost(own, machine) + behind
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
-        machine, own = machine_of(site), served(site)
+        machine, own = machine_of(site, config), served(site)
         if isinstance(own.nodes.tokens, int):
             # Replay is assumed for a static token count only. With a dynamic count, tensors change their addresses.
             sizes = replace(sizes_at(own), replays=self.replays and config.replay == "on" and not symmetric.one_queue())

@@ -69,7 +69,7 @@ class RingSchedule:
         return [PlanPiece(self.name, _transport(config).name, (0, None), _parameters(site, config))]
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
-        return cost_of_ring.seconds(sizes_at(site), machine_of(site), _parameters(site, config)["sub_chunks"])
+        return cost_of_ring.seconds(sizes_at(site), machine_of(site, config), _parameters(site, config)["sub_chunks"])
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
         if isinstance(site.nodes.tokens, int):
@@ -156,7 +156,7 @@ def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | N
 
 def _pays(site: OverlapSite, config: OverlapConfig, scale: float = 1.0) -> bool:
     parts = _parameters(site, config)["sub_chunks"] if scale == 1.0 else config.sub_chunks
-    return cost_of_ring.pays(sizes_at(site, scale), machine_of(site), parts)
+    return cost_of_ring.pays(sizes_at(site, scale), machine_of(site, config), parts)
 
 
 def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:

@@ -112,13 +112,13 @@ class SmallMessageSchedule:
         return [small, PlanPiece("keep", None, (most + 1, None))]
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
-        return cost.seconds(sizes_at(site), machine_of(site))
+        return cost.seconds(sizes_at(site), machine_of(site, config))
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         most = _most_rows(site)
         # If the kernel pays at the most rows, it pays at fewer: the plain collective has the larger fixed cost.
         scale = 1.0 if isinstance(site.nodes.tokens, int) else most / max(hint(site.nodes.tokens), 1)
-        return self.forced(site, config) if cost.pays(sizes_at(site, scale), machine_of(site)) else None
+        return self.forced(site, config) if cost.pays(sizes_at(site, scale), machine_of(site, config)) else None
 
     def joined(self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]) -> list[PlanPiece]:
         """Small messages serve calls of few tokens, whatever the size of the example inputs; the other schedule serves

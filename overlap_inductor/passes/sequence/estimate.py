@@ -56,7 +56,9 @@ def plan(graph: fx.Graph, config: OverlapConfig, refusal: str | None) -> Choice:
     return find_and_choose(graph, config, "forward", refusal, {})
 
 
-def costs(choice: Choice, stretch_of: Mapping[fx.Node, int], numbers: Iterable[int]) -> dict[int, Cost]:
+def costs(
+    choice: Choice, stretch_of: Mapping[fx.Node, int], numbers: Iterable[int], config: OverlapConfig
+) -> dict[int, Cost]:
     """What each stretch costs by the plans in ``choice``.
 
     Args:
@@ -68,37 +70,37 @@ def costs(choice: Choice, stretch_of: Mapping[fx.Node, int], numbers: Iterable[i
     for site in choice.sites:
         nodes = [c.node for c in site.collectives]
         owner = stretch_of.get(nodes[0])
-        matmuls = cost_model.matmul_seconds(sizes.sizes_at(site), sizes.machine_of(site))
+        matmuls = cost_model.matmul_seconds(sizes.sizes_at(site), sizes.machine_of(site, config))
         taken.update(nodes)
         if owner is not None:
             found[owner].matmuls += matmuls
-            found[owner].exposed += max(_seconds(site, matmuls) - matmuls, 0.0)
+            found[owner].exposed += max(_seconds(site, matmuls, config) - matmuls, 0.0)
             overlaps = site.decision.moving.schedule != "keep"
             found[owner].hidden_gathers += site.collectives[0].kind == "all_gather" and overlaps
     for node, _, collective in choice.found.collectives.values():
         owner = stretch_of.get(node)
         if node not in taken and owner is not None and isinstance(collective, CollectiveNode):
-            found[owner].exposed += collective_seconds(collective)
+            found[owner].exposed += collective_seconds(collective, config)
     return found
 
 
-def collective_seconds(collective: CollectiveNode) -> float:
+def collective_seconds(collective: CollectiveNode, config: OverlapConfig) -> float:
     """Estimated seconds of a collective that nothing hides."""
-    return cost_model.collective_seconds(sizes.moved_by(collective), sizes.machine_at(collective))
+    return cost_model.collective_seconds(sizes.moved_by(collective), sizes.machine_at(collective, config))
 
 
-def row_work(stretch: Stretch, ranks: int) -> float:
+def row_work(stretch: Stretch, ranks: int, config: OverlapConfig) -> float:
     """Estimated seconds of the stretch's token-wise work if ``ranks`` ranks divide it."""
     seconds = 0.0
     for source in stretch.sources:
         nbytes = sizes.hint(tools.numel(tools.shape(source.result))) * tools.dtype(source.result).itemsize
-        seconds += PASSES * nbytes / ranks / sizes.machine_at(source.collectives[0]).memory_bytes
+        seconds += PASSES * nbytes / ranks / sizes.machine_at(source.collectives[0], config).memory_bytes
     return seconds
 
 
-def least_seconds(stretch: Stretch) -> float:
+def least_seconds(stretch: Stretch, config: OverlapConfig) -> float:
     """The fixed costs of the collectives that the rewrite makes: it can take no less, however much is hidden."""
-    fixed = sizes.machine_at(stretch.sources[0].collectives[0]).collective_seconds
+    fixed = sizes.machine_at(stretch.sources[0].collectives[0], config).collective_seconds
     return fixed * (len(stretch.sources) + len(stretch.needs_whole))
 
 
@@ -133,9 +135,9 @@ def limit_of_keeping(count: int, pays_at: Callable[[float], bool], most: int = 1
     return None
 
 
-def _seconds(site: DecidedSite, matmuls: float) -> float:
+def _seconds(site: DecidedSite, matmuls: float, config: OverlapConfig) -> float:
     """Estimated seconds of a site by its plan."""
     moving = site.decision.moving
     if site.decision.plan and moving.schedule in moving.estimate_us and moving.schedule != "keep":
         return moving.estimate_us[moving.schedule] * 1e-6
-    return matmuls + cost_model.collective_seconds(sizes.sizes_at(site), sizes.machine_of(site))
+    return matmuls + cost_model.collective_seconds(sizes.sizes_at(site), sizes.machine_of(site, config))

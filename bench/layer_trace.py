@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of a step goes on this rank: waits for a peer, sends, matmuls and the rest, in all and for each site.
+
+``bench.layers --trace FOLDER`` profiles some steps of each variant. The profiler's ranges of overlap ops carry the
+site's id. A matmul counts for the site whose first op ran last before it, until the site's last op.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile
+
+from bench.layer_programs import Program
+
+KINDS = {
+    "overlap_inductor::gather_step": "wait",
+    "overlap_inductor::exchange_wait": "wait",
+    "overlap_inductor::exchange_start": "send",
+    "overlap_inductor::gather_start": "send",
+    "overlap_inductor::exchange_send": "send",
+    "overlap_inductor::reduce_tail": "collective",
+    "_c10d_functional::wait_tensor": "collective",
+    "aten::mm": "matmul",
+    "aten::addmm": "matmul",
+    "aten::bmm": "matmul",
+}
+"""What an op does with the rank's time, by the first word of its name. Looping ops (one op for a site) are ``loop``."""
+OUTSIDE = "outside of sites"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of a profile: its name, and its begin and end in microseconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
+def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
+    """``{site: {kind: milliseconds}}``; ``OUTSIDE`` has what is in no site.
+
+    ``span``: from the site's first op to its last one. Ranges inside a range that counts already are left out.
+    """
+    ordered = sorted(spans, key=lambda s: (s.begin, -s.end))
+    bounds: dict[str, list[float]] = {}
+    for span in ordered:
+        op, _, site = span.name.partition(" ")
+        if op.startswith("overlap_inductor::") and site:
+            first = bounds.setdefault(site, [span.begin, span.end])
+            first[1] = max(first[1], span.end)
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    covered = float("-inf")
+    for span in ordered:
+        op, _, site = span.name.partition(" ")
+        kind = KINDS.get(op, "loop" if op.startswith("overlap_inductor::") and site else "")
+        if not kind or span.begin < covered:
+            continue
+        covered = span.end
+        open_sites = [s for s, (begin, end) in bounds.items() if begin <= span.begin < end]
+        owner = site or max(open_sites, key=lambda s: bounds[s][0], default=OUTSIDE)
+        found[owner][kind] += (span.end - span.begin) / 1e3
+        found[owner][f"{kind}s"] += 1
+    for site, (begin, end) in bounds.items():
+        found[site]["span"] = (end - begin) / 1e3
+    return {site: dict(kinds) for site, kinds in found.items()}
+
+
+def traced(folder: Path, program: Program, functions: Mapping[str, Any], steps: int) -> None:
+    """Profile ``steps`` steps of each function on every rank together, and add this rank's rows to
+    ``FOLDER/<phase>_rank_<r>.jsonl``: a row for each variant and step, with its sites in the order of their ops."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{program.phase}_{dist.get_world_size()}_ranks_rank_{dist.get_rank()}.jsonl"
+    with path.open("a") as file:
+        for number in range(steps):
+            for name, function in functions.items():
+                dist.barrier()
+                activities = [ProfilerActivity.CPU]
+                with profile(activities=activities) as profiler, torch.profiler.record_function("bench step"):
+                    program.step(function)
+                spans = [Span(e.name, e.time_range.start, e.time_range.end) for e in profiler.events()]
+                (step,) = (s for s in spans if s.name == "bench step")
+                sites = shares(s for s in spans if s is not step)
+                total: dict[str, float] = defaultdict(float)
+                for kinds in sites.values():
+                    for kind in ("wait", "send", "collective", "matmul", "loop"):
+                        total[kind] += kinds.get(kind, 0.0)
+                whole = (step.end - step.begin) / 1e3
+                row = {"variant": name, "number": number, "step": whole, **total, "rest": whole - sum(total.values())}
+                file.write(json.dumps({**_rounded(row), "sites": {s: _rounded(k) for s, k in sites.items()}}) + "\n")
+
+
+def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 2) if isinstance(value, float) else value for name, value in values.items()}

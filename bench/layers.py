@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole layers, forward and training: an unchanged Hugging Face Llama and sequence-parallel MLP blocks, under plain
+``torch.compile`` and with overlap.
+
+    sudo .venv/bin/python -m bench.layers                    # gloo ranks on a slow link: 2, then 4
+    torchrun --nproc-per-node 8 -m bench.layers --device cuda
+
+Variants of a program are compiled, compared with the eager program in fp32 on random data, and then timed in turn, in a
+new order each round. Times are milliseconds of a step: median, 20th and 80th percentile, each the maximum over ranks.
+``no collectives``: the program with local ops in place of its collectives, which is a bound. Its results are wrong and
+not compared. Rows are added to ``bench/results/layers_slow_link.jsonl`` or ``layers.jsonl``; the slow link's table and
+picture are made from them (``python -m bench.report``, ``python tools/make_docs.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import signal
+import sys
+import tempfile
+import time
+import timeit
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import rows
+from bench import tables
+from bench.layer_programs import PHASES
+from bench.layer_programs import Sizes
+from bench.layers_worker import Settings
+from bench.layers_worker import run
+from overlap_inductor.cli import slow_link as link
+from overlap_inductor.cli.local_ranks import RankError
+from overlap_inductor.cli.local_ranks import rank_environment
+from overlap_inductor.cli.local_ranks import run_ranks
+
+ROOT = rows.RESULTS.parent.parent
+# On two cores, matmuls and transfers of the forward take about as long at these sizes and rates.
+CPU = Sizes(layers=2, hidden=1024, ffn=2816, heads=16, kv_heads=16, vocabulary=1024, prompt=128)
+CUDA = Sizes(layers=4, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocabulary=32000)
+CPU_CASES = [("forward", 1, 1024), ("training", 1, 1024)]
+CUDA_CASES = [
+    *(("forward", 1, tokens) for tokens in (1024, 4096, 8192, 16384)),
+    *(("decode", batch, 1) for batch in (1, 16)),
+    ("training", 1, 4096),
+    ("blocks_forward", 1, 8192),
+    ("blocks_training", 1, 8192),
+]
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.layers", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="on a CPU; torchrun says it on GPUs")
+    parser.add_argument(
+        "--megabits", type=int, nargs="+", default=[500, 750], help="link rate for each entry of --ranks"
+    )
+    parser.add_argument("--phases", nargs="+", choices=list(PHASES), help="by default those of the device")
+    parser.add_argument("--tokens", type=int, nargs="+", help="of each phase that is not decode")
+    parser.add_argument("--batches", type=int, nargs="+", help="sequences of decode")
+    for field in dataclasses.fields(Sizes):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int)
+    parser.add_argument("--schedule", help="of the variants not named auto; by default ring on a CPU, auto on GPUs")
+    parser.add_argument(
+        "--machine", default="", help="facts that auto is told; by default the rates of link and matmul"
+    )
+    parser.add_argument("--set", nargs="+", default=[], metavar="SWITCH=VALUE", help="of all variants with overlap")
+    parser.add_argument("--variants", nargs="+", default=[], help="names of the variants; plain is always among them")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=60.0, help="about how long each program may be timed")
+    parser.add_argument("--timeout", type=float, default=1800.0)
+    parser.add_argument("--trace", default="", help="folder for where the time of a step goes (bench.layer_trace)")
+    parser.add_argument("--trace-steps", type=int, default=3, help="steps of each variant that are profiled")
+    parser.add_argument("--out", type=Path, help="rows are added to it")
+    options = parser.parse_args(arguments)
+    if not all("=" in word for word in options.set):
+        parser.error("--set takes SWITCH=VALUE")
+    if options.device == "cpu" and len(options.ranks) != len(options.megabits):
+        parser.error("--ranks and --megabits need as many values")
+    return options
+
+
+def settings_of(options: argparse.Namespace, megabits: int | None) -> Settings:
+    """What each rank is asked for, on a slow link of ``megabits`` Mbit/s or on GPUs."""
+    cpu = options.device == "cpu"
+    told = {f.name: getattr(options, f.name) for f in dataclasses.fields(Sizes)}
+    sizes = dataclasses.replace(CPU if cpu else CUDA, **{k: v for k, v in told.items() if v is not None})
+    machine = options.machine or (told_about(megabits) if megabits else "")
+    return Settings(
+        device=options.device,
+        sizes=sizes,
+        cases=tuple(cases_of(options, CPU_CASES if cpu else CUDA_CASES)),
+        schedule=options.schedule or ("ring" if cpu else "auto"),
+        machine=machine,
+        switches=dict(word.split("=", 1) for word in options.set),
+        only=tuple(options.variants),
+        link=f"{megabits} Mbit/s" if megabits else "GPUs of one host",
+        repeats=options.repeats,
+        seconds=options.seconds,
+        trace=options.trace,
+        trace_steps=options.trace_steps,
+    )
+
+
+def told_about(megabits: int) -> str:
+    """What ``auto`` is told about ranks on a slow link: the link's rate, and the rate of this CPU's matmuls on one
+    thread, in two digits. The fastest of some matmuls counts, because other programs may use the CPU."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        x = torch.randn(1024, 1024)
+        seconds = min(timeit.repeat(lambda: x @ x, number=1, repeat=9))
+    finally:
+        torch.set_num_threads(threads)
+    flops = float(f"{2 * 1024**3 / seconds:.1e}")
+    return json.dumps({"link_bytes": megabits * 1e6 / 8, "matmul_flops": {"4": flops}})
+
+
+def cases_of(options: argparse.Namespace, default: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """``(phase, sequences, tokens)`` of the phases, sequences and tokens that are asked for."""
+    found = []
+    for phase in options.phases or dict.fromkeys(phase for phase, _, _ in default):
+        usual = [case for case in default if case[0] == phase] or [(phase, 1, 1 if phase == "decode" else 1024)]
+        asked = options.batches if phase == "decode" else options.tokens
+        if asked:
+            usual = [(phase, count, 1) if phase == "decode" else (phase, 1, count) for count in asked]
+        found += usual
+    return found
+
+
+def on_slow_link(options: argparse.Namespace) -> None:
+    if (reason := link.why_not()) is not None:
+        raise SystemExit(reason)
+    out = options.out or rows.RESULTS / "layers_slow_link.jsonl"
+    for ranks, megabits in zip(options.ranks, options.megabits, strict=True):
+        begin = time.monotonic()
+        with tempfile.TemporaryDirectory() as name, link.slow_hosts(ranks, megabits) as hosts:
+            folder, found = Path(name), []
+
+            def keep(line: str, found: list[dict[str, Any]] = found) -> None:
+                if line.startswith("{"):
+                    found.append(json.loads(line))
+                    rows.append(out, found[-1:])
+
+            settings = json.dumps(dataclasses.asdict(settings_of(options, megabits)))
+            # A cache of its own, so that compiling is measured, unless the caller names one.
+            environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), **rank_environment("cpu")}
+            environment["PYTHONPATH"] = str(ROOT)
+            try:
+                run_ranks(
+                    ["-m", "bench.layers_worker", settings, str(folder / "model")],
+                    ranks,
+                    folder,
+                    environment=environment,
+                    hosts=hosts,
+                    timeout=options.timeout,
+                    on_line=keep,
+                    on_wait=lambda: None,
+                )
+            except RankError as error:
+                raise SystemExit(str(error)) from None
+        print(tables.layers(found), f"\n{ranks} ranks took {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def on_gpus(options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from bench.support.gpu_ranks import finish_rank
+    from bench.support.gpu_ranks import start_rank
+
+    rank, _ = start_rank()
+    out = options.out or rows.RESULTS / "layers.jsonl"
+    with tempfile.TemporaryDirectory() as name:
+        names = [name]
+        dist.broadcast_object_list(names)
+        for row in run(settings_of(options, None), Path(names[0]), {}):
+            if rank == 0:
+                print(json.dumps(row), flush=True)
+                rows.append(out, [row])
+        dist.barrier()
+    # Destroying a communicator waits for the CUDA graphs that hold calls of it.
+    torch._dynamo.reset()
+    torch.cuda.synchronize()
+    finish_rank()
+
+
+def main() -> None:
+    options = parsed()
+    # Otherwise a stopped run would leave its ranks and its link behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    on_gpus(options) if options.device == "cuda" else on_slow_link(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the facts of a machine that a user tells: a JSON object whose fields replace those of ``Machine``.
+
+The switch ``machine`` holds the path of a file with such an object, or the object's text. ``read`` turns both into one
+text, which is equal for equal facts. So caches and ranks compare the facts, and not where they are stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from overlap_inductor.facts.machine import Machine
+
+FIELDS = tuple(f.name for f in dataclasses.fields(Machine) if f.name != "name")
+"""The fields that an object may have. The name is not among them: it selects a schedule's constants."""
+_ITEMSIZES = ("1", "2", "4", "8")
+_FLOPS = 'an object of FLOP/s by bytes of an element ("1", "2", "4" or "8"), for example {"4": 5e10}'
+_ALLOWED = {
+    "matmul_flops": _FLOPS,
+    "least_tiles": "a whole number of at least 1",
+    "overlapped_efficiency": "a number above 0 and at most 1",
+}
+
+
+def read(source: str) -> str:
+    """The facts in ``source`` as a JSON text with sorted fields.
+
+    Args:
+        source: the path of a file, or the text of a JSON object, which begins with ``{``.
+
+    Raises:
+        ValueError: there is no such file, or it holds no JSON object, or a field is unknown or has a value that is not
+            allowed. The message is the end of a sentence that begins with ``source``.
+    """
+    expected = f"expected a JSON object of machine facts, with fields from: {', '.join(FIELDS)}"
+    text = source
+    if not source.lstrip().startswith("{"):
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"cannot be read ({reason}); expected a file that holds a JSON object") from None
+    try:
+        facts = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON ({error}); {expected}") from None
+    if not isinstance(facts, dict):
+        raise ValueError(f"holds no JSON object; {expected}")
+    return json.dumps({name: _value(name, facts[name]) for name in sorted(facts)})
+
+
+def told(machine: Machine, text: str | None) -> Machine:
+    """``machine`` with the facts that ``read`` returned as ``text`` in place of its own; rates of ``matmul_flops`` that
+    the text does not name are kept. ``None``: no facts are told."""
+    if text is None:
+        return machine
+    facts: dict[str, Any] = json.loads(text)
+    if "matmul_flops" in facts:
+        facts["matmul_flops"] = machine.matmul_flops | {int(size): rate for size, rate in facts["matmul_flops"].items()}
+    return dataclasses.replace(machine, **facts)
+
+
+def _value(name: str, value: Any) -> Any:
+    if name not in FIELDS:
+        near = difflib.get_close_matches(name, FIELDS, n=1)
+        meant = f". Did you mean {near[0]}?" if near else "."
+        raise ValueError(f"has the field {name!r}, which is not known{meant} The fields are {', '.join(FIELDS)}")
+    if name == "matmul_flops" and isinstance(value, dict) and value and set(value) <= set(_ITEMSIZES):
+        return {size: _number(value[size], f"{name}[{size!r}]") for size in sorted(value)}
+    if name == "matmul_flops" or name == "least_tiles" and type(value) is not int:
+        raise _wrong(name, value)
+    number = _number(value, name)
+    if name == "overlapped_efficiency" and number > 1:
+        raise _wrong(name, value)
+    return value if name == "least_tiles" else number
+
+
+def _number(value: Any, name: str) -> float:
+    """``value`` as a float. JSON of Python may hold ``true``, ``NaN`` and ``Infinity``, which are no rates."""
+    try:
+        number = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not (math.isfinite(number) and number > 0):
+        raise _wrong(name, value)
+    return number
+
+
+def _wrong(name: str, value: Any) -> ValueError:
+    allowed = _ALLOWED.get(name, "a number above 0")
+    return ValueError(f"has {name} = {json.dumps(value)}, which is not allowed; expected {allowed}")
