@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's clock during what the other benches time, and the time it would take at the highest clock. Tells whether a
-provider is slower in a row because it waits, or because the GPU is hotter.
+"""Measure the GPU's clock rate while providers run, and scale their times to the highest clock rate.
+
+The scaled times show whether a provider is slower because it waits, or because the GPU is hotter.
 
     torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 --schedules chunked
     fused/copy_engine --out rows.jsonl
 
-A matmul of large matrices takes a GPU to its power limit, and its clock falls with what ran before it; a GPU that
-multiplies all the time falls further than one that waits for NCCL between two matmuls. Three ways to run: ``single``
-(one call, the host hidden), ``row`` (so many calls behind each other, the host hidden), ``compiled`` (as many in
-compiled graphs, the host in the loop). A kernel before and one behind a sample store each SM's cycles and the time
-(``%clock64``, ``%globaltimer``). One JSON row a provider and way: median of the repeats; of the time the maximum over
-ranks, of the clock the minimum. Results are compared with fp32 first.
+A matmul of large matrices takes a GPU to its power limit, and the clock rate then depends on what ran before. It falls
+further on a GPU that multiplies all the time than on one that waits for NCCL between two matmuls. Each provider runs in
+three ways: ``single`` (one call, the host hidden), ``row`` (``CALLS`` calls one after the other, the host hidden) and
+``compiled`` (as many calls of compiled graphs, the host in the loop). A kernel before each sample and another one after
+it store the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``). Each provider and way gets one JSON row
+with medians of the repeats: the maximum over ranks of the time, and the minimum over ranks of the clock rate. Results
+are compared with fp32 before anything is timed.
 """
 
 from __future__ import annotations
@@ -41,15 +43,15 @@ from bench.timing import worst
 from overlap_inductor.passes.patterns import PATTERNS
 
 CALLS = 8
-"""In a row."""
+"""Calls of one sample in ways ``row`` and ``compiled``."""
 BLOCKS_AN_SM = 4
-"""That every SM has run one."""
+"""Blocks of ``_stamp`` for each SM: enough that every SM runs at least one."""
 
 
 @triton.jit
 def _stamp(out):
-    """Store ``(cycles, nanoseconds)`` of the SM that a block runs on into row ``%smid`` of ``out [SMs, 2]``. Blocks of
-    one SM store about the same."""
+    """Store ``(cycles, nanoseconds)`` of the SM that a block runs on into row ``%smid`` of ``out [SMs, 2]``. Blocks on
+    the same SM overwrite each other's values, which are nearly equal."""
     cycles = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l,r", [0], dtype=tl.int64, is_pure=False, pack=1)
     now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [0], dtype=tl.int64, is_pure=False, pack=1)
     sm = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
@@ -58,7 +60,7 @@ def _stamp(out):
 
 
 class StampedClock(Clock):
-    """A clock that also measures the GPU's frequency: ``mhz`` of the last sample, the median of the SMs."""
+    """A clock that also measures the GPU's clock rate: ``mhz`` is that of the last sample, the median over SMs."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -116,7 +118,7 @@ def measured(case: Case, names: Sequence[str], clock: StampedClock, repeats: int
                 us, _ = clock.sample(call, calls, 0.0 if way == "compiled" else 1.0 + calls)
                 samples[name].append((us, clock.mhz))
         for name, pairs in samples.items():
-            # The first two are not counted.
+            # The first two samples are not counted.
             us, slowest = worst(
                 [statistics.median(us for us, _ in pairs[2:]), -statistics.median(mhz for _, mhz in pairs[2:])]
             )

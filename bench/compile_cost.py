@@ -4,17 +4,17 @@
     python -m bench.compile_cost [--layers 32] [--repeats 3] [--out bench/results/compile_cost.jsonl]
     python -m bench.compile_cost --profile ring --repeats 1 [--phases training] [--sort tottime]
 
-The model is a Hugging Face Llama of 32 layers, sharded by ``tp_plan="auto"``. The group is torch's fake one and this
-process is its rank 0: it compiles what a rank compiles, and runs nothing of it. Two programs: the forward without
-gradients (``inference``), and forward and backward (``training``). Settings: ``plain`` (our hooks not installed),
-``auto``, ``ring`` (forced; as many sites unrolled as the default budget holds), ``looping`` (every ring one op).
-Each compile is cold, of one thread, from Dynamo to generated code; settings take turns, and a row is the repetition
-with the least CPU time.
+The model is a Hugging Face Llama of 32 layers, sharded by ``tp_plan="auto"``. The process group is torch's fake one,
+and this process is its rank 0. It compiles what rank 0 would compile, and runs none of it. Two programs are compiled:
+the forward without gradients (``inference``), and forward and backward (``training``). Settings: ``plain`` (our hooks
+are not installed), ``auto``, ``ring`` (forced; the default budget limits how many sites are unrolled), ``looping``
+(every ring is one op). Each compile is cold and single-threaded, and goes from Dynamo to generated code. Settings take
+turns. A row is the repeat with the least CPU time.
 
-``seconds``: this process's CPU time. ``compiler_seconds``: that of the C++ compiler that it calls. ``pass_seconds``,
-``lowering_seconds``, ``hook_seconds``: what of ``seconds`` goes into ``run_overlap_pass``, into our lowerings, and into
-our wrappers of Inductor's functions without those functions. ``gc_seconds``: the garbage collector, which runs where
-it happens to, and counts for none of these three.
+``seconds``: CPU time of this process. ``compiler_seconds``: CPU time of the C++ compiler that it starts.
+``pass_seconds``, ``lowering_seconds``, ``hook_seconds``: the parts of ``seconds`` spent in ``run_overlap_pass``, in our
+lowerings, and in our wrappers of Inductor's functions (without the wrapped functions). ``gc_seconds``: the part spent
+in the garbage collector, which none of these three includes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ PHASES = ("inference", "training")
 
 
 class Clock:
-    """CPU seconds spent in named functions. While one of them calls another, only the inner one's time runs."""
+    """CPU seconds spent in named functions. While one named function calls another, only the inner one's time runs."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
@@ -99,9 +99,9 @@ class Clock:
 
 
 def instrument(clock: Clock) -> list[OverlapReport]:
-    """Count the pass, our lowerings and our hooks on ``clock`` from now on.
+    """Time the pass, our lowerings, our hooks and the garbage collector with ``clock`` from now on.
 
-    Returns the list that reports of the pass are appended to.
+    Returns a list to which each run of the pass appends its report.
     """
     reports: list[OverlapReport] = []
     run_pass, wrap = clock.timed("pass", overlap_pass.run_overlap_pass), hooks._wrap
@@ -155,7 +155,7 @@ def sharded_llama(layers: int, world_size: int) -> Iterator[Any]:
 
 
 def compile_once(model: Any, config: OverlapConfig | None, trains: bool) -> None:
-    """Compile the model's call, and its backward where it ``trains``; nothing that was compiled runs."""
+    """Compile the model's forward, and its backward if ``trains``. No compiled code runs."""
     from torch._inductor.compile_fx import compile_fx_inner
 
     def compile_one(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
@@ -212,7 +212,8 @@ def measured(
 
 
 def with_ratios(found: dict[tuple[str, str], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows with what each compile takes as a multiple of the plain one of its phase."""
+    """The rows, each with ``ratio``: its CPU time over that of the plain compile of its phase. A row has no ``ratio``
+    if that compile was not measured."""
     for (_, phase), row in found.items():
         plain = found.get(("plain", phase))
         yield row if plain is None else row | {"ratio": round(row["seconds"] / plain["seconds"], 3)}
@@ -227,14 +228,14 @@ def main() -> None:
     parser.add_argument("--phases", nargs="*", choices=PHASES, default=list(PHASES))
     parser.add_argument("--profile", choices=SETTINGS, help="print this setting's profile instead of rows")
     parser.add_argument("--sort", choices=("cumulative", "tottime"), default="cumulative")
-    parser.add_argument("--save-profile", default=None, help="a file for pstats, too")
+    parser.add_argument("--save-profile", default=None, help="also write the profile to this file, for pstats")
     parser.add_argument("--out", default=None)
     arguments = parser.parse_args()
     clock = Clock()
     reports = instrument(clock)
     settings = [arguments.profile] if arguments.profile else arguments.settings
     with sharded_llama(2, arguments.world_size) as model:
-        # What a process does once (imports, patterns, the C++ compiler's version) is not part of any setting's time.
+        # These compiles are not counted. They do what a process does only once, such as imports.
         for setting in settings:
             for phase in arguments.phases:
                 measured(model, setting, phase, clock, reports)
@@ -266,7 +267,7 @@ def main() -> None:
 
 
 def cpu_name() -> str:
-    """The processor's name where Linux tells it, else its architecture."""
+    """The processor's name in ``/proc/cpuinfo``, or its architecture if that has none."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of returning the gathered tensor, which a weight's gradient reads: each schedule with it and without. One
-torchrun.
+"""Measure the cost of an op that also returns the gathered tensor, for the gradient of a weight. One torchrun.
 
     torchrun --nproc-per-node 2 -m bench.handed_out [--tokens 2048 8192] --out bench/results/handed_out.jsonl
 
-A gather of ``[tokens, 8192]`` multiplied by three weights of 4096 columns each (q, k and v). ``keep``: NCCL and three
-matmuls, whose gathered tensor is there anyway; ``copy``: that tensor copied, with nothing beside it. Results are
-compared with ``keep``'s before anything is timed, what was gathered bit for bit. Microseconds, the host hidden, median
-of calls in turn, maximum over ranks.
+A tensor ``[tokens, 8192]`` is gathered and multiplied by three weights of 4096 columns each (q, k and v). Each schedule
+is timed without returning the gathered tensor and with it (``handed out``). ``keep``: NCCL and three matmuls; it has
+the gathered tensor in any case. ``copy``: a copy of the gathered tensor alone. Before anything is timed, results are
+compared with those of ``keep``, and gathered tensors bit for bit. Figures are microseconds with the host hidden: the
+median of calls in turn, the maximum over ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ Call = Callable[[], list[torch.Tensor]]
 
 
 def op_call(schedule: str, a: torch.Tensor, weights: list[torch.Tensor], used: bool) -> Call:
-    """The schedule's op with its workspace prepared. All ranks call it together."""
+    """A call of the schedule's op, with its workspace prepared. ``used``: whether the op also returns the gathered
+    tensor. All ranks call this together."""
     group, site = dist.group.WORLD, f"{schedule} {used} {len(a)}"
     assert group is not None
     place, plan = workspace_of(group, a.device), PLANS[schedule]
@@ -91,7 +92,7 @@ def measure(tokens: int) -> list[dict[str, Any]]:
         **{f"{s}{', handed out' * used}": op_call(s, a, weights, used) for s in PLANS for used in (False, True)},
     }
     expected = keep()
-    # All ranks decide alike, since they time the same calls.
+    # All ranks must time the same calls, so they decide together which calls are right.
     right = {
         name: greatest(float(not all(is_right(call(), expected) for _ in range(4)))) == 0
         for name, call in calls.items()

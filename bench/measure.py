@@ -47,8 +47,8 @@ def measure(
     expected, names = site.expected(), chosen(names, variants, case, clock.device)
     made: dict[str, Provider] = {}
     found = {setting: providers(site, names, variants, setting, made) for setting in settings}
-    # Every kernel is loaded before anything is timed: loading waits for the device, on which a kernel may wait for a
-    # peer.
+    # Load every kernel before anything is timed. Loading a kernel waits for the device, where a running kernel may be
+    # waiting for a peer.
     for setting in settings:
         for provider in found[setting]:
             provider.call()
@@ -56,7 +56,7 @@ def measure(
     for setting in settings:
         calls = {p.name: p.call for p in found[setting]} | {"matmul": site.matmul, "collective": site.collective}
         times = in_turn(clock, calls, setting == "hidden", repeats, seconds)
-        # Errors between calls show only when calls follow each other.
+        # Some errors appear only when calls follow each other.
         after = {p.name: _checked(p, site, expected, clock) for p in found[setting]}
         errors = {name: max(error, after[name][0]) for name, (error, _) in checks[setting].items()}
         yield rows_of(
@@ -65,7 +65,11 @@ def measure(
 
 
 def _checked(provider: Provider, site: Site, expected: torch.Tensor, clock: Clock) -> tuple[float, float | None]:
-    """``(error, extra bytes)`` of one more call, the maximum over ranks."""
+    """Make one more call. Returns ``(error, extra bytes)``, each the maximum over ranks.
+
+    Raises:
+        WrongResult: the error is larger than allowed.
+    """
     result, extra = clock.with_extra_bytes(provider.call)
     error, most = worst([site.error(result, expected), -1.0 if extra is None else extra])
     if error > TOLERANCE[site.case.result]:

@@ -15,8 +15,8 @@ Three things are missing: delays of single peers, contention at receivers, and N
 Accuracy as one of 8 ranks, against 8 GPUs. From 2048 tokens on, the times of gathers and scatters are within 5 %. On 8
 GPUs, all-reduces of ``fused`` take 6 to 13 % longer than here. All-reduces of ``chunked`` in bands take 25 to 37 %
 longer (4096 tokens: 720 us for 574 us here in 2 bands, 914 for 692 in 4 bands). There, several ranks send to the same
-receiver at once (``transports.copy_engine``); here, each receiver has one sender. So do not choose the number of bands
-by these rows, nor between bands and ``fused``.
+receiver at once (``transports.copy_engine``); here, each receiver has one sender. So these rows cannot tell which
+number of bands is best, or whether ``chunked`` in bands or ``fused`` is faster.
 
 Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset. A barrier or
 an all-reduce before each call keeps calls apart instead.

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models: an unchanged Hugging Face Llama of llama3-70b's layer shape under plain ``torch.compile`` and under
-``auto``, in turn. One torchrun.
+"""Time a whole model: an unchanged Hugging Face Llama with the layer shapes of llama3-70b, under plain
+``torch.compile`` and with schedule ``auto``, in turn. One torchrun.
 
     torchrun --nproc-per-node 4 -m bench.models [--layers 2] [--tokens 1024 4096] [--batches 1 16] --out
     bench/results/models.jsonl
 
-``tokens``: one sequence of so many tokens (prefill), the host in the loop. ``batches``: so many sequences of one token
-(the matmuls and collectives of decode), as CUDA graphs (``triton.cudagraphs``). ``graphs_made``: of launches of sites
-(``runtime.replay``). Logits are compared with eager ones before anything is timed. Medians of milliseconds, maximum
-over ranks.
+Each number of ``--tokens`` is the length of one sequence (prefill), run with the host in the loop. Each number of
+``--batches`` is a number of sequences of one token, run as CUDA graphs (``triton.cudagraphs``); such a call has the
+matmuls and collectives of a decode step. ``graphs_made`` in a row: the number of CUDA graphs made of sites' launches
+(``runtime.replay``). Before a shape is timed, its logits are compared with eager ones. Times are milliseconds: the
+median of the samples, the maximum over ranks.
 """
 
 from __future__ import annotations

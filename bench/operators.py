@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every schedule over every transport against ``keep``, Inductor's async TP and the bounds: one torchrun for
-everything.
+"""Time every schedule over every transport against ``keep``, Inductor's async TP and the bounds. One torchrun.
 
-    torchrun --nproc-per-node 8 -m bench.operators                                  # the table of the README torchrun
-    --nproc-per-node 4 -m bench.operators --shapes llama3-8b-mlp --tokens 1 16 128 --patterns matmul_all_reduce
-    --budget-seconds 60 torchrun --nproc-per-node 4 -m bench.operators --dtype fp8_rows --schedules chunked auto
-    torchrun --nproc-per-node 4 -m bench.operators --schedules fused --settings hidden --set fused.parts=1
-    fused.parts=2,pushers=8
+    torchrun --nproc-per-node 8 -m bench.operators                      # the picture of the README
+    torchrun --nproc-per-node 4 -m bench.operators --shapes llama3-8b-mlp --tokens 1 16 128 \\
+        --patterns matmul_all_reduce --budget-seconds 60
+    torchrun --nproc-per-node 4 -m bench.operators --dtype fp8_rows --schedules chunked auto
+    torchrun --nproc-per-node 4 -m bench.operators --schedules fused --settings hidden \\
+        --set fused.parts=1 fused.parts=2,pushers=8
 
 A case is a pattern of a layer at a token count. Its providers are built, compared with fp32 on random data, and timed
 in turn, round after round, in two settings: ``hidden`` (a device sleep hides the host) and ``compiled`` (compiled
-graphs with the host in the loop; ``keep`` is plain Inductor). Figures are medians, the maximum over ranks. A wrong
-result ends the bench. Rows are appended as they come (``bench.rows``); ``python -m bench.report`` makes tables and
-plots of them.
+graphs with the host in the loop; ``keep`` is plain Inductor). Figures are medians over rounds, the maximum over ranks.
+A wrong result ends the benchmark. Rows are appended to the file after each case and setting (``bench.rows``).
+``python -m bench.report`` makes tables and plots from them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--patterns", nargs="+", default=patterns, choices=patterns, metavar="PATTERN", help=", ".join(patterns)
     )
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="of all ranks together"
+        "--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="tokens of all ranks together"
     )
     parser.add_argument(
         "--schedules",
@@ -77,7 +77,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=[],
         dest="variants",
         metavar="SCHEDULE.PARAMETER=VALUE[,...]",
-        help="one more provider each (host hidden)",
+        help="for each, time one more provider with these parameters (host hidden only)",
     )
     parser.add_argument(
         "--dtype",
@@ -86,12 +86,12 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="fp8: one scale per operand; fp8_rows: one per row and column",
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--repeats", type=int, default=20, help="samples of a provider, at most")
+    parser.add_argument("--repeats", type=int, default=20, help="most samples of a provider")
     parser.add_argument(
         "--case-seconds",
         type=float,
         default=1.0,
-        help="to time one case in one setting; sets the samples (at least five)",
+        help="seconds to time one case in one setting; there are at least five samples of each provider",
     )
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="begin no case that would end later")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "operators.jsonl")
@@ -104,7 +104,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(arguments: argparse.Namespace, world_size: int) -> list[Case]:
-    """Those with the most tokens come first, so that the others fit into their workspace."""
+    """All cases, those with the most tokens first, so that the others fit into the workspace of these."""
     sizes = itertools.product(sorted(arguments.tokens, reverse=True), arguments.shapes, arguments.patterns)
     return [Case(shape, pattern, tokens, world_size, arguments.dtype) for tokens, shape, pattern in sizes]
 
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace, device: torch.device, start: float) -> li
     for number, case in enumerate(all_cases):
         if case.why_not():
             continue
-        # The same on all ranks, like every decision here.
+        # All ranks must begin the same cases, so the slowest rank's clock decides.
         before = greatest(time.monotonic() - start)
         if found and before + longest > arguments.budget_seconds:
             say(
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         found = run(options, device, start)
     except WrongResult as error:
-        # On all ranks. Rows that were right until then are stored.
+        # All ranks raise it together. Rows of earlier cases are already stored.
         say(error)
         raise SystemExit(1) from error
     if dist.get_rank() == 0:

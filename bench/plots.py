@@ -18,8 +18,8 @@ from bench.tables import row_efficiency
 
 
 def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up and overlap efficiency against the ratio of matmul to transfer time, a line for each pattern and world
-    size. The rows are stored in the file as its description, as ``headline`` does."""
+    """Draw speed-up and overlap efficiency against the ratio of matmul to transfer time, with a line for each pattern
+    and world size. The rows are stored in the file as its description, so that a test can compare them."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -97,13 +97,16 @@ def layers(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 FIGURES = {"speedup": "speed-up over keep", "ratio": "time / max(matmul, collective)"}
-"""What is drawn against tokens, by field of a row."""
+"""The fields of a row that are drawn against tokens, each with its axis label."""
 
 
 def operators(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """Speed-up, and ratio to the bound, against tokens, of rows of ``bench.operators``: of each kind of machine, shape
-    and dtype two files in ``folder``, with a panel for each setting and pattern and a line for each provider. Schedules
-    with other parameters are in the tables only."""
+    """Draw rows of ``bench.operators`` against tokens, and return the files.
+
+    Each machine, shape and dtype gets two files in ``folder``: one of the speed-up, one of the ratio to the bound. A
+    file has a panel for each setting and pattern, and a line for each provider. Schedules with other parameters are in
+    the tables only.
+    """
     return [
         _against_tokens(same, figure, folder)
         for same in groups(as_planned(rows), "gpu", "world_size", "shape", "dtype").values()
@@ -175,7 +178,7 @@ def headline(found: list[dict[str, Any]], path: Path) -> None:
         axis.plot(
             range(len(rows)), [row["limit"] for row in rows], "_", color="black", markersize=26, markeredgewidth=2
         )
-        # Behind the bars: it would strike through the numbers of those that end near 1.
+        # The line lies behind the bars. In front, it would strike through the numbers of bars that end near 1.
         axis.axhline(1.0, color="grey", linewidth=0.8, zorder=0)
         axis.set_xticks(range(len(rows)), [str(row["tokens"]) for row in rows])
         axis.set_xlim(-0.6, len(rows) - 0.4)

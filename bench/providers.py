@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What computes a case: ``keep``, Inductor's async TP, every schedule over every transport of it, ``auto``, and
-schedules with other parameters.
+"""The providers of a case, which are the things that compute it: ``keep``, Inductor's async TP, every schedule over
+each of its transports, ``auto``, and schedules with other parameters.
 
-A provider is a call. With the host hidden a schedule that is one op per site is that op; the ring and ``auto`` are
-compiled graphs. In setting ``compiled`` all are, but for async TP, whose op is called as Inductor's output code calls
-it.
+A provider is a call. In setting ``hidden``, a schedule that is one op per site is called as that op; the ring and
+``auto`` are compiled graphs; ``keep`` runs eagerly. In setting ``compiled``, all providers are compiled graphs except
+async TP, whose op is called as Inductor's output code calls it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ASYNC_TP = ("all_gather_matmul", "matmul_reduce_scatter")
 """The patterns that Inductor's async TP has ops for."""
 LIMIT_MIB = 1 << 16
 RING_PARTS = 1
-"""Pieces of a shard: over NCCL one was best (bench/results/ring_nccl.jsonl)."""
+"""Sub-chunks of a shard. Over NCCL, one was best (bench/results/ring_nccl.jsonl)."""
 
 
 def provider_names() -> list[str]:
@@ -51,14 +51,14 @@ def provider_names() -> list[str]:
 
 
 def kinds_of(offered: Sequence[str]) -> list[str]:
-    """The schedules of providers, and the other providers but ``keep``."""
+    """The schedules of the providers ``offered``, and the providers that are no schedule, except ``keep``."""
     return list(dict.fromkeys(name.split("/")[0] for name in offered if name != "keep"))
 
 
 @dataclass(frozen=True)
 class Provider:
-    """``call`` computes the case. ``runs``: the schedule that does; ``parameters``: its settings; ``held``: bytes of
-    symmetric memory that it needs."""
+    """``call`` computes the case. ``runs``: the schedule that it runs; ``parameters``: the schedule's settings;
+    ``held``: bytes of symmetric memory that it needs."""
 
     name: str
     call: Callable[[], torch.Tensor]
@@ -69,7 +69,7 @@ class Provider:
 
 @dataclass(frozen=True)
 class Variant:
-    """A schedule with other parameters than the plan's; ``text`` as on the command line."""
+    """A schedule with other parameters than the plan's. ``text``: the parameters as on the command line."""
 
     schedule: str
     text: str
@@ -81,8 +81,8 @@ class Variant:
 
     @classmethod
     def parse(cls, argument: str) -> Variant:
-        """Of ``fused.parts=2`` or ``fused.parts=2,pushers=8``; values are JSON, or else text. Raises ``ValueError``
-        where one does not exist."""
+        """Read ``fused.parts=2`` or ``fused.parts=2,pushers=8``. A value that is not JSON is text. Raises
+        ``ValueError`` if the schedule or a parameter does not exist."""
         schedule, _, text = argument.partition(".")
         settable = {s.name: s.single_op.parameters for s in SCHEDULES if s.single_op is not None}
         if schedule not in settable:
@@ -92,7 +92,7 @@ class Variant:
             )
         known = [f.name for f in fields(settable[schedule])]
         parameters = {}
-        # (A comma inside a list parts nothing.)
+        # A comma inside a list does not separate parameters.
         for part in re.split(r",(?![^\[]*\])", text):
             key, equals, value = part.partition("=")
             if not equals or key not in known:
@@ -108,7 +108,7 @@ class Variant:
 
 
 def why_not(name: str, case: Case, device: torch.device) -> str | None:
-    """Why a provider does not compute a case here, from what all ranks know alike; or ``None``."""
+    """Why a provider cannot compute a case here; ``None`` if it can. All ranks get the same answer."""
     kind, ranks = re.split("[/ ]", name)[0], tuple(range(case.world_size))
     if kind == "async_tp":
         if case.scaled:
@@ -154,14 +154,15 @@ def keep(site: Site) -> Provider:
 
 
 def async_tp(site: Site) -> Provider:
-    # Of its workspace: one shard gathered, two of those reduced (torch.distributed._symmetric_memory).
+    # Its workspace holds one shard for a gather, and two for a reduce-scatter (torch.distributed._symmetric_memory).
     case = site.case
     shards, width = (1, case.inner) if site.example.first else (2, case.columns)
     return Provider("async_tp", site.async_tp, "async_tp", {}, shards * case.shard_rows * width * case.dtype.itemsize)
 
 
 def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) -> Provider:
-    """The op of ``schedule`` with ``settings``, its workspace prepared; all ranks together."""
+    """The op of ``schedule`` with ``settings`` as a provider, with its workspace prepared. All ranks call this
+    together."""
     case, text, label = site.case, json.dumps(settings, sort_keys=True), f"{name} {site.case}"
     needs = request(case, schedule, text, label)
     place = workspace_of(site.group, site.device)
@@ -172,7 +173,7 @@ def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) ->
         getattr(torch.ops.overlap_inductor, f"{schedule}_{'scaled_' * case.scaled}{case.pattern}").default,
         site.group.group_name,
     )
-    # (What ``lowerings.one_op.scaled`` tells an op of its scales.)
+    # The arguments that ``lowerings.one_op.scaled`` passes to an op for its scales.
     scales = (*site.scales, "bfloat16", True) if case.scaled else ()
     chain = torch.zeros(1, dtype=torch.uint8, device=site.device)
 
@@ -186,11 +187,12 @@ def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) ->
 
 
 def compiled(site: Site, name: str, **switches: Any) -> Provider:
-    """The plain module compiled by our backend with ``switches``, or by Inductor without, and called once; all ranks
-    together.
+    """The case as a model computes it, compiled and called once, as a provider. Our backend compiles it if there are
+    ``switches``; otherwise plain Inductor does. All ranks call this together.
 
     Raises:
-        RuntimeError: another schedule than the one asked for has been compiled, or it has no workspace.
+        RuntimeError: the graph does not hold exactly one site, another schedule than the one asked for was compiled, or
+            the site has no workspace.
     """
     # A compiled function is cached by its code, so each provider gets code of its own.
     namespace: dict[str, Any] = {"function": plain(site.example, site.group)}
@@ -200,7 +202,7 @@ def compiled(site: Site, name: str, **switches: Any) -> Provider:
         made = torch.compile(namespace["layer"], dynamic=False, backend=overlap_backend, options=options)
     else:
         made = torch.compile(namespace["layer"], dynamic=False)
-    # (Whatever the environment has switched on: plain is plain.)
+    # Without ``switches``, overlap stays off even if the environment switches it on.
     with nullcontext() if switches else overlap_inductor.overlap(mode="off"):
         made(*site.operands)
     runs, parameters, needs = "keep", {}, None
@@ -233,8 +235,8 @@ def _check_room(site: Site, label: str, name: str) -> None:
 
 
 def chosen(wanted: Sequence[str], variants: Sequence[Variant], case: Case, device: torch.device) -> list[str]:
-    """Providers of ``wanted`` (a schedule's name for all its transports) that compute the case here, and ``keep``; then
-    the variants."""
+    """The names of the providers that compute the case here: ``keep``, those of ``wanted``, then the variants. In
+    ``wanted``, a schedule's name stands for all its transports."""
     found = [n for n in provider_names() if n == "keep" or n in wanted or n.split("/")[0] in wanted]
     return [n for n in [*found, *(v.name for v in variants)] if why_not(n, case, device) is None]
 
@@ -242,8 +244,12 @@ def chosen(wanted: Sequence[str], variants: Sequence[Variant], case: Case, devic
 def providers(
     site: Site, wanted: Sequence[str], variants: Sequence[Variant], setting: str, made: dict[str, Provider]
 ) -> list[Provider]:
-    """Those of ``wanted`` that have ``setting``; ``made``: compiled ones, which several settings share. All ranks
-    together."""
+    """The providers named in ``wanted`` for ``setting``. Variants exist in setting ``hidden`` only. All ranks call this
+    together.
+
+    Args:
+        made: the compiled providers so far, by name. Settings share them, and new ones are added.
+    """
     found = []
     for name in wanted:
         variant = next((v for v in variants if v.name == name), None)
@@ -272,6 +278,6 @@ def providers(
 
 
 def _planned(schedule: str, case: Case, transport: str) -> dict[str, Any]:
-    """The settings that the plan would have."""
+    """The settings that a plan would choose for the case; empty for a schedule that is not one op."""
     op = schedule_named(schedule).single_op
     return {} if op is None else op.settings_of(_call(case), transport)

@@ -72,12 +72,13 @@ def rows_of(
     extra_bytes: Mapping[str, float | None],
     where: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """One row a provider. The other times are compared with those of ``keep``, ``matmul`` and ``collective`` in
-    ``times``.
+    """One row for each provider. ``times`` also holds ``keep``, ``matmul`` and ``collective``, with which providers are
+    compared.
 
-    Times in microseconds, the maximum over ranks of each figure. ``bound_us``: the longer of matmul and collective,
-    ``ratio`` to it; ``efficiency``: see ``overlap_efficiency``; ``error``: relative to the largest element;
-    ``peak_extra_bytes``: beyond operands and result, symmetric memory included.
+    Times are in microseconds, and each figure is the maximum over ranks. ``bound_us``: the longer of matmul and
+    collective. ``ratio``: the provider's time over ``bound_us``. ``efficiency``: see ``overlap_efficiency``. ``error``:
+    relative to the largest element. ``peak_extra_bytes``: memory beyond operands and result, including symmetric
+    memory.
     """
     matmul, collective, keep = (times[name].median for name in ("matmul", "collective", "keep"))
     bound = max(matmul, collective)

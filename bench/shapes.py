@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named layers of models, the patterns, and one case of them: a pattern of a layer at one size."""
+"""The cases of the benchmarks: a case is one pattern of a model's layer at one size."""
 
 from __future__ import annotations
 
@@ -44,7 +44,13 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """``tokens`` rows of all ranks together; ``operands``: one of ``DTYPES``."""
+    """One pattern of a layer at one size.
+
+    Attributes:
+        shape: the layer, a name in ``SHAPES``.
+        tokens: rows of all ranks together.
+        operands: the operands' dtype, a name in ``DTYPES``.
+    """
 
     shape: str
     pattern: str
@@ -81,7 +87,7 @@ class Case:
 
     @property
     def sent(self) -> torch.dtype:
-        """What the collective carries."""
+        """The dtype that the collective moves."""
         return self.dtype if self.example.first else self.result
 
     @property
@@ -98,7 +104,7 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Of the left operand, before a collective that stands first."""
+        """Rows of a rank's left operand. If the collective comes first, they are the rows before it."""
         return self.shard_rows if self.example.first and self.example.shards_tokens else self.tokens
 
     @property
@@ -106,9 +112,9 @@ class Case:
         return -(-self.tokens // self.world_size)
 
     def why_not(self) -> str | None:
-        """Why there is no such case, or ``None``."""
+        """Why this case does not exist; ``None`` if it does."""
         layer = SHAPES[self.shape]
         if self.example.shards_tokens and self.tokens % self.world_size:
-            return f"{self.tokens} tokens do not fall into {self.world_size} equal shards"
+            return f"{self.tokens} tokens cannot be cut in {self.world_size} equal shards"
         width = layer.wide if self.example.column_parallel else layer.narrow
-        return f"{width} features do not fall into {self.world_size} equal shards" if width % self.world_size else None
+        return f"{width} features cannot be cut in {self.world_size} equal shards" if width % self.world_size else None

@@ -12,19 +12,19 @@ from bench.shapes import Case
 from overlap_inductor.passes.pattern import Example
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
-"""Of the largest element, by the result's dtype."""
+"""The largest error that is allowed, relative to the largest element, by the result's dtype."""
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.t()``; of fp8 in bf16, with ``scales`` of rows and columns (or one each), summed as fast as the
-    library does."""
+    """``x @ weight.t()``. With ``scales``, the operands are fp8 and the result is bf16; the scales are those of rows
+    and columns, or one for each operand, and the library sums in its fastest way (``use_fast_accum``)."""
     if not scales:
         return torch.nn.functional.linear(x, weight)
     return torch._scaled_mm(x, weight.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def as_sent(x: torch.Tensor) -> torch.Tensor:
-    """fp8 as bytes, since not every backend moves fp8."""
+    """``x``, with fp8 viewed as bytes, because not every backend moves fp8."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
@@ -34,15 +34,23 @@ def as_made(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def plain(example: Example, group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
-    """The pattern as a model has it: of ``x``, a linear layer's ``weight [N, K]``, and of fp8 the two scales."""
+    """The pattern as a model computes it: a function of ``x``, a linear layer's ``weight [N, K]`` and, for fp8, the two
+    scales."""
     if example.first:
         return lambda x, *rest: product(as_made(example.traced(as_sent(x), group), x), *rest)
     return lambda *operands: example.traced(product(*operands), group)
 
 
 class Site:
-    """``a [case.rows, K]``, ``weight [N, K]`` and its transpose ``b``, random, in ``case.dtype``; ``scales``, fp32: of
-    all tokens and of ``weight``. ``left``: what the matmul reads, ``a`` or what the collective made of it."""
+    """The operands of a case on this rank, with random values.
+
+    Attributes:
+        a: ``[case.rows, K]``, in ``case.dtype``.
+        weight: ``[N, K]``, in ``case.dtype``. ``b`` is its transpose.
+        scales: for fp8 those of all tokens and of ``weight``, in fp32; else none.
+        left: what the matmul reads. If the collective comes first, this is its result; else it is ``a``.
+        moved: what ``collective`` moves.
+    """
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device, self.group = case, device, dist.group.WORLD
@@ -54,7 +62,7 @@ class Site:
         self.scales = [torch.rand(shape, device=device) + 0.5 for shape in case.scale_shapes]
         self.operands = (self.a, self.weight, *self.scales)
         self.left = self._exchanged() if self.example.first else self.a
-        # A collective may work in place. Zeros stay zeros, however often they are summed.
+        # A collective may sum in place, and other values would grow from call to call. Zeros stay zeros.
         self.moved = as_sent(self.a) if self.example.first else torch.zeros(len(self.left), case.columns, **kind)
 
     def _exchanged(self) -> torch.Tensor:
@@ -80,7 +88,7 @@ class Site:
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(self.a, self.b, "sum", 0, name)
 
     def expected(self) -> torch.Tensor:
-        """In fp32 (of fp32 operands: fp64), from inputs that the group's backend has exchanged."""
+        """The right result, computed in fp32 (fp64 for fp32 operands). The group's backend does the collective."""
         wide = torch.float64 if self.case.dtype == torch.float32 else torch.float32
         left = self._exchanged() if self.example.first else self.a
         exact = left.to(wide) @ self.b.to(wide)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the slow-link benchmark: the plain graph, the ring, the matmul alone and the collective alone,
-interleaved.
+"""One rank of the slow-link benchmark: it times the plain graph, the ring, the matmul and the collective, in turn.
 
-Times are milliseconds, the median over calls of the maximum over ranks; before each call the ranks meet at a barrier.
-Every result is compared with the plain graph's on random data before anything is timed.
+Times are milliseconds: the median over calls of the maximum over ranks. Before each call, the ranks meet at a barrier.
+Before a case is timed, the ring's result on random data is compared with that of the plain graph.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def patterns(
 
 
 def timed(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """The median milliseconds of each, the maximum over ranks."""
+    """Milliseconds of each function: the median over calls of the maximum over ranks. The first call is not counted."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(repeats + 1):
         for name, function in functions.items():
@@ -131,8 +130,8 @@ def main() -> None:
 def _callables(
     plain: Any, ring: Any, whole: Any, inputs: list[torch.Tensor], parts: int
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Both compiled forms of one function, alive at the same time. Dynamo caches by code object, so each form gets its
-    own."""
+    """Calls of both compiled forms of one function. Dynamo caches by code object, so each form gets its own code
+    object."""
     torch._dynamo.reset()
     namespaces = [{"f": whole}, {"f": whole}]
     for namespace in namespaces:

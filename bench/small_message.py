@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small messages against ``keep``: llama3-70b's down-projection in decode, its all-reduce, residual add and RMSNorm.
-One torchrun for everything.
+"""Time small messages against ``keep``: llama3-70b's down-projection in decode, its all-reduce, residual add and
+RMSNorm. One torchrun.
 
     torchrun --nproc-per-node 4 -m bench.small_message [--tokens 1 8 16 64 128] [--seconds 80] --out
     bench/results/small_message.jsonl
 
-``keep`` is what a compiled graph runs: ``torch.mm``, NCCL's all-reduce, one Inductor kernel for residual and norm.
-Every provider is compared with fp32 on random data, and all ranks with each other bit for bit (``keep`` is not:
-Inductor tunes its norm on each rank), before it is timed; then again after the timing, since calls in a row are what
-goes wrong. ``events``: one call after a device sleep that hides the host (``bench.timing``); ``graph``: a captured CUDA
-graph of 20 calls, microseconds a call. In turn, round after round; medians, maximum over ranks; ``speedup`` is over
-``keep`` of the same run.
+``keep`` is what a compiled graph runs: ``torch.mm``, NCCL's all-reduce, and one Inductor kernel for residual and norm.
+Every provider is compared with fp32 on random data, before the timing and after it, because some errors appear only
+when calls follow each other. The ranks' results must also be equal bit for bit. Only those of ``keep`` need not be,
+because Inductor tunes the norm on each rank.
+
+Providers are timed in turn, round after round. Figures are microseconds a call: medians, the maximum over ranks.
+``us``: one call after a device sleep that hides the host (``bench.timing``). ``graph_us``: a captured CUDA graph of 20
+calls. ``speedup`` and ``graph_speedup`` are over ``keep`` of the same run.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def variants(world_size: int, tokens: int) -> dict[str, SmallParameters]:
     planned = small_plan.settings_for(world_size, tokens, COLUMNS, 2)
     found = {"planned": SmallParameters(**planned)}
     for two_shot in (False, True) if world_size > 2 else (False,):
-        # One-shot would send too much: 128 tokens to each of 7 peers.
+        # One-shot sends all tokens to each peer. 128 tokens to each of 7 peers would be too much.
         if two_shot or tokens * (world_size - 1) <= 448:
             for segment, warps in SEGMENTS:
                 if COLUMNS // segment * world_size <= 32 * warps:
@@ -102,7 +104,7 @@ class Site:
 
     def parts(self) -> dict[str, Callable[[], Any]]:
         product = torch.mm(self.a, self.b)
-        # Zeros: anything else grows when it is summed in place again and again.
+        # The sum is in place, and other values would grow from call to call. Zeros stay zeros.
         zeros = torch.zeros_like(product)
         planned = self.parameters["planned"]
         return {
@@ -123,7 +125,8 @@ class Site:
 
 
 def error(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], alike: bool) -> float:
-    """The largest relative error on any rank; infinite where ranks differ in a bit that should be ``alike``."""
+    """The largest relative error on any rank. It is infinite for NaN, and if the ranks should be ``alike`` but a
+    checksum of their results differs."""
     off = float(
         torch.stack([(f.float() - e).abs().max() / e.abs().max() for f, e in zip(found, expected, strict=True)]).max()
     )
@@ -189,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1, 16, 8, 64])
     parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--seconds", type=float, default=75, help="begin no further token count after this")
+    parser.add_argument("--seconds", type=float, default=75, help="begin no token count later than this")
     parser.add_argument("--out", default=None)
     arguments = parser.parse_args()
     start = time.monotonic()

@@ -25,7 +25,7 @@ def _read(name: str) -> list[Row]:
 
 
 def _operators(**values: Any) -> list[Row]:
-    """The rows of ``bench.operators`` with these values, of schedules as they are planned."""
+    """The stored rows of ``bench.operators`` with these values, without schedules with other parameters."""
     found = tables.as_planned(rows.read(rows.RESULTS / "operators.jsonl"))
     return [row for row in found if all(row[name] == value for name, value in values.items())]
 
@@ -77,8 +77,9 @@ HEADLINE = {"world_size": 8, "shape": "llama3-70b-mlp", "dtype": "bfloat16", "se
 
 
 def headline_rows() -> list[Row]:
-    """For each pattern and token count the speed-ups of ``auto`` and async TP over ``keep``, and the limit: all of the
-    shorter of matmul and collective hidden. ``async_tp`` is ``None`` where PyTorch has no async TP for the pattern."""
+    """For each pattern and token count, the speed-ups of ``auto`` and async TP over ``keep``, and the limit: the
+    speed-up if the shorter of matmul and collective were wholly hidden. ``async_tp`` is ``None`` if PyTorch has no
+    async TP for the pattern."""
     found = []
     for (pattern, tokens), same in groups(_operators(**HEADLINE), "pattern", "tokens").items():
         of = {row["provider"]: row for row in same}

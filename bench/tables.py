@@ -116,8 +116,8 @@ def operators(rows: Sequence[dict[str, Any]], details: bool = False) -> str:
     """Rows of ``bench.operators`` as tables, one for each kind of machine, shape and setting: microseconds, the
     speed-up over ``keep`` of the same run in brackets.
 
-    ``best``: the fastest of what is not ``keep``, with its speed-up, ratio to ``max`` (the bound) and overlap
-    efficiency. ``details``: behind each, every row by itself, those of schedules with other parameters, too.
+    ``best``: the fastest provider except ``keep``, with its speed-up, ratio to ``max`` (the bound) and overlap
+    efficiency. ``details``: after each table, add one with every row, including schedules with other parameters.
     """
     parts = []
     for same in groups(rows, "gpu", "world_size", "shape", "dtype", "setting").values():
@@ -143,8 +143,7 @@ def _overview(rows: Sequence[dict[str, Any]]) -> str:
     )
     for (pattern, tokens), same in groups(_in_order(rows), "pattern", "tokens").items():
         of = {row["provider"]: row for row in same}
-        # (A provider is compared with ``keep`` of its own run; a case's own figures come from the last run of
-        # ``keep``.)
+        # A provider's speed-up is over ``keep`` of its own run. The bounds shown are those of the last run of ``keep``.
         standard = of.get("keep", same[0])
         bounds = [f"{standard[k]:.0f}" for k in ("matmul_us", "collective_us", "sum_us", "bound_us")]
         best = max((row for row in same if row["provider"] != "keep"), key=lambda row: row["speedup"], default=None)

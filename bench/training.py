@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps of sequence-parallel DTensor blocks, forward and backward: plain ``torch.compile``, ``auto``, and each
-schedule forced, in turn. One torchrun.
+"""Time training steps of sequence-parallel DTensor blocks, forward and backward, under plain ``torch.compile``, with
+``auto`` and with each schedule forced, in turn. One torchrun.
 
     torchrun --nproc-per-node 2 -m bench.training [--hidden 8192] [--tokens 2048 8192] [--schedules auto chunked fused]
     --out bench/results/training.jsonl
 
-A block has four linears of ``hidden x hidden`` about its attention and an MLP of ``2 * hidden``; gathers and scatters
-stand in forward and in backward, where a gathered tensor feeds two matmuls and what is scattered is a sum of them.
-Gradients are compared with the plain block's before anything is timed. Medians of milliseconds a step (output, its sum
-times a target, backward; no optimizer), the host in the loop, maximum over ranks.
+A block has four linear layers of ``hidden x hidden`` in its attention, and an MLP of width ``2 * hidden``. Forward and
+backward both have gathers and scatters. In backward, a gathered tensor feeds two matmuls, and a scattered tensor is a
+sum of matmuls. Gradients are compared with those of the plain block before anything is timed. A step computes the
+output, sums its product with a target, and runs backward; there is no optimizer. Figures are milliseconds a step with
+the host in the loop: the median, the maximum over ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from overlap_inductor.switch.backend import overlap_inductor as overlap_backend
 
 HEAD = 128
 LIMIT = 0.02
-"""Of a gradient's difference from the plain block's, relative to its norm (bf16, sums in another order)."""
+"""The largest difference of a gradient from the plain block's that is allowed, relative to its norm. Sums of bf16 in
+another order differ."""
 
 
 def blocks(hidden: int, layers: int, mesh: Any) -> nn.Module:

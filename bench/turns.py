@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bandwidth of copy engines when all ranks send one shard to every peer, several times over: with turns and
-without.
+"""Measure the bandwidth of copy engines with turns and without, when all ranks send a shard to every peer.
 
     torchrun --nproc-per-node 8 -m bench.turns --out rows.jsonl
 
-Ranks that are out of step by some microseconds meet at a receiver, get half a link each, and are further out of step in
-the next round (``transports.copy_engine``): what is delivered falls with the number of rounds. One JSON row a
-measurement: time until all of the peers' rows are known to have come, median of the repeats, maximum over ranks; alone,
-and beside a matmul that takes longer. What came is compared with what was sent before anything is timed.
+Without turns, two ranks that are some microseconds out of step send to the same receiver at once. Each gets half of the
+link, and is further out of step in the next round (``transports.copy_engine``). So the bandwidth falls with the number
+of rounds.
+
+Each measurement is one JSON row. Its time ends when the rank knows that the rows of all peers have arrived: the median
+of the repeats, the maximum over ranks. The transfers are timed alone, and beside two matmuls that take longer. Before
+they are timed, the data that arrived is compared with the data that was sent.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ from overlap_inductor.transports.transport import Share
 
 WIDTH = 8192
 LEGS = 3
-"""Shards to every peer: a scatter, a gather, a scatter."""
+"""Transfers of one call: a scatter, a gather, a scatter."""
 LIMIT = 1 << 34
 
 
 class Legs:
-    """``LEGS`` transfers of shards of ``shard_rows`` rows, one behind the other on the side stream; with turns from
-    ``turns_from`` bytes on."""
+    """``LEGS`` transfers of shards of ``shard_rows`` rows, one after the other on the side stream. Shards of at least
+    ``turns_from`` bytes take turns; with ``None``, none do."""
 
     def __init__(self, shard_rows: int, turns_from: int | None, name: str) -> None:
         group, self.device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
@@ -65,7 +67,7 @@ class Legs:
         self.came = launch.slot.data.local[:nbytes].view(torch.bfloat16).view(LEGS, self.world_size, shard_rows, WIDTH)
 
     def send(self) -> None:
-        """The call without its end."""
+        """Send and wait, without ending the call."""
         side = side_stream(self.device)
         with side:
             credit_kernel(self.launch)()
@@ -113,7 +115,7 @@ def main() -> None:
         for name, turns_from in (("copy_engine", None), ("copy_engine, in turn", 0)):
             legs = Legs((megabytes << 20) // (2 * WIDTH), turns_from, f"{name} {megabytes}")
             if not legs.is_right():
-                raise SystemExit(f"{name} of {megabytes} MiB: what came is not what was sent")
+                raise SystemExit(f"{name} of {megabytes} MiB: the data that arrived is not the data that was sent")
 
             def with_matmul(legs: Legs = legs) -> None:
                 beside.wait_stream(torch.cuda.current_stream())

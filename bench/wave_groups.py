@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``wave_groups`` against ``keep`` and the bounds, and its partition against others: llama3-70b MLP, one
-torchrun for everything.
+"""Time schedule ``wave_groups`` against ``keep`` and the bounds, and its partition against others, on llama3-70b's MLP.
+One torchrun.
 
     torchrun --nproc-per-node 4 -m bench.wave_groups --tokens 4096 8192 --out bench/results/wave_groups.jsonl
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 -m bench.wave_groups
 
-Every provider is compared with fp32 on random data before it is timed; providers are timed in turn as in
-``bench.timing``. Rows of a site: ``keep`` (``bound``: its time over the longer of matmul and collective), the planned
-call (``wave_groups``), the predicted partition with each number of SMs left free, matmul and collective alone.
-``partitions``: all of them where they are at most ``--candidates``, else so many, those into equal groups among them;
-``within`` is the planned one's time over the best one's, both from a second run of their own. ``timeline``:
-microseconds from the call's start at which the matmul and each group's collective ended; where all collectives end
-behind the matmul, NCCL's blocks found no room beside it.
+Every provider is compared with fp32 on random data before it is timed. Providers are timed in turn as in
+``bench.timing``. A site's rows, by provider::
+
+    keep          ``bound``: its time over the longer of matmul and collective
+    wave_groups   the planned call
+    free N        the partition predicted to be best if N SMs are left free for NCCL
+    matmul        the matmul alone
+    collective    the collective alone
+    partitions    the planned partition against others: all if there are at most ``--candidates``, else that many, with
+                  those into equal groups among them. ``within``: the planned one's time over the best one's, both from
+                  a second run
+    timeline      microseconds from the call's start to the end of the matmul and of each group's collective. If all
+                  collectives end after the matmul, NCCL's blocks found no room beside it
 """
 
 from __future__ import annotations
@@ -85,8 +91,8 @@ class Site:
 
 
 def error_of(function: Callable[[], torch.Tensor], expected: torch.Tensor) -> float:
-    """The worst error over ranks, relative to the largest element, of the second of two calls, which finds what the
-    first one left."""
+    """The largest error over ranks, relative to the largest element, of the second of two calls. The second call starts
+    from the state that the first one left."""
     function()
     return greatest(float((function().float() - expected).abs().max() / expected.abs().max()))
 
@@ -96,7 +102,8 @@ def medians(providers: dict[str, Callable[[], Any]], repeats: int) -> dict[str, 
 
 
 def some_partitions(waves: Waves, count: int) -> list[tuple[int, ...]]:
-    """All partitions if there are at most ``count``; else those into equal groups, and others at random."""
+    """All partitions if there are at most ``count``. Otherwise ``count`` of them: those into equal groups, then random
+    ones."""
     first, *inner, last = cuts(waves)
     if 2 ** len(inner) <= count:
         return list(partitions(waves))
@@ -221,7 +228,7 @@ def main() -> None:
         "--free", type=int, nargs="+", default=list(WaveParameters(1).free), help="SMs to leave to NCCL"
     )
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--candidates", type=int, default=64, help="partitions to time")
+    parser.add_argument("--candidates", type=int, default=64, help="most partitions to time")
     parser.add_argument("--out", default=None)
     arguments = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

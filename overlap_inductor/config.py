@@ -118,8 +118,8 @@ class OverlapConfig:
     """S: into how many sub-chunks each shard is cut. The hidden share is at most ``1 - 1 / (world_size * S)``."""
 
     step_node_budget: int = _key(3000)
-    """FX nodes that unrolled steps may add to one graph. Sites are taken in graph order, each that still fits; every
-    other site becomes one looping op."""
+    """FX nodes that unrolled steps may add to one graph. In graph order, each site that still fits is unrolled; sites
+    that no looping op computes come first. Every other site becomes one looping op."""
 
     workspace_limit: int = _key(4096)
     """MiB of symmetric memory on each rank that one group's sites may hold. Sites beyond it are kept."""
@@ -132,7 +132,7 @@ class OverlapConfig:
     ``off``: they are launched one by one at each call."""
 
     agreement_timeout: int = _key(300)
-    """Seconds that a rank waits for the others to publish their plan of a graph (never more than the group's timeout).
+    """Seconds that a rank waits for the others to publish their plan of a graph; at most half of the group's timeout.
     """
 
     machine: str | None = _key(None)

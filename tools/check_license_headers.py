@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fails where a source file does not begin with the licence's SPDX line. With ``--fix``, writes the line."""
+"""Fails if a source file does not begin with the licence's SPDX line. With ``--fix``, writes the line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sources() -> Iterator[Path]:
 
 
 def with_header(text: str) -> str:
-    """``text`` with the line as its first, or behind a line that names an interpreter."""
+    """``text`` with the licence line at its beginning, or after a ``#!`` line."""
     first, rest = ("", text)
     if text.startswith("#!"):
         first, newline, rest = text.partition("\n")

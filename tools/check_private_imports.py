@@ -17,7 +17,8 @@ def is_private(name: str) -> bool:
 
 
 def dotted(node: ast.expr) -> list[str]:
-    """``["torch", "ops", "aten"]`` of an attribute chain on a name; its first part is empty on anything else."""
+    """The parts of an attribute chain, such as ``["torch", "ops", "aten"]``. The first part is empty if the chain does
+    not start at a name."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -27,11 +28,10 @@ def dotted(node: ast.expr) -> list[str]:
 
 
 def private_parts(source: str) -> list[tuple[int, str]]:
-    """``(line, name)`` of each import of a private torch module, and of each private attribute that is not an object's
-    or module's own.
+    """``(line, name)`` of each import of a private torch module, and of each private attribute that is not an attribute
+    of ``self`` or ``cls``.
 
-    ``aten._to_copy`` and its like are names of operators, which are public however they are spelled; so is
-    ``os._exit``.
+    Operators such as ``aten._to_copy`` are public despite their names, and so is ``os._exit``. They are left out.
     """
     found = []
     for node in ast.walk(ast.parse(source)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fails if a module imports a test module or a ``conftest``, or if ``bench`` imports anything from ``tests``.
 
-A test module that others import runs twice as two things: a change of one test breaks another one, and its file cannot
-be moved alone. Shared code belongs in ``tests/support`` or ``bench/support``.
+If other files import a test module, a change of its tests may break them, and it cannot be moved alone. Shared code
+belongs in ``tests/support`` or ``bench/support``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def complaint(module: str, name: str) -> str | None:
     parts = name.split(".")
     if parts[0] == "tests":
         if module.split(".")[0] == "bench":
-            return "bench imports nothing from tests; share the code in bench/support"
+            return "bench must not import from tests; put shared code in bench/support"
         if any(part.startswith("test_") or part == "conftest" for part in parts[1:-1]) or _is_test_module(parts):
-            return "a test module is not imported; share the code in tests/support"
+            return "a test module must not be imported; put shared code in tests/support"
     return None
 
 
 def _is_test_module(parts: list[str]) -> bool:
-    """Whether the last part is a test module, and no function named like one in another module."""
+    """Whether the last part is a test module, and not a function whose name also begins with ``test_``."""
     if parts[-1] == "conftest":
         return True
     return parts[-1].startswith("test_") and ROOT.joinpath(*parts).with_suffix(".py").exists()

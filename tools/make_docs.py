@@ -40,17 +40,17 @@ PARTS: dict[str, Callable[[], str]] = {
 """What makes each generated part."""
 README = ROOT / "README.md"
 RUN = ("getting-started.md", "reading-a-report.md", "switches.md", "testing.md")
-"""The pages whose blocks are run, in this order and in one folder. README's are run before, in one of its own."""
+"""The pages whose blocks are run, in this order and in one folder. README's blocks are run first, in another folder."""
 
 
 def outdated() -> dict[Path, str]:
-    """The pages whose tables or drawings are out of date, each with what it should be."""
+    """The pages whose tables or drawings are out of date, each with its new text."""
     found = {path: filled(path.read_text(encoding="utf-8"), PARTS) for path in (README, *pages())}
     return {path: text for path, text in found.items() if text != path.read_text(encoding="utf-8")}
 
 
 def run_samples(paths: Sequence[Path], folder: Path) -> list[tuple[Path, samples.Sample, str]]:
-    """Run the blocks of the pages in ``folder``. Returns each output block with what it should be."""
+    """Run the blocks of the pages in ``folder``. Returns each output block with the output of this run."""
     found = []
     for path in paths:
         outputs = samples.run(samples.samples(path.read_text(encoding="utf-8")), folder)

@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs models and random programs in sizes that the ranks do not divide, without overlap and with it, and compares the
-results.
+"""Runs models and random programs without overlap and with it, and compares the results. Most of their sizes are not
+multiples of the number of ranks.
 
-    python tools/sweep_models.py                                              every part, some hours; rows are appended
-    to bench/results/uneven_sweep.jsonl
+    python tools/sweep_models.py    # every part: some hours
     python tools/sweep_models.py --part hugging_face --families llama gemma2 --ranks 3 --train
-    python tools/sweep_models.py --part hugging_face --sizes even             every family as the ranks divide it
-    python tools/sweep_models.py --part torchtitan                            see tests/support/torchtitan_models.py for
-    what must be installed
-    python tools/sweep_models.py --part programs --seeds 0 500                programs whose ranks differ in bias, K
-    and padding
+    python tools/sweep_models.py --part hugging_face --sizes even    # sizes that the ranks divide
+    python tools/sweep_models.py --part torchtitan    # tests/support/torchtitan_models.py says what must be installed
+    python tools/sweep_models.py --part programs --seeds 0 500    # the ranks differ in bias, K and padding
 
-Ranks are gloo processes, weights are random, nothing is downloaded. Sites are overlapped by the ring, whatever they
-cost. Results are compared with those of
-the plain compile. The rewritten graphs are interpreted, since generated code of a site does not depend on the model;
-``--generated`` runs Inductor's code.
+Ranks are gloo processes, weights are random, nothing is downloaded. The ring overlaps every site, whatever it costs.
+The rewritten graphs are interpreted, because a site's generated code does not depend on the model. ``--generated`` runs
+Inductor's code instead.
 
-One JSON row a case, with its ``outcome``: ``right``; ``fell back`` (right, and the ranks differed, so they ran the
-plain program); ``nothing overlapped`` (right);
-``nothing to compare`` (the plain compile is rounding alone); ``does not run without overlap`` with that error;
-``wrong``, which includes every error that only
-comes with overlap. Status 1 where anything is wrong. A Hugging Face family that does not run with every size odd is
-tried once more with an odd vocabulary alone.
+Each case is one JSON row, appended to ``--out``. Its ``outcome`` is one of::
+
+    right                          the results are those of the plain compile
+    fell back                      right; the ranks differed, so they ran the plain program
+    nothing overlapped             right; no site was overlapped
+    nothing to compare             the plain compile's results are rounding errors alone
+    does not run without overlap   the plain compile failed; the row has its error
+    wrong                          other results, or an error that occurs only with overlap
+
+The exit status is 1 if any case is wrong. A Hugging Face family that does not run without overlap if all sizes are odd
+is tried once more with only the vocabulary odd.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ TORCHTITAN = (
     (True, True, "even"),
     (False, True, "odd"),
 )
-"""Whether each block is compiled for itself, whether the loss is parallel, and the sizes of the MLP."""
+"""Whether each block is compiled by itself, whether the loss is parallel, and the sizes of the MLP."""
 BATCH = 50
 """Programs of one row."""
 SHOWN = ("error", "rounding", "worst", "sites", "reasons", "near_misses", "fell_back", "warnings", "notices")
@@ -102,33 +103,43 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument(
-        "--ranks", nargs="*", type=int, default=(2, 3), help="numbers of tensor parallel ranks (none: meshes alone)"
-    )
-    parser.add_argument("--train", action="store_true", help="gradients, too (torchtitan's models always train)")
-    parser.add_argument("--families", nargs="+", help="of Hugging Face, or models of torchtitan; all of them without")
-    parser.add_argument(
-        "--sizes", nargs="+", choices=hugging_face_families.VARIANTS, default=("odd",), help="of Hugging Face families"
-    )
-    parser.add_argument(
-        "--seeds", nargs=2, type=int, default=(0, 400), metavar=("FIRST", "END"), help="of random programs"
+        "--ranks",
+        nargs="*",
+        type=int,
+        default=(2, 3),
+        help="numbers of tensor-parallel ranks; without one, only meshes of torchtitan",
     )
     parser.add_argument(
-        "--generated", action="store_true", help="run Inductor's code (slow) and not interpreted graphs"
+        "--train", action="store_true", help="also compare gradients (torchtitan's models always train)"
+    )
+    parser.add_argument("--families", nargs="+", help="Hugging Face families or torchtitan models; by default all")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        choices=hugging_face_families.VARIANTS,
+        default=("odd",),
+        help="sizes of Hugging Face families",
+    )
+    parser.add_argument(
+        "--seeds", nargs=2, type=int, default=(0, 400), metavar=("FIRST", "END"), help="seeds of random programs"
+    )
+    parser.add_argument(
+        "--generated", action="store_true", help="run Inductor's code (slow) instead of interpreting graphs"
     )
     parser.add_argument(
         "--limit",
         type=float,
         default=float("inf"),
         metavar="SECONDS",
-        help="no case of a part is begun later than this after the start",
+        help="end a part after its first case that ends later than this after the start",
     )
     parser.add_argument("--out", type=Path, default=RESULTS / "uneven_sweep.jsonl", help="rows are appended here")
     return parser.parse_args()
 
 
 def _row(case: str, size: int, trains: bool, run: Callable[..., Any], *values: Any) -> dict[str, Any]:
-    """The row of one case on ``size`` ranks: the result of all ranks, and the figures of the rank that is furthest
-    off."""
+    """The row of one case on ``size`` ranks: the outcome of all ranks, and the figures of the rank with the largest
+    error."""
     start = time.monotonic()
     try:
         found = gloo_ranks.run_ranks(size, run, *values, timeout=300, expect_failure=True)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the unit and compile tests, and a DTensor block forward and backward, on every supported minor version of torch,
-each in an environment of its own.
+"""Runs tests on every supported minor version of torch, each in an environment of its own: the unit and compile tests,
+and a DTensor block forward and backward.
 
     python tools/test_torch_versions.py [--all] [2.11.0 2.15.0]
 
-``--all``: the kernels in Triton's interpreter, the numerics over gloo and all models, too (some 15 minutes a version on
-two cores). ``TORCH_PYTHONS`` may list interpreters that already have a torch (separated by spaces); without it an
-environment is made for each version below ``.torch-versions/``. Two run at a time. A version that cannot be installed
-is reported as such.
+``--all`` also runs the kernels in Triton's interpreter, the numerics over gloo and all models (some 15 minutes a
+version on two cores). ``TORCH_PYTHONS`` may list interpreters that already have a torch, separated by spaces. Without
+it, an environment for each version is made in ``.torch-versions/``. Two versions run at a time. A version that cannot
+be installed is reported as such.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pathlib import Path
 
 VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 TESTS = ("tests/unit", "tests/compile", "tests/models/test_blocks.py")
-"""The last under activation checkpointing, too, which torch 2.12 and 2.13 cannot compile."""
+"""The last one also runs under activation checkpointing, but not on torch 2.12 and 2.13, which cannot compile that."""
 EVERYTHING: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
     ({}, ("tests/unit", "tests/compile")),
     ({"TRITON_INTERPRET": "1"}, ("tests/kernels",)),
     ({}, ("tests/numerics", "tests/models")),
 )
-"""As ``make test``: environment variables, and tests."""
+"""The tests of ``make test`` except the examples: environment variables, and paths."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -89,7 +89,7 @@ def run(label: str, python: str | None, everything: bool) -> tuple[str, str, str
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("versions", nargs="*", default=VERSIONS)
-    parser.add_argument("--all", action="store_true", help="kernels in the interpreter, numerics and models, too")
+    parser.add_argument("--all", action="store_true", help="also run kernels in the interpreter, numerics and models")
     arguments = parser.parse_args()
     with ThreadPoolExecutor(max_workers=2) as pool:
         rows = list(pool.map(lambda pair: run(*pair, arguments.all), interpreters(arguments.versions)))

@@ -33,7 +33,7 @@ HIDDEN, HEAD = 32, 4
 
 @dataclass(frozen=True)
 class Variant:
-    """Activations are ``[batch, sequence, hidden]``, or ``[sequence, batch, hidden]`` where ``sequence_dim`` is 0."""
+    """Activations are ``[batch, sequence, hidden]``, or ``[sequence, batch, hidden]`` if ``sequence_dim`` is 0."""
 
     sequence_dim: int
     batch: int
@@ -70,8 +70,9 @@ class Mlp(nn.Module):
 
 
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-# What selective checkpointing keeps; the rest is computed again. With the results of the scatters (as torchtitan does)
-# no partial sum outlives its site; without them every partial sum is an output, and is scattered once more in backward.
+# The ops whose results selective checkpointing saves. Backward computes all others again. If results of scatters are
+# saved (as torchtitan does), no partial sum outlives its site. Otherwise every partial sum is an output of the forward
+# graph, and backward scatters it once more.
 CHECKPOINTING: dict[str, set[Any]] = {
     "none": set(),
     "full": set(),
@@ -153,7 +154,7 @@ def largest_error(
         n: ((a.double() - b).abs().max() / b.abs().max()).item() if a.shape == b.shape else float("inf")
         for n, (a, b) in found.items()
     }
-    # A LayerNorm's or linear's bias may have a gradient of about zero (that of wk is exactly zero in exact arithmetic).
+    # In exact arithmetic, the gradient of this bias is zero, so a relative error of it means nothing.
     errors.pop("gradient of attention.wk.bias", None)
     where = max(errors, key=errors.__getitem__)
     return errors[where], where

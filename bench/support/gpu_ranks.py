@@ -11,17 +11,17 @@ import torch.distributed as dist
 
 
 def allow_sharing() -> None:
-    """Let symmetric memory have several ranks on a GPU, and keep gloo on this machine."""
+    """Allow symmetric memory between ranks that share a GPU, and make gloo use the loopback interface."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def start_rank(seconds: float = 600.0, share_gpus: bool = False) -> tuple[int, int]:
-    """Choose the rank's GPU and make the default group of NCCL; returns ``(rank, world size)``. ``seconds`` is the
+    """Choose the rank's GPU and make the default group, with NCCL. Returns ``(rank, world size)``. ``seconds`` is the
     group's timeout and the patience of its kernels.
 
-    ``share_gpus``: several ranks share a GPU, so that few GPUs stand for many. NCCL refuses that, so the group is
-    gloo's. Processes take turns on a GPU, milliseconds at a time, and kernels that wait for each other proceed slowly.
+    ``share_gpus``: several ranks share a GPU, so that few GPUs stand for many. NCCL refuses that, so the group uses
+    gloo. Processes take turns on a GPU, milliseconds at a time, so kernels that wait for each other proceed slowly.
     """
     timeout = datetime.timedelta(seconds=seconds)
     local = int(os.environ["LOCAL_RANK"])

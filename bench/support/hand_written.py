@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block of ``dtensor_block`` sharded by hand, as Megatron does: own autograd functions and sliced weights, no
-DTensor."""
+"""The block of ``dtensor_block`` sharded by hand, as Megatron does: with autograd functions and sliced weights in place
+of DTensor."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def shard(block: Any, mesh: DeviceMesh, dim: int) -> nn.Module:
 
 
 def whole_gradient(parameter: nn.Parameter, shape: torch.Size, mesh: DeviceMesh) -> torch.Tensor:
-    """The gradient of the unsharded parameter of shape ``shape``: slices joined, and replicated parameters' sums over
-    tokens added."""
+    """The gradient of the unsharded parameter, which has shape ``shape``. The ranks' slices of a sharded parameter are
+    joined. The gradients of a replicated parameter, each over a rank's tokens, are summed."""
     assert parameter.grad is not None
     grad = parameter.grad.contiguous()
     if grad.shape == shape:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``overlap-inductor bugreport``: pack one zip file out of a dump folder, to be sent with a bug report.
+"""``overlap-inductor bugreport``: pack a dump folder into one zip file, to be sent with a bug report.
 
 It holds what the dump says about every graph, the tracebacks of failures, the versions and the doctor's checks. It
 holds no weights. The home folder and the user's name are replaced in every file.
@@ -59,13 +59,13 @@ class Redaction:
 
     Args:
         home: path of the home folder; by default this user's.
-        user: the name; by default this user's. Empty if it has none.
+        user: the user's name; by default this user's. Empty if the user has none.
     """
 
     def __init__(self, home: str | None = None, user: str | None = None) -> None:
         place = Path(home) if home is not None else Path.home()
         name = _user_name() if user is None else user
-        # A root folder as home (a user without an entry in /etc/passwd) is the start of every path.
+        # A home that is the root folder (a user without an entry in /etc/passwd) is left out: it begins every path.
         homes = sorted({str(p) for p in (place, place.resolve()) if len(p.parts) > 1}, key=len, reverse=True)
         parts = [re.escape(form) + r"(?![\w-]|\.\w)" for one in homes for form in _forms(one)]
         # Homes of other machines, on which the dump may have been written.
@@ -97,7 +97,7 @@ def versions() -> dict[str, Any]:
 
 def _reports(folder: str, hide: Redaction) -> tuple[dict[str, str], list[str]]:
     """The files to pack by their names in the archive, and the failures that they record, each as text. ``hide`` is
-    applied to the names alone."""
+    applied only to the names."""
     files: dict[str, str] = {}
     errors: list[str] = []
     for found in graph_folders(folder):
@@ -107,7 +107,7 @@ def _reports(folder: str, hide: Redaction) -> tuple[dict[str, str], list[str]]:
         try:
             failures = json.loads(files[f"{place}/sites.json"]).get("failures", [])
         except ValueError as error:
-            raise OverlapError(f"{found.path / 'sites.json'} is no JSON text ({error}); remove {found.path}") from error
+            raise OverlapError(f"{found.path / 'sites.json'} is not JSON ({error}); remove {found.path}") from error
         for failure in failures:
             of = f" of {', '.join(failure['sites'])}" if failure["sites"] else ""
             errors.append(f"{place}: the {failure['stage']}{of} failed\n{failure['traceback']}")

@@ -10,7 +10,7 @@ TITLES = {
     "block": "DTensor sequence-parallel block, forward and backward",
 }
 FASTER, SLOWER = 1.02, 0.98
-"""A ratio of times between these is called no difference."""
+"""A ratio of times between these two counts as no difference."""
 MEDIAN = 1
 """Times are ``[first quartile, median, third quartile]``."""
 
@@ -27,7 +27,7 @@ def passed(result: dict[str, Any]) -> bool:
 
 
 def part(result: dict[str, Any], shared_cpu: bool) -> str:
-    """One part. ``shared_cpu``: the ranks are processes of one CPU and no link is between them."""
+    """The text of one part. ``shared_cpu``: the ranks are processes on one CPU, without a slow link between them."""
     forms = result["forms"]
     lines = ["", TITLES[result["part"]]]
     shown = next((form for form in forms if overlapped(form)), None)
@@ -36,16 +36,16 @@ def part(result: dict[str, Any], shared_cpu: bool) -> str:
     for graph in (shown or forms[0])["graphs"]:
         lines.append(f"  graph {graph['graph']} {graph['phase']}, schedule {(shown or forms[0])['name']}:")
         lines += [f"    {line}" for line in (graph["headline"], *_aligned(graph["rows"]))]
-    lines.append("  largest difference from plain torch.compile (in brackets: plain from eager)")
+    lines.append("  largest difference from plain torch.compile (in brackets: of plain torch.compile from eager)")
     lines += [f"    {line}" for line in _checks(result)]
-    lines.append("  median times; half of the calls took what is in brackets")
+    lines.append("  median times (in brackets: the range of the middle half of the calls)")
     lines += [f"    {line}" for line in _times(result)]
     lines.append(f"  {verdict(result, shared_cpu)}")
     return "\n".join(lines)
 
 
 def _checks(result: dict[str, Any]) -> list[str]:
-    """For each output the form that differs most, and every form that differs too much."""
+    """For each output, a line for every form that differs too much, or for the one that differs most if none does."""
     lines = []
     for index, noise in enumerate(result["plain_against_eager"]):
         found = [(form["name"], form["checks"][index]) for form in result["forms"]]
@@ -73,7 +73,8 @@ def _times(result: dict[str, Any]) -> list[str]:
 
 
 def verdict(result: dict[str, Any], shared_cpu: bool) -> str:
-    """What schedule ``auto`` gives, which is what users get, and the fastest schedule if that is another one."""
+    """How fast schedule ``auto`` is, which is the default, and the fastest schedule if another one is clearly
+    faster."""
     auto = next(form for form in result["forms"] if form["name"] == "auto")
     plain = result["plain_ms"]
     text = _of_auto(auto, plain, shared_cpu)
@@ -85,8 +86,8 @@ def verdict(result: dict[str, Any], shared_cpu: bool) -> str:
 
 
 def compared(plain: list[float], other: list[float]) -> float:
-    """How many times as fast ``other`` is as ``plain``, by the medians. 1.0 if the times between the quartiles overlap,
-    or the medians differ by less than 2 %: then nothing is shown."""
+    """How many times as fast ``other`` is as ``plain``, by the medians. 1.0 if the ranges between the quartiles
+    overlap, or the medians differ by less than 2 %, because the times then show no difference."""
     ratio = plain[MEDIAN] / other[MEDIAN]
     apart = other[-1] < plain[0] or plain[-1] < other[0]
     return ratio if apart and not SLOWER < ratio < FASTER else 1.0

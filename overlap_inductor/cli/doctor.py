@@ -167,7 +167,7 @@ def _inductor(asked: bool) -> list[Check]:
 
     checks = [Check(SWITCHES, "Inductor's pass slot", NOTE, probe.slot_content())]
     for setting, advice in probe.hindrances():
-        # Async TP takes only some of the sites. The other settings leave the pass none.
+        # Async TP takes only some of the sites. With one of the other settings on, no site is left for the pass.
         blocks = asked and "micro_pipeline" not in setting
         checks.append(Check(SWITCHES, setting, BAD if blocks else NOTE, "on", advice))
     return checks

@@ -16,8 +16,8 @@ HERE = "Schedules that run here"
 
 
 def registered() -> list[Check]:
-    """A line for each pattern, with the collective that it starts at, for each schedule, with what it computes and
-    whether it runs on this machine, and for each transport, with the schedules that use it."""
+    """A line for each pattern (the collective that it starts at), each schedule (what it computes, and whether it runs
+    on this machine) and each transport (the schedules that use it)."""
     from overlap_inductor.lowerings.registry import SCHEDULES
     from overlap_inductor.passes.patterns import PATTERNS
     from overlap_inductor.transports.registry import transports
@@ -57,7 +57,7 @@ def why_not_here(schedule: SiteSchedule) -> str:
     torch.cuda.init()
     reasons: dict[str, list[int]] = {}
     for gpu in range(number):
-        # A schedule is asked on each rank, whose GPU is the current one.
+        # In a real run each rank asks the schedule, with the rank's own GPU as the current one.
         with torch.cuda.device(gpu):
             if reason := schedule.why_not_between(ranks, torch.device("cuda", gpu)):
                 reasons.setdefault(reason, []).append(gpu)
@@ -67,7 +67,7 @@ def why_not_here(schedule: SiteSchedule) -> str:
 
 
 def ranks_here() -> tuple[int, str]:
-    """For how many ranks schedules are judged, and where these are."""
+    """The number of ranks for which schedules are checked, and where these ranks are."""
     import torch
 
     gpus = torch.cuda.device_count()

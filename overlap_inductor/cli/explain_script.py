@@ -33,8 +33,8 @@ _NO_GRAPH = (
 )
 _NO_GPU = (
     "overlap-inductor explain: the script asks for a GPU, and this machine has none that torch can use. Let the script"
-    ' put its tensors on "cpu" where torch.cuda.is_available() is False; sites are planned for the machine of'
-    " --machine all the same."
+    ' put its tensors on "cpu" if torch.cuda.is_available() is False. Its sites are still planned for the machine of'
+    " --machine."
 )
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -49,17 +49,17 @@ def explain_script(
     ranks: int | None = None,
     short: bool = False,
 ) -> int:
-    """Run ``script`` in this process as ``__main__`` with ``arguments``, and print every graph's report when it has
-    ended, and the estimated time of all sites together.
+    """Run ``script`` in this process as ``__main__`` with ``arguments``. After it has ended, print every graph's report
+    and the estimated time of all sites together.
 
-    Graphs stay as they are, unless the script itself switches overlap on. Of several ranks only the first one prints.
-    Returns the script's own exit status, or 1 if it raised, after its traceback. If it raised because it needs a
-    launcher's variables, a line says how to start it.
+    Graphs stay as they are, unless the script itself switches overlap on. Only rank 0 prints. Returns the script's own
+    exit status, or 1 if it raised an exception, whose traceback is printed first. If the script needs a launcher's
+    variables, a line says how to start it.
 
     Args:
         machine: name of the machine that plans are made for; ``None``: this one.
-        ranks: size of the group of which this process plays rank 0; ``None``: that of the machine, or the script runs
-            as it is started.
+        ranks: size of the group of which this process plays rank 0. ``None``: the number of GPUs of ``machine``;
+            without ``machine``, the script runs in the group that it makes itself.
         short: whether to print a few lines of each report, instead of the whole report.
 
     Raises:
@@ -100,7 +100,7 @@ def _run(script: str, arguments: Sequence[str]) -> int:
     except SystemExit as ending:
         return _status(ending)
     except (RanksError, BrokenPipeError):
-        raise  # the pipe may be our output, whose reader went away: main() knows
+        raise  # main() handles both; the pipe may be our own output, whose reader has gone away
     except Exception as error:  # noqa: BLE001  (the script's own error: shown, and its reports after it)
         traceback.print_exc()
         if _lacks_a_gpu(error):

@@ -64,10 +64,10 @@ def run_ranks(
         hosts: network namespaces to run in, one for each rank. If empty, all ranks share this process's network.
         timeout: seconds after which all ranks are stopped.
         on_line: called, on another thread, with every line that rank 0 writes to its standard output.
-        on_wait: called some times a second while waiting.
+        on_wait: called several times a second while waiting.
 
     Raises:
-        RankError: a rank ended with an error, or the time was up. All ranks have been stopped by then.
+        RankError: a rank ended with an error, or the timeout expired. All ranks have been stopped by then.
     """
     first = hosts[0].address if hosts else "127.0.0.1"
     shared = {**environment, "MASTER_ADDR": first, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
@@ -96,8 +96,8 @@ def run_ranks(
 
 
 def rank_environment(device: str) -> dict[str, str]:
-    """This process's environment for ranks that switch overlap on themselves: one thread each, none of our switches. On
-    ``cpu`` no GPU is visible."""
+    """This process's environment, changed for ranks that switch overlap on themselves: one thread for each rank, and
+    none of our switches. On ``cpu``, no GPU is visible."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OVERLAP_INDUCTOR")}
     kept.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
     if device == "cpu":

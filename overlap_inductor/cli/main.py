@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     explain.set_defaults(run=_explain)
 
     report = commands.add_parser(
-        "report", help="show the reports of a dump folder, equal ranks as one, and write its index.html"
+        "report", help="show the reports of a dump folder (equal ones once) and write its index.html"
     )
     report.add_argument("folder", help="the folder that OVERLAP_INDUCTOR_DUMP named")
     report.set_defaults(run=_report)
@@ -92,8 +92,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit status: 0 if it succeeded, 1 if its answer is no, 2 if it could not be run as
-    asked, 141 if the reader of its output went away (as a shell says of a program that SIGPIPE ended)."""
+    """Run a command. Returns its exit status: 0 if it succeeded, 1 if a check failed, 2 if it could not be run as
+    asked, 141 if the reader of its output has gone away (a shell reports 141 for a program that SIGPIPE ended).
+    ``explain`` returns the status of the user's script."""
     chosen = build_parser().parse_args(arguments)
     try:
         status = int(chosen.run(chosen))
@@ -114,8 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more, as behind ``| head``. If so, what is still in its
-    buffer is dropped, because Python would try to write it at exit and complain."""
+    """Whether standard output is a pipe that nobody reads any more, as with ``| head``. If so, text that is still
+    buffered is dropped, because Python would try to write it at exit and print an error."""
     try:
         number = sys.stdout.fileno()
     except OSError:  # replaced by an object that is no file

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the command line, by ``rich``. On a terminal they are as wide as it is; elsewhere they are plain text
-without escape codes, and no line is cut or wrapped."""
+"""Tables of the command line, made by ``rich``. On a terminal they fit its width. Elsewhere they are plain text without
+escape codes, and no line is cut or wrapped."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def as_text(parts: Iterable[RenderableType], stream: TextIO | None = None) -> st
     if terminal:
         console = Console(file=out, force_terminal=True, highlight=False)
     else:
-        # (Without color_system, rich would color for a pipe, too, where FORCE_COLOR is set.)
+        # With another color_system, rich would also color text for a pipe if FORCE_COLOR is set.
         console = Console(file=out, force_terminal=False, color_system=None, width=_UNCUT, highlight=False)
     console.print(*parts, sep="\n")
     return out.getvalue() if terminal else "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 
 def grid(widths: Sequence[int | None], rows: Iterable[Sequence[tuple[str, str]]]) -> Table:
-    """A table without a head and lines. Of a column whose width is ``None`` long texts are wrapped.
+    """A table without a head or lines. In a column whose width is ``None``, long texts are wrapped.
 
     Args:
         rows: the cells of each row, as ``(text, style)``.

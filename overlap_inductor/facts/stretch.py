@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``StretchFacts`` describes a stretch between all-reduces and what the sequence-parallel rewrite did to it. Plain data.
+"""``StretchFacts`` describes a stretch between all-reduces, and what the sequence-parallel rewrite did to it.
 
-A stretch has all-reduces and the token-wise work behind them. The rewrite makes reduce-scatters of the all-reduces, runs
-the work on each rank's rows, and gathers where all rows are needed.
+A stretch has all-reduces and the token-wise work behind them. The rewrite makes reduce-scatters of the all-reduces,
+runs the work on each rank's rows, and gathers where all rows are needed. Plain data.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from overlap_inductor.inductor import plain_program
 from overlap_inductor.report import publish as reporting
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.runtime import agreement
+from overlap_inductor.runtime import same_inputs
 from overlap_inductor.runtime.workspace import prepare
 from overlap_inductor.torch_compat.distributed import is_fake
 from overlap_inductor.torch_compat.distributed import resolve_group
@@ -105,7 +106,7 @@ class ComparedCall:
                 " without overlap",
             )
         if outcome.overlapped and not self.ready:
-            failure = self._prepare(inputs)
+            failure = self._prepare(inputs) or (self._inputs_differ(inputs) if outcome.fresh else "")
             # If this rank alone compiled an agreed plan again, the others are not here, and all slots exist.
             outcome = comparison.also(failure) if outcome.fresh or failure else outcome
             self.ready = outcome.overlapped
@@ -143,10 +144,28 @@ class ComparedCall:
                 return failure
         return ""
 
+    def _inputs_differ(self, inputs: Sequence[Any]) -> str:
+        """Which inputs that the graph takes to be the same on all ranks of a group are not; ``""`` if there are none.
+        The same text on all ranks of the group."""
+        same: dict[str, dict[str, torch.Tensor]] = {}
+        for index, name, group in (entry for r in self.reports for entry in r.same_inputs):
+            same.setdefault(group, {})[name] = inputs[index]
+        for group, tensors in same.items():
+            if failure := same_inputs.difference(resolve_group(group), tensors):
+                return failure
+        return ""
+
     def _plain(self) -> Callable[[list[Any]], Any]:
         if not self.overlaps:
             return self.overlapped
         if self.plain is None:
+            if self.program is None and any(s.status == "rewritten" for r in self.reports for s in r.stretches):
+                raise OverlapError(
+                    "the ranks differ, and this training graph was rewritten to divide tokens among the ranks, which"
+                    " changes what its forward saves for its backward, so it has no plain program. Set"
+                    " OVERLAP_INDUCTOR_SEQUENCE_PARALLEL=off on all ranks. How the ranks differ is in the log, and in"
+                    " the report of this graph."
+                )
             if self.program is None:
                 raise OverlapError(
                     "the ranks differ, and this graph's plain program cannot be restored: it was loaded from a cache"

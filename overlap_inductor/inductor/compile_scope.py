@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -68,6 +69,19 @@ class CompileScope:
         """Remove and return the pending reports, the graph's own before its subgraphs'."""
         reports, self.reports = self.reports[::-1], []
         return reports
+
+
+_as_written: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def keep_as_written(gm: Any, written: Any) -> None:
+    """Remember ``written``, the inference graph ``gm`` as it was before a pass on the joint graph rewrote it."""
+    _as_written[gm] = written
+
+
+def as_written(gm: Any) -> Any:
+    """What ``keep_as_written`` remembered of ``gm``; ``None`` if there is nothing."""
+    return _as_written.get(gm)
 
 
 class _Local(threading.local):

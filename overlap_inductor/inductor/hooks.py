@@ -34,11 +34,13 @@ from overlap_inductor.inductor import plain_program
 from overlap_inductor.inductor import post_grad
 from overlap_inductor.inductor.compile_scope import CompileScope
 from overlap_inductor.inductor.padding import beside_collective
+from overlap_inductor.passes.sequence_parallel import rewritten
 from overlap_inductor.report import publish as reporting
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.runtime import call_board
 from overlap_inductor.torch_compat import step_values
 from overlap_inductor.torch_compat.guards import without_guards
+from overlap_inductor.torch_compat.plain_errors import shown_plainly
 from overlap_inductor.torch_compat.target import target
 from overlap_inductor.version import __version__
 
@@ -140,7 +142,10 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return around(function, *args, **kwargs) if _wrapped else function(*args, **kwargs)
+        if not _wrapped:
+            return function(*args, **kwargs)
+        with shown_plainly():
+            return around(function, *args, **kwargs)
 
     replacement: Any = staticmethod(call) if isinstance(original, staticmethod) else call
     setattr(owner, name, replacement)
@@ -213,7 +218,7 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
     config = config_in_effect()
     if groups and config is not None and config.mode in ("on", "strict"):
         try:
-            plain = plain_program.capture(args[0], args[1])
+            plain = _plain_program(args[0], args[1])
         # A graph may hold anything; without a plain program nothing is overlapped.
         except Exception as error:  # noqa: BLE001
             scope.refusal = (
@@ -241,6 +246,15 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
     else:
         _make_known(reports, from_cache=False)
     return output
+
+
+def _plain_program(gm: Any, example_inputs: Any) -> plain_program.Captured | None:
+    """The plain program of ``gm``. ``None`` for a training graph that was rewritten before it was partitioned: the
+    rewrite has changed what its forward saves, so only both parts together could be compiled as written."""
+    if not rewritten(gm.graph):
+        return plain_program.capture(gm, example_inputs)
+    written = compile_scope.as_written(gm)
+    return plain_program.capture(written, example_inputs) if written is not None else None
 
 
 def _groups_of(gm: Any) -> list[str]:

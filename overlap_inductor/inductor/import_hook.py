@@ -20,20 +20,14 @@ from types import ModuleType
 _NEEDED = "overlap_inductor.inductor.pass_slot"
 """The module that the callbacks use. It may itself be the first to import the module that a callback waits for. Then
 the callback is postponed until the body of ``_NEEDED`` has run, because it cannot use the module earlier."""
-_postponed: list[Callable[[], None]] = []
-"""Callbacks that ``resume`` will run."""
-
-
-def _run(callback: Callable[[], None]) -> None:
-    """Run ``callback``, or postpone it while the body of ``_NEEDED`` runs."""
-    if getattr(getattr(sys.modules.get(_NEEDED), "__spec__", None), "_initializing", False):
-        _postponed.append(callback)
-    else:
-        callback()
+_postponed: list[_Waiting] = []
+"""Those whose callbacks ``resume`` will run."""
 
 
 class _Waiting(MetaPathFinder):
     """A finder that loads module ``name`` as usual and runs ``callback`` after the module's body."""
+
+    cancelled = False
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self.name = name
@@ -53,40 +47,50 @@ class _Waiting(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            _run(self.callback)
+            self.run()
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
+    def run(self) -> None:
+        """Run the callback, or postpone it while the body of ``_NEEDED`` runs."""
+        if self.cancelled:
+            return
+        if getattr(getattr(sys.modules.get(_NEEDED), "__spec__", None), "_initializing", False):
+            _postponed.append(self)
+        else:
+            self.callback()
+
     def cancel(self) -> None:
+        self.cancelled = True
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-        if self.callback in _postponed:
-            _postponed.remove(self.callback)
+        if self in _postponed:
+            _postponed.remove(self)
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> Callable[[], None]:
     """Call ``callback`` when module ``name`` is imported: now if it already is, else right after its body has run.
 
-    Returns a function that cancels a waiting callback. It does nothing if the module was already imported.
+    Returns a function that cancels the callback if it has not run yet: it waits for the import, for the end of the
+    module's body, or is postponed.
     """
+    waiting = _Waiting(name, callback)
     if name in sys.modules:
         importlib.import_module(name)  # waits if another thread is still running the module's body
-        _run(callback)
-        return lambda: None
-    waiting = _Waiting(name, callback)
-    sys.meta_path.insert(0, waiting)
+        waiting.run()
+    else:
+        sys.meta_path.insert(0, waiting)
     return waiting.cancel
 
 
 def cancel_all() -> None:
     """Cancel every callback that waits for an import or is postponed."""
-    for finder in [f for f in sys.meta_path if isinstance(f, _Waiting)]:
-        finder.cancel()
-    _postponed.clear()
+    for waiting in [f for f in (*sys.meta_path, *_postponed) if isinstance(f, _Waiting)]:
+        waiting.cancel()
 
 
 def resume() -> None:
     """Run the postponed callbacks, each once. The last line of module ``_NEEDED`` calls this function."""
     while _postponed:
-        _postponed.pop(0)()
+        _postponed.pop(0).run()

@@ -54,8 +54,8 @@ def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any
 
 
 def _agree(group_name: str, *args: Any) -> Any:
-    """Call the op as it is. If the graph has a transfer of the group, the rank's symbol is defined before. Otherwise
-    the symbol's host code could come between the steps of the transfer, and split a CUDA graph there.
+    """Call the op as it is. If the graph has a transfer of the group, define the rank's symbol before the call.
+    Otherwise the symbol's host code could come between the steps of the transfer, and split a CUDA graph there.
 
     Raises:
         OverlapError: another pass has moved a step of a transfer.

@@ -88,7 +88,7 @@ def _transfer(kernel: Any) -> str | None:
 
 
 def _maker(buffer: Any) -> str:
-    """The name of the op whose result ``buffer`` is, seen through views and Inductor's nodes for single results."""
+    """The name of the op that computed ``buffer``, which may be a view of its result or one of several results."""
     from torch._inductor import ir
 
     while not isinstance(buffer, ir.FallbackKernel):

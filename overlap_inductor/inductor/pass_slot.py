@@ -25,7 +25,10 @@ from overlap_inductor.passes.pipeline import JOINT
 from overlap_inductor.passes.pipeline import POST_GRAD
 from overlap_inductor.passes.pipeline import GraphContext
 from overlap_inductor.passes.pipeline import passes_in
+from overlap_inductor.passes.sequence_parallel import rewritten
+from overlap_inductor.passes.snapshot import copy_into
 from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.sites.collectives import find_collectives
 
 SETTINGS = {POST_GRAD: "post_grad_custom_post_pass", JOINT: "joint_custom_post_pass"}
 """Names of settings of ``torch._inductor.config``, by the pipeline's slot."""
@@ -71,10 +74,13 @@ class OverlapPass(_Base):
         context = GraphContext(
             config, is_inference, compile_scope.current_graph_name() or "graph", compile_scope.refusal_context()
         )
+        written = _copy_of_inference(graph) if self.slot == JOINT else None
         for one in passes_in(self.slot):
             report = one.run(graph, context)
             if report is not None:
                 self._take(report, config)
+        if written is not None and rewritten(graph):
+            compile_scope.keep_as_written(graph.owning_module, written)
         _register_lowerings_of(graph)
 
     def _take(self, report: OverlapReport, config: OverlapConfig) -> None:
@@ -100,8 +106,18 @@ class OverlapPass(_Base):
         return fingerprint(self.config()) + versions
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OverlapPass:
-        # Inductor deep-copies its configuration now and then; a copy would not follow enable() and disable().
+        # Inductor sometimes deep-copies its configuration, and a copy of the pass would not follow enable(), disable().
         return self
+
+
+def _copy_of_inference(graph: torch.fx.Graph) -> torch.fx.GraphModule | None:
+    """A copy of an inference graph with a collective, which ranks that differ run; ``None`` for any other graph."""
+    trains = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
+    if trains or graph.owning_module is None or not any(True for _ in find_collectives(graph)):
+        return None
+    copied = torch.fx.Graph()
+    copy_into(graph, copied)
+    return torch.fx.GraphModule(graph.owning_module, copied)
 
 
 def _register_lowerings_of(graph: torch.fx.Graph) -> None:
@@ -116,7 +132,7 @@ def _register_lowerings_of(graph: torch.fx.Graph) -> None:
 
 
 class PassChain(_Base):
-    """Several passes in a slot that holds one (torch before 2.13). It is cacheable only if each of them is."""
+    """Several passes as one pass, for a slot that may hold only one. It is cacheable only if each of them is."""
 
     def __init__(self, passes: tuple[Callable[..., None], ...]) -> None:
         self.passes = passes
@@ -138,7 +154,7 @@ class PassChain(_Base):
 
 
 def members(value: Any) -> tuple[Any, ...]:
-    """The passes in a slot's value, each of which Inductor or our chain calls."""
+    """The passes in a slot's value. A chain counts as its members."""
     if value is None:
         return ()
     if isinstance(value, PassChain):

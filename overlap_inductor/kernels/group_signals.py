@@ -3,7 +3,7 @@
 
 In a group of eight ranks, one thread that releases the flags one after the other waits seven times until the other side
 has acknowledged the earlier stores. One thread that reads the flags one after the other waits seven times for memory.
-Each wait takes a microsecond, which is much of a small all-reduce. Here the threads of one block do it side by side.
+Each wait takes a microsecond, a large part of a small all-reduce. Here the threads of one block wait side by side.
 
 Memory ordering: as in ``signals``. A signal is ``bar.red``, after which each of several threads runs its own
 ``st.release.sys``. The barrier orders the block's stores before the release of each of these threads. In a wait, each
@@ -134,9 +134,10 @@ if triton.knobs.runtime.interpret:
 else:
     signal_ranks, wait_for_all = _signal_ranks, _wait_for_all
 """``signal_ranks(peer_flags, word, value, left_out, looked, WORLD)``: sets the int32 ``word`` of a rank's flags to
-``value``, at every rank but ``left_out`` (``-1``: at all ranks). Whoever reads the value also sees the block's earlier
-stores. ``looked``: what each thread read by ``signals.look``. Nothing is signalled if it is not 0 in any thread of the
-block. ``peer_flags``: int64 ``[WORLD]``, the addresses of the ranks' flags. The block has at least ``WORLD`` threads.
+``value``, at every rank but ``left_out`` (``-1``: at all ranks). A reader of the value also sees the block's earlier
+stores. ``looked``: what each thread got from ``signals.look``. If it is not 0 in some thread of the block, nothing is
+signalled. ``peer_flags``: int64 ``[WORLD]``, the addresses of the ranks' flags. The block has at least ``WORLD``
+threads.
 
 ``wait_for_all(first, target, sources, each, stride, left_out, stop, patience_ns, code, peer)``: waits until ``each``
 consecutive flags of every source but ``left_out`` are at least ``target``. ``first``: the first flag of source 0.

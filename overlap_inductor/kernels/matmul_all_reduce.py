@@ -32,13 +32,12 @@ this holds with one resident block per rank as well as with all blocks resident.
 call. All waits are bounded (``signals``).
 
 Memory ordering. A tile: bulk stores, ``store_fence``, a barrier, one thread's releasing add to a word of ``ready`` at
-GPU scope. Whoever sends or sums the tile acquires that word, clears it, and loads past L1. ``product`` may be ``out``
-(if shards are whole tiles). A peer's finished tile is stored there only after its flag. The peer sets the flag when it
-has received this rank's tiles of that band, so these have been read by then. An own tile is stored by the threads that
-have summed it. To peers: ordinary stores, ``count_and_signal``. The workspace is written again after the credits that
-the last block gives, ``product`` by the next call on the stream. CUDA graphs: flags are compared with the number of the
-call, which is read from device memory and incremented by the last block.
-"""
+GPU scope. A block that sends or sums the tile acquires that word and clears it, and loads past L1. ``product`` may be
+``out`` (if shards are whole tiles). A peer's finished tile is stored there only after its flag. The peer sets the flag
+when it has received this rank's tiles of that band, so these have been read by then. An own tile is stored by the
+threads that have summed it. To peers: ordinary stores, ``count_and_signal``. The workspace is written again after the
+credits that the last block gives, ``product`` by the next call on the stream. CUDA graphs: flags are compared with the
+number of the call, which is read from device memory and incremented by the last block."""
 
 from __future__ import annotations
 

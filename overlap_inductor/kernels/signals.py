@@ -7,11 +7,12 @@ as reached only while it is less than ``WINDOW`` ahead of the target (``reached`
 2**31 calls ago is not taken for one that has arrived.
 
 Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` followed by one thread's ``st.release.sys`` or
-``red.release.sys``. The barrier orders the block's stores before that thread's release. Release is cumulative, so
-whoever acquires the value sees all of these stores. A wait is one thread's ``ld.acquire.sys``, repeated until the value
-is there, followed by ``bar.sync``: the block's later loads come after it. Both barriers are explicit because Triton 3.6
-puts none around atomics. This covers ordinary loads and stores. Loads and stores by the bulk copy unit belong to
-another proxy: ``store_fence`` goes between bulk stores and their signal, ``load_fence`` between a wait and bulk loads.
+``red.release.sys``. The barrier orders the block's stores before that thread's release. Release is cumulative, so a
+thread that acquires the value sees all of these stores. A wait is one thread's ``ld.acquire.sys``, repeated until the
+value is there, followed by ``bar.sync``: the block's later loads come after it. Both barriers are explicit because
+Triton 3.6 puts none around atomics. This covers ordinary loads and stores. Loads and stores by the bulk copy unit
+belong to another proxy: ``store_fence`` goes between bulk stores and their signal, ``load_fence`` between a wait and
+bulk loads.
 
 Triton compiles a descriptor's store for this GPU as follows: the tile is stored to shared memory, then come
 ``fence.proxy.async.shared::cta``, a barrier, one thread's bulk store, ``commit_group`` and, in 3.6 and 3.7,
@@ -23,10 +24,10 @@ a ``red``, and puts a barrier of its own before every atomic.
 Forward progress. A wait ends when the value is there, when the rank's abort word is set, or when its patience is over.
 In the last case the thread sets the abort word itself, by compare-and-swap: of all threads whose patience ends, exactly
 one finds zero there. That thread writes the rank's record on the group's board, then marks on the board that there is a
-record, then sets the abort words of all other ranks. It does so in this order, by releases, so whoever was stopped by a
-peer finds the record. After that every wait of every rank returns at once, and kernels run to their ends with data that
-the host rejects because of the board. Nothing branches on the outcome of a wait, so no thread of a block is missing at
-a later barrier.
+record, then sets the abort words of all other ranks. It does so in this order, by releases, so a rank that a peer has
+stopped finds the record. After that every wait of every rank returns at once, and kernels run to their ends with data
+that the host rejects because of the board. Nothing branches on the outcome of a wait, so no thread of a block is
+missing at a later barrier.
 
 After an abort a rank signals nothing to its peers, and stores nothing there unless it had permission from before the
 abort. A kernel that stores to peers without waiting first looks at the abort word (``look``) when it loads the call
@@ -262,7 +263,7 @@ def signal_flag(flags, source, index, signals, WORLD: tl.constexpr):
 def has_come(flag, target):
     """Whether a flag has reached ``target``, with the same answer for all threads of the block. An atomic's result is
     broadcast to the block. A load is each thread's own: threads that read the flag at different moments would diverge
-    before a barrier. This orders nothing: whoever uses the data must still wait for the flag."""
+    before a barrier. This orders nothing: a block that uses the data must still wait for the flag."""
     return reached(tl.atomic_add(flag, 0, sem="relaxed", scope="sys"), target)
 
 
@@ -296,7 +297,7 @@ else:
 """``wait_at_least(flag, target, stop, patience_ns, code, peer)``: waits until the flag has ``reached`` its target, or
 the group has been aborted.
 
-``set_flag(flag, value)``: sets the flag to ``value``. Whoever acquires that value also sees the block's earlier stores.
+``set_flag(flag, value)``: sets the flag to ``value``. A thread that acquires it also sees the block's earlier stores.
 ``signal(flag, value, looked)``: the same for a peer's flag, unless ``looked``, which the thread that sets the flag read
 by ``look``, is not 0. ``add_flag(flag, value)``: adds ``value`` to the flag, by a release as in ``set_flag``.
 

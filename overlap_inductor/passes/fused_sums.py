@@ -16,7 +16,6 @@ was restored after a failed rewrite has its old name, so it is.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import fx

@@ -116,6 +116,7 @@ def _find_and_rewrite(
         after=readable(graph),
         notices=_notices(outcome, failed),
         failures=[*failed, *outcome.failures],
+        same_inputs=sequence_parallel.same_inputs_of(graph),
         stretches=stretches,
         **_exchange_of(graph, config, outcome.rewritten),
     )

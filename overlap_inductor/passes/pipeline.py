@@ -29,7 +29,7 @@ SLOTS = (POST_GRAD, JOINT)
 
 @dataclass(frozen=True)
 class GraphContext:
-    """What a pass is told besides the graph.
+    """What a pass gets besides the graph.
 
     Attributes:
         config: the configuration for this graph.

@@ -41,6 +41,7 @@ from overlap_inductor.passes.sequence.check import refuse
 from overlap_inductor.passes.sequence.find import RowFinder
 from overlap_inductor.passes.sequence.find import Stretch
 from overlap_inductor.passes.sequence.find import gather_less
+from overlap_inductor.passes.sequence.same_values import inputs_to_compare
 from overlap_inductor.passes.sequence.write import RowWriter
 from overlap_inductor.report.failure import BUG_REPORT
 from overlap_inductor.report.failure import Failure
@@ -53,6 +54,8 @@ from overlap_inductor.torch_compat.guards import decide
 log = logging.getLogger("overlap_inductor")
 FAILURE = "overlap_inductor_sequence_parallel_failure"
 """Metadata of an all-reduce of a graph that could not be rewritten: the failure, as ``Failure.to_dict`` gives it."""
+SAME = "overlap_inductor_same_on_all_ranks"
+"""Metadata of an input that must be the same on all ranks of a group: the group's name."""
 Numbered = list[tuple[int, Stretch]]
 
 
@@ -198,6 +201,7 @@ def _pays(number: int, stretch: Stretch, facts: list[StretchFacts], pays_at: Any
     if not result:
         times = facts[number].estimate_us
         text = f"estimated {times['rewritten']:.0f} us rewritten, against {times['keep']:.0f} us as written"
+        text += " (it pays only if a gather can be hidden)"
         if limit is not None:
             text += f"; from {limit} tokens on, a graph of its own is rewritten"
         facts[number] = replace(facts[number], status="kept", reasons=(Reason("too_small", text),))
@@ -226,6 +230,9 @@ def _write(graph: fx.Graph, finder: RowFinder, chosen: Numbered, facts: list[Str
         for node, (owner, _) in writer.made.items():
             if owner == number:
                 node.meta[META] = facts[number].to_dict()
+    for _, stretch in chosen:
+        for source in inputs_to_compare(stretch.reads):
+            source.meta[SAME] = stretch.tokens.group_name
 
 
 def _kind(node: fx.Node) -> str:
@@ -246,7 +253,7 @@ def _describe(graph: fx.Graph, stretch: Stretch) -> StretchFacts:
     ordinals = {node: i for i, (node, _, _) in enumerate(find_collectives(graph))}
     shape, dtype = tools.shape(first.input), str(tools.dtype(first.input)).removeprefix("torch.")
     module = naming.module_of(first.node)
-    needed = Counter(str(user.target) for users in stretch.needs_whole.values() for user, _ in users)
+    needed = Counter(str(user.target) for user in stretch.readers)
     return StretchFacts(
         id=naming.site_id("sequence_parallel", module, "joint", ordinals[first.node], f"sum:{dtype}:{shape[-1]}"),
         module=module or first.node.name,
@@ -269,6 +276,17 @@ def stretches_of(graph: fx.Graph) -> list[StretchFacts]:
     """The stretches that the collectives of a forward, backward or inference graph belong to, each once."""
     found = {n.meta[META]["id"]: n.meta[META] for n in graph.nodes if META in n.meta}
     return [StretchFacts.from_dict(value) for value in found.values()]
+
+
+def rewritten(graph: fx.Graph) -> bool:
+    """Whether a stretch that has a collective in ``graph`` was rewritten."""
+    return any(n.meta[META]["status"] == "rewritten" for n in graph.nodes if META in n.meta)
+
+
+def same_inputs_of(graph: fx.Graph) -> list[list[Any]]:
+    """``[index, name, group]`` of each input of the graph that must be the same on all ranks of the group."""
+    inputs = enumerate(graph.find_nodes(op="placeholder"))
+    return [[index, node.name, node.meta[SAME]] for index, node in inputs if SAME in node.meta]
 
 
 def failures_of(graph: fx.Graph) -> list[Failure]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a folder of reports: ``<folder>/rank_<r>/<graph id>_<phase>/`` with text, JSON, both graphs and a page.
 
-These do not depend on the time or the process, so a report that is written twice gives the same bytes twice. Two more
-files do: ``run.json`` beside them, and the page over all graphs, ``<folder>/index.html``.
+These files do not depend on the time or the process, so a report that is written twice gives the same bytes twice. Two
+more files depend on both: ``run.json`` beside them, and the page over all graphs, ``<folder>/index.html``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ BUG_REPORT = (
 
 @dataclass
 class Failure:
-    """One error that the pass caught. The graph was put back and compiled without what failed.
+    """One error that the pass caught. The graph was restored, and compiled without the part that failed.
 
     Attributes:
         stage: ``pass`` (nothing of the graph is overlapped) | ``rewrite`` (``sites`` are not overlapped).

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows a line of the log to users who did not configure logging: what overlap does is to be seen without a switch.
+"""Shows a log line to users who did not configure logging, so that they see what overlap does.
 
-Whoever did configure it decides: a level for the logger ``overlap_inductor`` (``logging``, or ``TORCH_LOGS``) shows or
-hides the line, and handlers get it in place of standard error. No line is shown twice.
+A user's configuration takes precedence. A level for the logger ``overlap_inductor`` (``logging``, or ``TORCH_LOGS``)
+shows or hides the line, and handlers get it in place of standard error. No line is shown twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ log = logging.getLogger("overlap_inductor")
 
 
 def show(text: str) -> None:
-    """Log ``text`` at level INFO, and show it also if nobody asked for that level."""
+    """Log ``text`` at level INFO. Show it also if no level is set that would show or hide it."""
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info("%s", text)
         return

@@ -43,7 +43,7 @@ def all_reports() -> list[OverlapReport]:
 
 
 def forget_reports() -> None:
-    """Empty what ``last_report`` and ``all_reports`` return."""
+    """Drop all reports that ``last_report`` and ``all_reports`` would return."""
     with _lock:
         _reports.clear()
 
@@ -116,10 +116,10 @@ def _dump(report: OverlapReport, folder: str) -> str:
 
 
 def announcement(report: OverlapReport, where: str, from_cache: bool = False) -> str:
-    """``summary``, then the estimate, or the main reason if nothing is overlapped, and ``where`` the report is::
+    """``summary``, then the estimate, or the main reason if nothing is overlapped, and ``where`` the report is.
 
-    graph 0_0 forward: 2 sites found, 2 overlapped (2 ring), estimated 9.10 ms -> 7.90 ms, 1.15x; report: FILE
-    graph 0_0 forward: 1 site found, 0 overlapped, 1 kept (too_small): estimated ...; report: FILE
+    ``graph 0_0 forward: 2 sites found, 2 overlapped (2 ring), estimated 9.10 ms -> 7.90 ms, 1.15x; report: FILE``
+    ``graph 0_0 forward: 1 site found, 0 overlapped, 1 kept (too_small): TEXT OF THE REASON; report: FILE``
     """
     text = summary(report)
     if times := totals.of_report(report):
@@ -140,7 +140,7 @@ def _main_reason(report: OverlapReport) -> Reason | None:
 
 
 def _log(report: OverlapReport, where: str, from_cache: bool, shown: bool) -> None:
-    # The plan is the same on every rank of a group; one rank's lines are enough unless somebody asks for all.
+    # The plan is the same on every rank of a group, so other ranks' lines are shown only at level DEBUG.
     first = telemetry.global_rank() == 0
     level = logging.INFO if first else logging.DEBUG
     line = announcement(report, where, from_cache)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``OverlapReport``: what happened to one graph, as data. It shows itself: ``str()`` is short, ``to_text`` is whole.
+"""``OverlapReport``: what happened to one graph, as data. ``str()`` gives a short text, ``to_text`` the whole one.
 
 A graph's report is stored with the compiled graph and used again on a cache hit, so it holds no rank and no path.
 """
@@ -61,6 +61,8 @@ class OverlapReport:
             that has any.
         notices: things the user should know that belong to no site (another pass took the sites, a limit was hit...).
         failures: errors inside the pass, with their tracebacks; empty if all went well.
+        same_inputs: ``[index, name, group]`` of each graph input that must be the same on all ranks of the group,
+            because a stretch that was rewritten reads it.
         stretches: what the sequence-parallel rewrite did, for each stretch that has a collective in the graph.
     """
 
@@ -81,6 +83,7 @@ class OverlapReport:
     workspaces: list[dict[str, Any]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    same_inputs: list[list[Any]] = field(default_factory=list)
     stretches: list[StretchFacts] = field(default_factory=list)
 
     def counters(self) -> Counter[str]:
@@ -123,6 +126,7 @@ class OverlapReport:
         }
         if graphs:
             value.update(before=self.before, after=self.after, exchange=self.exchange, groups=self.groups)
+            value.update(same_inputs=self.same_inputs)
         return value
 
     def __str__(self) -> str:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell the runs apart that write to one dump folder: each run has an id, the same on all of its ranks.
+"""Tell apart the runs that write to one dump folder: each run has an id, the same on all of its ranks.
 
-The ranks do not talk to each other for it, since a report is written while a graph is compiled. The id is made of what
-the launcher gave to all ranks alike; of the launching process, where that is the same for all ranks; and of a number
-that counts the earlier processes which wrote for the same rank under the same id (``torchrun``'s defaults are the same
-in each run).
+The ranks do not communicate to agree on the id, because reports are written while graphs are compiled. The id is made
+of the variables that the launcher gives to all ranks alike, of the launching process if all ranks share one, and of the
+number of earlier processes that wrote for the same rank with the same variables and launching process. That number
+tells runs apart if their variables are the same, as with the defaults of ``torchrun``.
 
 ``run.json`` beside a graph's report holds the id, so a report that a later run overwrites belongs to the later run.
 """
@@ -46,9 +46,9 @@ class Mark:
         run: id of the run, the same on all ranks.
         date: when the process wrote its first report (UTC, ISO 8601).
         process: host, process id and start of the process.
-        number: the report's place among those of the process, from 0 on.
+        number: index of the report among the process's reports, from 0 on.
         headline / estimate: as in the report's text; ``estimate`` is empty without one.
-        text: digest of ``report.txt``, to find ranks that wrote the same.
+        text: digest of ``report.txt``, to find ranks that wrote the same text.
     """
 
     run: str
@@ -108,8 +108,8 @@ def launch_key(environment: Mapping[str, str]) -> str:
 
 
 def _process(number: int) -> str:
-    """``pid:start``. The system gives a pid again, so the process's start (clock ticks since boot) stands beside it;
-    empty where there is no ``/proc``."""
+    """``pid:start``. The system reuses pids, so the process's start (clock ticks since boot) is added. It is empty on a
+    system without ``/proc``."""
     try:
         start = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``report.txt``: one graph's report for a terminal. Repeated layers take one line; every value is as decided."""
+"""``report.txt``: one graph's report for a terminal. Repeated layers take one line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from overlap_inductor.report import stretches
 from overlap_inductor.report import totals
 from overlap_inductor.report import words
 from overlap_inductor.report.advice import advice_for
@@ -31,7 +32,8 @@ REPEATED_BLOCK = (
 def render_text(report: OverlapReport) -> str:
     """The report as text that ends in a newline. Sizes are M x N x K of the rank's own matmul; times are estimates."""
     groups = group_sites(report)
-    sections = [_header(report), _switches(report), _sites(report, groups), _reasons(groups), _plans(groups)]
+    sections = [_header(report), _switches(report), _sites(report, groups), _stretches(report)]
+    sections += [_reasons(groups), _plans(groups)]
     sections += [_near_misses(group_near_misses(report)), _advice(report), _notices(report), _failures(report)]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
@@ -71,6 +73,16 @@ def _sites(report: OverlapReport, groups: Sequence[SiteGroup]) -> list[str]:
     if not has_layer_numbers(report):
         lines += ["", *textwrap.wrap(REPEATED_BLOCK, WIDTH)]
     return _section("sites", lines)
+
+
+def _stretches(report: OverlapReport) -> list[str]:
+    lines = []
+    for row in stretches.rows(report.stretches):
+        lines.append(f"{row.module}: {row.written} ({row.place})")
+        lines += _hanging("  ", row.outcome)
+        lines += [line for text in (row.times, row.needs) if text for line in _hanging("  ", text)]
+        lines += [line for reason in row.reasons for line in _hanging(f"  {reason.code}: ", reason.text)]
+    return _section(stretches.TITLE, lines) if lines else []
 
 
 def _reasons(groups: Sequence[SiteGroup]) -> list[str]:

@@ -68,7 +68,8 @@ def moves(decision: Decision) -> bool:
 
 
 def of_decision(decision: Decision) -> Times | None:
-    """The times of one site at the example's token count. Of several pieces the fastest one is taken to serve it."""
+    """The times of one site at the example's token count. If the plan has several pieces, the one with the shortest
+    estimate counts."""
     if not moves(decision):
         return None
     estimate = decision.moving.estimate_us
@@ -99,7 +100,7 @@ def of_sites(reports: Iterable[OverlapReport]) -> Times | None:
 
 
 def added(times: Iterable[Times | None]) -> Times | None:
-    """The sum; ``None`` of nothing, and if one is ``None``."""
+    """The sum; ``None`` if there are no times, or one of them is ``None``."""
     every = list(times)
     known = [t for t in every if t is not None]
     if not known or len(known) < len(every):

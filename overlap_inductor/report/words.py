@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from overlap_inductor.report.report import OverlapReport
 
 WOULD = "would be overlapped"
-"""The status that people read of a site which only mode ``report`` keeps."""
+"""The status that is shown for a site which only mode ``report`` keeps."""
 STATUSES = ("overlapped", WOULD, "kept", "refused", "failed")
 
 STATUS_MEANING = {
@@ -118,7 +118,7 @@ def schedule(piece: PlanPiece) -> str:
 
 
 def status(decision: Decision) -> str:
-    """The decision's status as people read it: ``WOULD`` if only mode ``report`` keeps the site."""
+    """The decision's status as it is shown: ``WOULD`` if only mode ``report`` keeps the site."""
     return WOULD if any(reason.code == "report_mode" for reason in decision.reasons) else decision.status
 
 
@@ -194,17 +194,19 @@ def pass_failed(report: OverlapReport) -> bool:
 
 
 def reason_codes(report: OverlapReport) -> list[str]:
-    """The reason codes of all sites and near misses, each once, in the report's order."""
+    """The reason codes of all sites, stretches and near misses, each once, in the report's order."""
     reasons = [r for site in report.sites for r in site.decision.reasons]
+    reasons += [r for stretch in report.stretches for r in stretch.reasons]
     return list(dict.fromkeys(r.code for r in [*reasons, *(miss.reason for miss in report.near_misses)]))
 
 
 def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
-    """Every switch of the configuration as (name, requested, effective in this graph). In mode ``report`` the last one
-    is what the plan would make effective."""
+    """Every switch of the configuration as (name, requested, effective in this graph). In mode ``report``, the
+    effective value is the one that the plan would have in mode ``on``."""
     effective = {
         "schedule": _tally(_main_schedule(s.decision) for s in report.sites),
         "transport": _tally(p.transport for p in _moving_pieces(report) if p.transport),
+        "sequence_parallel": _tally(s.status for s in report.stretches) or None,
         "patterns": _tally(s.facts.pattern for s in report.sites if _planned(s.decision)),
         "sub_chunks": _tally(
             p.parameters["sub_chunks"] for p in _moving_pieces(report) if "sub_chunks" in p.parameters

@@ -213,8 +213,8 @@ class Comparison:
             state.rejected[self.plan.digest] = why
         self.settled = None
         if self.plan.mode == "strict":
-            raise StrictError(f"OVERLAP_INDUCTOR=strict: the workspace of a graph cannot be made: {why}")
-        text = f"all ranks run a graph without overlap, because its workspace cannot be made: {why}"
+            raise StrictError(f"OVERLAP_INDUCTOR=strict: a graph cannot run with overlap: {why}")
+        text = f"all ranks run a graph without overlap: {why}"
         first = all(s.group.rank() == 0 for s in states)
         log.log(logging.WARNING if first else logging.INFO, "overlap_inductor: %s", text)
         return Outcome(False, text)

@@ -138,8 +138,8 @@ class GatherNodes(SiteNodes):
         return False
 
     def between(self) -> set[fx.Node]:
-        """The nodes between the wait and the matmuls: those that depend on the wait and that a gathered operand is
-        computed from, with that operand."""
+        """The nodes between the wait and the matmuls: the gathered operands, and the nodes that depend on the wait and
+        that these operands are computed from."""
         known: dict[fx.Node, bool] = {}
         found: set[fx.Node] = set()
         pending = [c.operand_node for c in self.consumers]

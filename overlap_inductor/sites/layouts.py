@@ -23,6 +23,8 @@ from typing import TypeAlias
 
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from overlap_inductor.torch_compat.guards import same_without_floors
+
 Size: TypeAlias = Any  # int or torch.SymInt
 
 
@@ -31,7 +33,10 @@ class LayoutError(Exception):
 
 
 def same_size(a: Size, b: Size) -> bool:
-    return statically_known_true(a == b)
+    """Whether two sizes are known to be equal. Adds no guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return statically_known_true(a == b) or same_without_floors(a, b)
 
 
 @dataclass(eq=False)

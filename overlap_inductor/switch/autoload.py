@@ -2,9 +2,9 @@
 """Entry point of the group ``torch.backends``, which every ``import torch`` calls at its end if the package is
 installed.
 
-An exception here would break ``import torch`` for everybody, and time spent here slows it for everybody. So the entry
-point reads two variables. Only if they ask for something does it leave a hook for the import of a module of Inductor.
-The first compile checks the values of the variables, and reports bad ones.
+An exception here would break ``import torch`` for everybody, and time spent here slows it down for everybody. So the
+entry point only reads two variables. If they ask for something, it leaves a hook that runs when a module of Inductor is
+imported. The first compile checks the values of the variables, and reports bad ones.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _enable() -> None:
 def _try(step: Callable[[], None]) -> None:
     try:
         step()
-    except Exception as error:  # noqa: BLE001  whatever it is, the import that called us has to go on
+    except Exception as error:  # noqa: BLE001  no error may stop the import that called us
         import logging
 
         logging.getLogger("overlap_inductor").warning(

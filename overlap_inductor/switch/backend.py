@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend of ``torch.compile(model, backend="overlap_inductor")``: Inductor with the pass in it.
 
-The pass is handed to Inductor by Inductor's own way to patch its configuration for one compile. That way also covers a
-backward that is compiled later.
+Inductor gets the pass as a patch of its configuration for one compile. The patch also holds for a backward that is
+compiled later.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.errors import ConfigError
 from overlap_inductor.switch import install
+from overlap_inductor.torch_compat.plain_errors import shown_plainly
 
 
 def overlap_inductor(
@@ -32,24 +33,29 @@ def overlap_inductor(
 
     Args:
         mode: Inductor's mode, as ``torch.compile`` takes it (``max-autotune``, ...).
-        options: fields of ``OverlapConfig`` and options of Inductor, in one dictionary. Fields that are not named take
-            the value that is switched on by ``enable()``, ``overlap()`` or the environment's switch, else the
-            environment's.
+        options: fields of ``OverlapConfig`` and options of Inductor, in one dictionary. Other fields keep the values of
+            the configuration that is switched on (by ``overlap()``, ``enable()`` or the environment). If none is, they
+            come from the environment.
 
     Raises:
-        ConfigError: an option is neither, or a field has a value that is not allowed.
+        ConfigError: an option is neither a field nor an option of Inductor, or a field has a value that is not allowed.
         UnsupportedError: this torch is too old or too new.
     """
-    install.require_supported_torch()
-    ours, theirs = split_options(options or {})
+    with shown_plainly():
+        install.require_supported_torch()
+        ours, theirs = split_options(options or {})
+        return compile_with(_config_with(ours), gm, example_inputs, mode, theirs, **extra)
+
+
+def _config_with(ours: dict[str, Any]) -> OverlapConfig:
+    """The switches in force, with those of ``torch.compile``'s options on top."""
     current = install.effective()
     try:
-        config = dataclasses.replace(current, **ours) if current else OverlapConfig.from_environment(**ours)
+        return dataclasses.replace(current, **ours) if current else OverlapConfig.from_environment(**ours)
     except ConfigError as error:
         if error.field not in ours:
             raise
         raise _bad_option(error, ours[error.field]) from None
-    return compile_with(config, gm, example_inputs, mode, theirs, **extra)
 
 
 def compile_with(
@@ -80,7 +86,7 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     """Split ``torch.compile``'s options into fields of ``OverlapConfig`` and Inductor's options.
 
     Raises:
-        ConfigError: an option is neither; the message names similar ones.
+        ConfigError: an option belongs to neither; the message names similar options.
     """
     from overlap_inductor.inductor import compile_graph as inductor
 
@@ -99,7 +105,7 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _bad_option(error: ConfigError, value: Any) -> ConfigError:
-    """``error`` about a value that stands in ``torch.compile``'s options."""
+    """``error`` in the words of ``torch.compile``'s options, in which the value stands."""
     from overlap_inductor.inductor import compile_graph as inductor
 
     text = f"options[{error.field!r}]={value!r} {error.problem}"

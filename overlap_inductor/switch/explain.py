@@ -21,8 +21,8 @@ _NO_GRAPH = "No graph was compiled: the call ran no tensor operation that torch.
 
 @dataclass(frozen=True)
 class Explanation:
-    """The reports of the graphs that a call compiles, in the order of compilation. ``str()`` is short, ``to_text()`` is
-    whole. Both end with the estimated time of all sites together."""
+    """The reports of the graphs that a call compiles, in the order of compilation. ``str()`` gives a short text,
+    ``to_text()`` the whole reports. Both end with the estimated time of all sites together."""
 
     reports: list[OverlapReport]
 

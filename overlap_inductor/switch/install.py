@@ -2,8 +2,8 @@
 """Switch the pass on for every Inductor compile of the process, and off again.
 
 The switches in force are the first of these that is set: the innermost ``overlap()`` of this thread, ``enable()``, the
-environment. A slot always holds the same pass object, which looks up the switches at each compile. So a copy of it that
-someone has put into a chain of passes also does nothing after ``disable()``, like the one in the slot.
+environment. A slot always holds the same pass object, which looks up the switches at each compile. If another package
+has put that object into its own chain of passes, it does nothing there after ``disable()`` either.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Switch:
     """The pass of each slot of the pipeline."""
     applied = False
     replaced: dict[str, tuple[Any, Any]] = {}
-    """By slot: its value before and after the pass was put in, so that the same object can be put back."""
+    """For each slot, its values before and after the pass was put in, so that the same object can be put back."""
 
 
 _switch = _Switch()
@@ -75,8 +75,8 @@ def enable(**fields: Any) -> OverlapConfig:
 def disable() -> None:
     """Switch off ``enable()``, the environment's switch and every ``overlap()`` around this call.
 
-    Nothing stays behind: the slots hold what others put there, and Inductor's functions are its own again. If a graph's
-    forward is compiled and its backward is not, the backward is then compiled without overlap.
+    Nothing of the package remains: the slots hold what others put there, and Inductor's functions are no longer
+    wrapped. If a graph's forward is compiled and its backward is not yet, the backward is compiled without overlap.
     """
     with _lock:
         # This includes the hooks that the entry point has left waiting.
@@ -165,7 +165,7 @@ def install_hooks() -> None:
 
 
 def _key(config: OverlapConfig | None) -> object:
-    """What decides the generated code: equal for two configurations that are off."""
+    """The values that decide the generated code; ``None`` for every configuration that is off."""
     return config.cache_key() if config is not None and config.mode != "off" else None
 
 
@@ -176,9 +176,9 @@ def _warn_about_compiled() -> None:
     names = ", ".join(compiled[:3]) + (", ..." if len(compiled) > 3 else "")
     log.log(
         logging.WARNING if telemetry.global_rank() == 0 else logging.DEBUG,
-        "overlap_inductor.enable() holds for what is compiled from now on. What is compiled already keeps its code: %s."
-        " To compile it again with the new switches, call torch.compiler.reset(), or call enable() before the first"
-        " call of a compiled function.",
+        "overlap_inductor.enable() applies to functions that are compiled from now on. These are compiled already and"
+        " keep their code: %s. To compile them with the new switches, call torch.compiler.reset() now, or call enable()"
+        " before their first call.",
         names,
     )
 

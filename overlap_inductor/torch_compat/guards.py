@@ -39,6 +39,28 @@ def same_expression(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     return bool(sympy.expand(one - other) == 0)
 
 
+def same_without_floors(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal because a division in them is known to leave no remainder: ``2 * (s0 // 2)`` is
+    ``s0`` if a guard says that ``s0`` is even. Adds no guard."""
+    import sympy
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+    from torch.utils._sympy.functions import FloorDiv
+    from torch.utils._sympy.functions import Mod
+
+    symbolic = [n for n in (a, b) if isinstance(n, torch.SymInt)]
+    expressions = [n.node.expr if isinstance(n, torch.SymInt) else sympy.Integer(n) for n in (a, b)]
+    if not any(e.has(FloorDiv) for e in expressions):
+        return False
+    env = symbolic[0].node.shape_env
+
+    def divided(base: Any, divisor: Any) -> Any:
+        remainder = env.create_symintnode(Mod(base, divisor), hint=None)
+        return base / divisor if statically_known_true(remainder == 0) else FloorDiv(base, divisor)
+
+    one, other = (e.replace(FloorDiv, divided) for e in expressions)
+    return bool(sympy.expand(one - other) == 0)
+
+
 def decide(condition: Any) -> bool:
     """The answer to ``condition``, a bool or ``SymBool``, for the example's sizes. It becomes a guard of the compiled
     graph: sizes with the other answer are compiled anew."""

@@ -3,9 +3,9 @@
 only here.
 
 ``kernel[grid](...)`` examines every argument and encodes every tensor map at each launch: 75 us for 50 arguments with
-four tensor maps (Triton 3.6). A ``PreparedKernel`` is compiled and loaded once, for arguments of which only addresses
-change from launch to launch. It remembers the tensor map of each address, so a launch takes 8 us. For this it calls the
-C launcher that lies below Triton's own launcher. The C launcher's interface differs from version to version. In
+four tensor maps (Triton 3.6). A ``PreparedKernel`` is compiled and loaded once, for arguments that change only in their
+addresses from launch to launch. It remembers the tensor map of each address, so a launch takes 8 us. For this it calls
+the C launcher that lies below Triton's own launcher. The C launcher's interface differs from version to version. In
 versions of Triton that ``_DIRECT`` does not list, kernels are launched in the documented way, ``compiled[grid](...)``:
 32 us.
 
@@ -91,7 +91,7 @@ class PreparedKernel:
             self._launch = self._by_triton
             return
         compiled = kernel.warmup(*values, grid=(grid,), **options)
-        # (This loads it.)
+        # Indexing loads the kernel.
         self._run = compiled[(grid, 1, 1)]
         self._launch = self._by_triton
         if scratch is not None:
@@ -188,7 +188,7 @@ class _Direct:
         for at, _ in self._varying:
             values[at] = [None] * (at.stop - at.start) if isinstance(at, slice) else None
         self._values = values
-        # (Kept alive: the launcher is given only addresses, and the function belongs to its module.)
+        # The launcher gets only addresses, and the function belongs to the module of ``compiled``, so both are kept.
         self._alive = compiled, [a for number, a in enumerate(arguments) if number not in places]
 
     def __call__(self, *varying: torch.Tensor | None) -> None:

@@ -159,7 +159,7 @@ def test_enable_names_functions_that_are_already_compiled(caplog: pytest.LogCapt
 def test_enable_names_a_module_of_torch(caplog: pytest.LogCaptureFixture) -> None:
     torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 2)))(torch.ones(2, 2))
     (text,) = said_by(caplog, overlap_inductor.enable)
-    assert "keeps its code: a module of torch.nn. " in text
+    assert "keep their code: a module of torch.nn. " in text
 
 
 @pytest.mark.parametrize("before", ["nothing", "eager", "ours", "reset", "off"])

@@ -139,6 +139,35 @@ def test_all_ranks_unroll_the_same_sites() -> None:
     assert texts[0] == texts[1] and True in texts[0][2] and False in texts[0][2]
 
 
+def with_pointwise_ops(count: int, loopable: bool, budget: int) -> OverlapReport:
+    """A graph with ``count`` pointwise ops behind its matmul. No looping op computes those before a reduction."""
+    with fake_group(4):
+        made = HandGraph()
+        x, w = made.input(4 if loopable else 16, 16), made.input(16, 8, name="w")
+        y = made.mm(made.gather(x) if loopable else x, w)
+        for _ in range(count):
+            y = made.call(aten.neg.default, y)
+        return made.output(y if loopable else made.scatter(y)).run(step_node_budget=budget)
+
+
+def test_ranks_with_unlike_epilogues_exchange_the_same() -> None:
+    """7 pointwise ops are unrolled and 8 are not. Both move the same bytes in the same order, so no rank has to run
+    without overlap (``test_other_budgets_exchange_the_same`` runs such ranks)."""
+    seven, eight = (with_pointwise_ops(n, loopable=True, budget=100) for n in (7, 8))
+    assert (unrolled(seven), unrolled(eight)) == ([True], [False])
+    assert seven.plan_hash == eight.plan_hash != ""
+
+
+def test_ranks_of_which_one_refuses_a_site_do_not_agree() -> None:
+    """They compare plans and run the graph without overlap."""
+    seven, eight = (with_pointwise_ops(n, loopable=False, budget=200) for n in (7, 8))
+    assert [f[2] for f in facts(seven)] == ["overlapped"]
+    assert [(f[2], s.decision.reasons[0].code) for f, s in zip(facts(eight), eight.sites)] == [
+        ("refused", "too_many_steps")
+    ]
+    assert seven.groups and eight.groups and seven.plan_hash != eight.plan_hash
+
+
 @pytest.mark.parametrize("budget", [220, 4000])
 def test_a_site_without_a_looping_op_gets_its_budget_first(budget: int) -> None:
     """If sites that can become looping ops took the budget first, this site would be refused."""

@@ -356,7 +356,7 @@ def test_unsupported_operands_are_refused() -> None:
         chunked.matmul_reduce_scatter(a, VendorMatmul(b[:16]), launch, SMALL)
     with pytest.raises(UnsupportedError, match="of 32 and of 12 elements"):
         chunked.all_gather_matmul(a, [VendorMatmul(b[:, :12])], launch, SMALL)
-    with pytest.raises(UnsupportedError, match="not contiguous at 16 bytes"):
+    with pytest.raises(UnsupportedError, match="not contiguous and aligned to 16 bytes"):
         chunked.all_gather_matmul(a.t(), [VendorMatmul(b)], launch, SMALL)
     with pytest.raises(UnsupportedError, match="needs 8192 bytes and 1 signals in credits, its slot has 4096 and 2"):
         chunked.all_gather_matmul(torch.zeros(64, 32).half(), [VendorMatmul(b)], launch, SMALL)

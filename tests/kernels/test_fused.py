@@ -230,7 +230,7 @@ def test_unsupported_operands_are_refused() -> None:
         fused.all_gather_matmul(a, b[:, :12], launch, p)
     with pytest.raises(UnsupportedError, match="expected a contiguous row of 16 elements"):
         fused.all_gather_matmul(a, b, launch, p, torch.zeros(4).half())
-    with pytest.raises(UnsupportedError, match="not contiguous at 16 bytes"):
+    with pytest.raises(UnsupportedError, match="not contiguous and aligned to 16 bytes"):
         fused.all_gather_matmul(a.t(), b, launch, p)
     with pytest.raises(UnsupportedError, match="its slot has 4096 and 2"):
         fused.all_gather_matmul(torch.zeros(64, 32).half(), b, launch, replace(p, parts=4))

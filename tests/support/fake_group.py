@@ -42,7 +42,8 @@ def reports_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None, 
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.dim() and not isinstance(arg, torch.nn.Parameter):
                 torch._dynamo.mark_dynamic(arg, 0)
-    return explain(fn, *args, config=OverlapConfig(**{"schedule": "ring", **fields})).reports
+    defaults = {"schedule": "ring", "sequence_parallel": "off"}
+    return explain(fn, *args, config=OverlapConfig(**{**defaults, **fields})).reports
 
 
 def report_of(fn: Callable[..., Any], *args: Any, **fields: Any) -> OverlapReport:

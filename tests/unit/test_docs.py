@@ -68,6 +68,28 @@ def test_pictures_scroll_on_a_phone(path: Path) -> None:
     assert len(re.findall(r'^<div class="picture" markdown>\n\n!\[', text, re.MULTILINE)) == len(found)
 
 
+def css(selector: str) -> str:
+    """The declarations of one rule of the pages' style sheet."""
+    text = (pages.ROOT / "docs" / "assets" / "docs.css").read_text()
+    found = re.findall(rf"^ *{re.escape(selector)} {{ (.*) }}$", text, re.MULTILINE)
+    assert len(found) == 1, f"{len(found)} rules for {selector}"
+    return found[0]
+
+
+@pytest.mark.parametrize("path", report.PICTURES, ids=lambda path: path.name)
+def test_pictures_have_no_white_ground_in_the_dark(path: Path) -> None:
+    """The page inverts them, and its own ground shines through what was white."""
+    rule = css('[data-md-color-scheme="slate"] .picture img')
+    assert "invert(1)" in rule and "mix-blend-mode: lighten" in rule
+    with Image.open(path) as image:
+        assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_names_in_tables_are_not_broken() -> None:
+    """The theme breaks code anywhere, so a switch's name would be cut in two in a narrow column."""
+    assert css(".md-typeset td code") == "word-break: normal;"
+
+
 def test_the_colour_scheme_follows_the_system() -> None:
     """If the first palette is not the automatic one, a browser keeps the scheme of the first visit forever."""
     media = re.findall(r'- media: "(.*)"', (pages.ROOT / "mkdocs.yml").read_text())

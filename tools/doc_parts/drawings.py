@@ -140,7 +140,7 @@ PICTURES = {
     "wave_groups": [[lambda: reduce_as_written("all-reduce", REDUCE), wave_groups]],
     "small_message": [[small_as_written, small_message]],
 }
-"""By schedule: pictures, each of the work as written and with the schedule."""
+"""The pictures of each schedule. Each picture shows the work as written and with the schedule."""
 
 
 def picture(schedule: str) -> str:

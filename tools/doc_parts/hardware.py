@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's table of hardware: which schedules run there, by the schedules' own answers, and what was measured."""
+"""README's table of hardware: which schedules run on it (the schedules themselves answer), and what was measured."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ GPUS = {
     "NVIDIA A100": (8, 0),
     "NVIDIA Blackwell (B200)": (10, 0),
 }
-"""Compute capabilities, by what the table calls the GPU."""
+"""Compute capabilities, by the GPU's name in the table."""
 RANKS = tuple(range(8))
-UNKNOWN = "unknown: measure before you use it"
+UNKNOWN = "unknown: `overlap-inductor demo` measures it"
 
 
 def table() -> str:
@@ -31,7 +31,7 @@ def table() -> str:
     own = [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]
     # Several machines or vendors: what runs without this package's kernels.
     several = [s.name for s in SCHEDULES if s.name in _on_gpus("NVIDIA A100")]
-    lines.append(["other GPUs; several machines", _names(several), "not yet", UNKNOWN])
+    lines.append(["other GPUs; several machines", _names(several), "not yet", "unknown: measure your own model"])
     lines.append(["CPUs (gloo)", _names(own), "2 and 4 ranks over slow links", "for trying it out"])
     return "\n".join(
         [*header("hardware", "schedules that run", "measured", "what to expect"), *(line(*cells) for cells in lines)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each reason code means: ``{group: {code: meaning}}``. What a user can do is in ``report.advice``.
 
-``tools.doc_parts.reasons`` fails where these and the package's codes differ.
+``tools.doc_parts.reasons`` fails if these codes differ from the package's codes.
 """
 
 from __future__ import annotations
@@ -34,24 +34,22 @@ GROUPS: dict[str, dict[str, str]] = {
         "world_size_one": "The group has one rank: nothing is moved.",
     },
     "There is no matmul to overlap with": {
-        "no_matmul": "No matmul stands beside the collective that could hide it.",
+        "no_matmul": "No matmul beside the collective could hide it.",
         "no_wait": "The collective has no wait, has more than one, or its result is used without one.",
         "grouped_matmul": (
-            "Beside the collective stands a grouped matmul, as in a mixture of experts. It is not cut in this version."
+            "The matmul beside the collective is grouped, as in a mixture of experts. This version does not cut it."
         ),
         "fsdp_weight_gather": "A weight is gathered for use (FSDP). It is left to bucketing and prefetching.",
     },
     "The matmul or the ops beside it cannot be cut": {
         "other_users": "An op outside the site needs the matmul's whole result before the collective.",
-        "op_between": "An op between matmul and collective does not commute with cutting. The text names it.",
+        "op_between": "An op between matmul and collective cannot be computed in pieces. The text names it.",
         "split_contraction": "The gathered dim is the contracted one (K), and the operands are scaled (fp8).",
         "matmul_form": (
             "This form of matmul is not cut: a product with a vector, `alpha` or `beta` other than 1, or a kind that"
             " is not known."
         ),
-        "layout": (
-            "A reshape cuts through the sharded dim, or no cut of the matmul's rows is a cut of the collective's."
-        ),
+        "layout": ("A reshape splits the sharded dim, or no cut of the matmul matches the collective's shards."),
         "not_plain_gather": "The gathered shards are joined out of order, with gaps or with overlaps.",
         "not_plain_scatter": (
             "The scattered shards are taken out of order, or a bias or another op stands between the matmul and the"
@@ -72,7 +70,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "reduce_op": "The reduction is neither `sum` nor `avg`.",
         "dtype": "The matmul or the collective has a dtype that is not supported, or partial sums would be in fp8.",
         "strides": "The collective's input is not a strided tensor.",
-        "not_divisible": "The rows of a reduce-scatter are not divided by the ranks.",
+        "not_divisible": "The number of rows of a reduce-scatter is not a multiple of the number of ranks.",
         "dynamic_shape": (
             "A size is only known when the graph runs (unbacked), or no single op can choose a schedule by this"
             " dynamic size at run time."

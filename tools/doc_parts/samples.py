@@ -58,7 +58,7 @@ def samples(text: str) -> list[Sample]:
 
 
 def run(found: Iterable[Sample], folder: Path) -> list[tuple[Sample, str]]:
-    """Run the blocks in ``folder``. Returns each output block with what it should be.
+    """Run the blocks in ``folder``. Returns each output block with the output of this run.
 
     Raises:
         SampleError: a block failed; the text has its output.
@@ -97,7 +97,7 @@ def _run(sample: Sample, folder: Path) -> str:
 
 
 def same(shown: str, found: str) -> bool:
-    """Whether a page's output is that of a run, whatever the version of torch."""
+    """Whether a page shows the output of a run. The version of torch may differ."""
     return _TORCH.sub("torch X", shown) == _TORCH.sub("torch X", found)
 
 

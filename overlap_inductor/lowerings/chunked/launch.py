@@ -130,7 +130,7 @@ def all_gather_matmul(
     """``all_gather(shard) @ b + bias`` for each matmul.
 
     Args:
-        shard: ``[rows, K]``, fp16 or bf16 (fp8 with scales), contiguous at 16 bytes.
+        shard: ``[rows, K]``, fp16 or bf16 (fp8 with scales), contiguous and aligned to 16 bytes.
         gathered_used: also return the gathered tensor.
 
     Returns:
@@ -143,7 +143,8 @@ def all_gather_matmul(
     launch.faults.check()
     if not shard.is_contiguous() or shard.data_ptr() % 16:
         raise UnsupportedError(
-            f"the shard of shape {list(shard.shape)}, strides {list(shard.stride())} is not contiguous at 16 bytes"
+            f"the shard of shape {list(shard.shape)}, strides {list(shard.stride())} is not contiguous and"
+            " aligned to 16 bytes"
         )
     all_rows = launch.world_size * shard.shape[0]
     outs = [rows_like(shard, all_rows, m.b.shape[1], m.dtype(shard)) for m in matmuls]

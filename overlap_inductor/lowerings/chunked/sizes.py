@@ -8,8 +8,8 @@ if sums are scattered. ::
 
     gather:   chunk i is the shards that arrive while the chunks before it are multiplied, at least one
     scatter:  from the last chunk to the first, each as large as possible: its transfer must end before that of the
-              next chunk has to begin. The sizes are made even if the last transfer still ends in time. One chunk whose
-              transfer would end with almost no time to spare becomes two.
+              next chunk has to begin. Then the sizes are evened out, unless the last transfer would end too late. One
+              chunk whose transfer would end with almost no time to spare becomes two.
 
 If a transfer takes longer than a matmul (``ratio > 1``) the link is the bottleneck, and a few even chunks keep it busy.
 This rule is our own; measurements for 4 and 8 ranks are in ``bench/results/mirrored.jsonl``.

@@ -85,7 +85,8 @@ def key_of(
     layout."""
     if not a.is_contiguous() or a.data_ptr() % 16:
         raise UnsupportedError(
-            f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes"
+            f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous and"
+            " aligned to 16 bytes"
         )
     key: list[object] = [
         pattern,

@@ -49,8 +49,8 @@ class RingForm(Protocol):
         ...
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
-        """Estimated number of FX nodes that the unrolled steps add. All ranks should get the same number, so pointwise
-        ops, whose number may differ between ranks, are counted in multiples of 8."""
+        """Estimated number of FX nodes that the unrolled steps add. The number of pointwise ops may differ between
+        ranks, so they are counted in multiples of 8 (see ``schedule.fit_budget``)."""
         ...
 
     def loopable(self, site: OverlapSite) -> bool:
@@ -205,5 +205,5 @@ def _nodes_a_piece(consumer: GatherConsumer) -> int:
 
 def _in_eights(nodes: Iterable[fx.Node]) -> int:
     """The number of pointwise ops among ``nodes``, rounded down to a multiple of 8. A bias, a cast or padding may exist
-    on one rank only. Rounding makes it unlikely that such an op changes which sites a rank unrolls."""
+    on one rank only. Rounding makes it unlikely that such an op changes which sites a rank unrolls or refuses."""
     return sum(tools.is_pointwise(n) and n.target not in tools.SAME for n in nodes) // 8 * 8

@@ -177,8 +177,11 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
 
     Rings are unrolled in graph order while their nodes fit the graph's ``budget`` of nodes; those that no looping op
     can compute come first. A ring is not unrolled if its op chooses by the token count, or if a later pass of Inductor
-    moves nodes (``moving_pass``). A site that is not unrolled and that no looping op can compute is refused. Only
-    values that are the same on all ranks are read, so all ranks unroll the same sites.
+    moves nodes (``moving_pass``). A site that is not unrolled and that no looping op can compute is refused.
+
+    Ranks unroll the same sites, unless their numbers of pointwise ops lie on both sides of a multiple of 8. Unrolled
+    steps of one rank may meet the looping op of another: they exchange the same. If they cut a site in other pieces, or
+    one rank refuses it, the ranks' plans differ, and all run the graph without overlap.
     """
     mover = moving_pass()
     loopable = {s.facts.id: form_of(s).loopable(s) for s in rings}

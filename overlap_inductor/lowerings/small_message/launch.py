@@ -127,7 +127,7 @@ def _check_norm(shape: torch.Size, dtype: torch.dtype, residual: torch.Tensor, w
         if tensor.shape != expected or tensor.dtype != dtype or not _plain(tensor):
             raise UnsupportedError(
                 f"the {name} is {tensor.dtype}{list(tensor.shape)} with strides {list(tensor.stride())}; "
-                f"expected {dtype}{list(expected)}, contiguous at 16 bytes"
+                f"expected {dtype}{list(expected)}, contiguous and aligned to 16 bytes"
             )
 
 
@@ -174,7 +174,7 @@ def _run(
     if product.shape[0] == 0 or not _plain(product):
         raise UnsupportedError(
             f"the matmul's result of shape {list(product.shape)}, strides {list(product.stride())} is empty, or not"
-            " contiguous at 16 bytes"
+            " contiguous and aligned to 16 bytes"
         )
     varying = (product, out, *(norm or (out, out, out)))
     key = "small_message", product.shape, product.dtype, parameters, eps, norm is None, average

@@ -29,18 +29,34 @@ class Context:
     refusal: str | None
 
 
+Check = Callable[[Stretch, Context], str | None]
+CHECKS: list[tuple[str, Check]] = []
+
+
+def check(code: str) -> Callable[[Check], Check]:
+    """Register a check under its reason code. Checks run in the order of this file."""
+
+    def register(function: Check) -> Check:
+        CHECKS.append((code, function))
+        return function
+
+    return register
+
+
 def refuse(stretch: Stretch, context: Context) -> Reason | None:
     """Why ``stretch`` must stay as written, or ``None``."""
-    for code, check in _CHECKS:
-        if (text := check(stretch, context)) is not None:
+    for code, function in CHECKS:
+        if (text := function(stretch, context)) is not None:
             return Reason(code, text)
     return None
 
 
+@check("backend_not_supported")
 def _backend(stretch: Stretch, context: Context) -> str | None:
     return context.refusal
 
 
+@check("switched_off")
 def _switched_off(stretch: Stretch, context: Context) -> str | None:
     missing = [p for p in NEEDED if p not in context.config.patterns]
     if missing:
@@ -50,12 +66,14 @@ def _switched_off(stretch: Stretch, context: Context) -> str | None:
     return None
 
 
+@check("dynamic_shape")
 def _unbacked(stretch: Stretch, context: Context) -> str | None:
     if tools.has_unbacked([stretch.tokens.count]):
         return f"the number of tokens, {stretch.tokens.count}, is known only when the graph runs"
     return None
 
 
+@check("dynamic_shape")
 def _features(stretch: Stretch, context: Context) -> str | None:
     for source in stretch.sources:
         size = tools.shape(source.result)[-1]
@@ -64,6 +82,7 @@ def _features(stretch: Stretch, context: Context) -> str | None:
     return None
 
 
+@check("few_tokens")
 def _few_tokens(stretch: Stretch, context: Context) -> str | None:
     tokens = stretch.tokens
     if isinstance(tokens.count, int) and tokens.count < tokens.world_size:
@@ -71,18 +90,9 @@ def _few_tokens(stretch: Stretch, context: Context) -> str | None:
     return None
 
 
+@check("no_token_wise_work")
 def _no_gain(stretch: Stretch, context: Context) -> str | None:
     if not stretch.rows and not stretch.sums and not stretch.whole_too:
         first = next(iter(stretch.needs_whole.values()), [(None, "no node reads it")])[0][1]
         return f"no work behind the all-reduce can run on rows: {first}"
     return None
-
-
-_CHECKS: list[tuple[str, Callable[[Stretch, Context], str | None]]] = [
-    ("backend_not_supported", _backend),
-    ("switched_off", _switched_off),
-    ("dynamic_shape", _unbacked),
-    ("dynamic_shape", _features),
-    ("few_tokens", _few_tokens),
-    ("no_token_wise_work", _no_gain),
-]

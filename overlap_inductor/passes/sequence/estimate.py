@@ -38,11 +38,13 @@ result is read, the norm's result is written. Inductor fuses the rest."""
 
 @dataclass
 class Cost:
-    """Seconds of one stretch: the matmuls of its sites, what of its collectives stays exposed, and token-wise work."""
+    """Seconds of one stretch: the matmuls of its sites, what of its collectives stays exposed, and token-wise work.
+    ``hidden_gathers``: number of its all-gathers that are overlapped."""
 
     matmuls: float = 0.0
     exposed: float = 0.0
     row_work: float = 0.0
+    hidden_gathers: int = 0
 
     @property
     def behind(self) -> float:
@@ -73,6 +75,8 @@ def costs(
         if owner is not None:
             found[owner].matmuls += matmuls
             found[owner].exposed += max(_seconds(site, matmuls, config) - matmuls, 0.0)
+            overlaps = site.decision.moving.schedule != "keep"
+            found[owner].hidden_gathers += site.collectives[0].kind == "all_gather" and overlaps
     for node, _, collective in choice.found.collectives.values():
         owner = stretch_of.get(node)
         if node not in taken and owner is not None and isinstance(collective, CollectiveNode):
@@ -101,6 +105,9 @@ def least_seconds(stretch: Stretch, config: OverlapConfig) -> float:
 
 
 def pays(written: Cost, rewritten: Cost) -> bool:
+    """Whether the rewrite is estimated to pay. It cannot if no gather is hidden: the same bytes move in more steps."""
+    if not rewritten.hidden_gathers:
+        return False
     matmuls = max(written.matmuls, rewritten.matmuls)
     return matmuls + written.behind > MARGIN * (matmuls + rewritten.behind)
 

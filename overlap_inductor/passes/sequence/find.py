@@ -61,6 +61,7 @@ class Stretch:
         reads: for each tensor that is not held as rows but is read by a node on rows: the graph's inputs that must be
             the same on all ranks (``same_values``).
         needs_whole: for each node whose rows are gathered, the users that need all rows, and why: ``(user, reason)``.
+        readers: the users that need all rows of a node that is held as rows, before ``gather_less`` moves gathers.
         whole_too: nodes that are also computed with all rows, because fewer bytes are gathered in front of them.
     """
 
@@ -70,6 +71,7 @@ class Stretch:
     sums: list[fx.Node] = field(default_factory=list)
     reads: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
     needs_whole: dict[fx.Node, list[tuple[fx.Node, str]]] = field(default_factory=dict)
+    readers: list[fx.Node] = field(default_factory=list)
     whole_too: set[fx.Node] = field(default_factory=set)
 
 
@@ -152,6 +154,7 @@ class RowFinder:
                 stretch.reads.update(self._reads[node])
             if node in self._whole:
                 stretch.needs_whole[node] = self._whole[node]
+                stretch.readers += [user for user, _ in self._whole[node]]
         for node in self._sums:
             found[sets.first(node.all_input_nodes[0])].sums.append(node)
         return list(found.values())
@@ -217,7 +220,10 @@ def gather_less(stretch: Stretch) -> None:
     for node in sorted(stretch.rows, reverse=True):
         if node not in stretch.needs_whole:
             continue
-        inputs = [i for i in tools.tensor_inputs(node) if i in members]
+        inputs = [i for i in node.all_input_nodes if i in members]
+        if not all(map(tools.is_tensor, inputs)):
+            # An element of several results. To compute it with all rows would take all of them.
+            continue
         new = [i for i in inputs if i not in stretch.needs_whole]
         less = sum(map(_bytes, new)) - _bytes(node)
         if new and (less > 0 or (less == 0 and not tools.is_reshape(node))):

@@ -40,17 +40,17 @@ class Tokens:
     @property
     def shard(self) -> Size:
         """Rows of one rank: ``ceil(T / W)``."""
-        return (self.count + self.world_size - 1) // self.world_size
+        return self.count // self.world_size if self.even else (self.count + self.world_size - 1) // self.world_size
 
     @property
     def padded(self) -> Size:
         """Rows of all ranks, with those beyond the last token."""
-        return self.shard * self.world_size
+        return self.count if self.even else self.shard * self.world_size
 
     @property
     def even(self) -> bool:
         """Whether W is known to divide T, so that no rank holds rows beyond the last token."""
-        return same_size(self.padded, self.count) or same_size(self.count % self.world_size, 0)
+        return same_size(self.count % self.world_size, 0)
 
 
 @dataclass(frozen=True)

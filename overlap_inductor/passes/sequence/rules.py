@@ -96,17 +96,17 @@ class _Like:
     """Constant tensors in the shape of another one: ``full_like``, ``zeros_like``."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
-        return held[node.args[0]]  # type: ignore[index]
+        return held[node.args[0]]
 
     def write(self, node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
-        return writer.call(node.target, writer.rows(node.args[0]), *node.args[1:], **node.kwargs)  # type: ignore[arg-type]
+        return writer.call(node.target, writer.rows(node.args[0]), *node.args[1:], **node.kwargs)
 
 
 class _Along:
     """Ops along one feature dim that keep the shape: ``softmax``, ``cumsum``."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
-        rows = held[node.args[0]]  # type: ignore[index]
+        rows = held[node.args[0]]
         feature_dim(node, operators.argument(node, "dim"), rows)
         return rows
 
@@ -137,10 +137,10 @@ class _Element:
     """An element of an op's results."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
-        return held[node.args[0]]  # type: ignore[index]
+        return held[node.args[0]]
 
     def write(self, node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
-        return writer.call(node.target, writer.rows(node.args[0]), node.args[1])  # type: ignore[arg-type]
+        return writer.call(node.target, writer.rows(node.args[0]), node.args[1])
 
 
 class _Reshape:
@@ -155,18 +155,18 @@ class _Reshape:
         return Rows(rows.tokens, lead)
 
     def write(self, node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
-        return writer.reshape(writer.rows(node.args[0]), [rows.tokens.shard, *features(node, rows)])  # type: ignore[arg-type]
+        return writer.reshape(writer.rows(node.args[0]), [rows.tokens.shard, *features(node, rows)])
 
 
 class _Expand:
     """``expand`` along features."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
-        return broadcast(node, [node.args[0]], held)  # type: ignore[list-item]
+        return broadcast(node, [node.args[0]], held)
 
     def write(self, node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
         shape = [writer.size(s) for s in (rows.tokens.shard, *features(node, rows))]
-        return writer.call(node.target, writer.rows(node.args[0]), shape)  # type: ignore[arg-type]
+        return writer.call(node.target, writer.rows(node.args[0]), shape)
 
 
 class _Permute:
@@ -182,7 +182,7 @@ class _Permute:
 
     def write(self, node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
         order = [d - rows.lead + 1 for d in (tools.permutation(node) or [])[rows.lead :]]
-        local = writer.rows(node.args[0])  # type: ignore[arg-type]
+        local = writer.rows(node.args[0])
         return local if order == sorted(order) else writer.call(aten.permute.default, local, [0, *order])
 
 
@@ -190,7 +190,7 @@ class _OnDim:
     """Slices, selections and splits along one feature dim."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
-        rows = held[node.args[0]]  # type: ignore[index]
+        rows = held[node.args[0]]
         feature_dim(node, operators.argument(node, "dim"), rows)
         return rows
 
@@ -202,7 +202,7 @@ class _Cat:
     """``cat`` along a feature dim."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
-        parts: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+        parts: list[fx.Node] = list(node.args[0])
         first = next(held[p] for p in parts if p in held)
         feature_dim(node, operators.argument(node, "dim"), first)
         for part in parts:
@@ -214,7 +214,7 @@ class _Cat:
         return first
 
     def write(self, node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
-        parts: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+        parts: list[fx.Node] = list(node.args[0])
         dims = tools.shape(node)[: rows.lead]
         local = [writer.rows(p) if p in held else writer.cut(p, rows.tokens, rows.lead, dims) for p in parts]
         dim = feature_dim(node, operators.argument(node, "dim"), rows) - rows.lead + 1
@@ -232,7 +232,7 @@ class _Pad:
         return held[source]
 
     def write(self, node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
-        return writer.call(node.target, writer.rows(node.args[0]), *node.args[1:], **node.kwargs)  # type: ignore[arg-type]
+        return writer.call(node.target, writer.rows(node.args[0]), *node.args[1:], **node.kwargs)
 
 
 _LIKE = {aten.full_like.default, aten.zeros_like.default, aten.ones_like.default}
@@ -287,7 +287,8 @@ def on_dim(node: fx.Node, dim: int, writer: Writer) -> fx.Node:
     source: Any = node.args[0]
     local = writer.rows(source)
     fewer = len(tools.shape(source)) - len(tools.shape(local))
-    position = next(i for i, a in enumerate(operators.operator(node)._schema.arguments) if a.name == "dim")  # type: ignore[union-attr]
+    arguments: Any = node.target._schema.arguments
+    position = next(i for i, a in enumerate(arguments) if a.name == "dim")
     args, kwargs = [local, *node.args[1:]], dict(node.kwargs)
     if position < len(args):
         args[position] = dim - fewer

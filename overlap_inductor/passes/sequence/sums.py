@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions over all tokens of a tensor that is held as rows: each rank reduces its rows, then the ranks combine.
 
-The gradient of a norm's weight is such a sum, and so is the largest value of a tensor that is quantised with one scale::
+The gradient of a norm's weight is such a sum. So is the largest value of a tensor that is quantised with one scale::
 
     sum(x [B, S, H], [0, 1])   ->   wait(all_reduce(sum(x [t, H], 0)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrite stretches: reduce-scatter in place of all-reduce, work on a rank's rows, all-gather where all rows are needed.
+"""Rewrite stretches: reduce-scatters in place of all-reduces, work on a rank's rows, gathers where all are needed.
 
 T tokens, W ranks, t = ceil(T / W). No rank number is written into the graph: op ``take`` cuts a rank's rows by the
 group's name::
@@ -27,6 +27,10 @@ from torch import fx
 from overlap_inductor.lowerings.registry import define_ops
 from overlap_inductor.passes.sequence.find import Source
 from overlap_inductor.passes.sequence.find import Stretch
+from overlap_inductor.passes.sequence.late_sums import behind
+from overlap_inductor.passes.sequence.late_sums import combine
+from overlap_inductor.passes.sequence.late_sums import is_late
+from overlap_inductor.passes.sequence.late_sums import of_the_backward
 from overlap_inductor.passes.sequence.rows import Rows
 from overlap_inductor.passes.sequence.rows import Tokens
 from overlap_inductor.passes.sequence.rules import rule_of
@@ -63,6 +67,8 @@ class RowWriter:
         self._cuts: dict[fx.Node, fx.Node] = {}
         self._meta: dict[str, Any] = {}
         self._stretch = 0
+        self._late: dict[tuple[Any, ...], list[tuple[int, fx.Node, fx.Node]]] = {}
+        self._backward = of_the_backward(graph)
 
     def apply(self, stretches: list[tuple[int, Stretch]]) -> None:
         """Rewrite the numbered ``stretches``. Raises what a step raises; the graph is then half rewritten."""
@@ -85,12 +91,9 @@ class RowWriter:
             readers = {node: [user for user, _ in users] for node, users in stretch.needs_whole.items()}
             for node in sorted(readers, key=lambda n: min(readers[n])):
                 self._gather(node, readers[node])
-        old = [
-            n
-            for _, s in stretches
-            for n in (*s.rows, *s.whole_too, *s.sums, *(x for o in s.sources for x in _nodes_of(o)))
-        ]
-        for node in sorted(old, reverse=True):
+        for late in self._late.values():
+            self._combine(late)
+        for node in sorted((n for _, s in stretches for n in _members(s)), reverse=True):
             if not node.users:
                 self.graph.erase_node(node)
         self.graph.lint()
@@ -180,10 +183,33 @@ class RowWriter:
         rows = self.held[source]
         with self._in_place_of(node):
             part = write_partial(node, rows, self)
-            combined = self.call(c10d.all_reduce.default, part, REDUCE_OPS[node.target], rows.tokens.group_name)
-            self.made[combined] = (self._stretch, node)
-            result = write_result(node, self.call(c10d.wait_tensor.default, combined), self)
+            if is_late(node):
+                value = tools.value(part)
+                key = (rows.tokens.group_name, value.dtype, value.device, node in self._backward)
+                self._late.setdefault(key, []).append((self._stretch, node, part))
+                return
+            combined = self._all_reduced(node, part, rows.tokens.group_name)
+            result = write_result(node, combined, self)
         node.replace_all_uses_with(result)
+
+    def _combine(self, late: list[tuple[int, fx.Node, fx.Node]]) -> None:
+        """Write one all-reduce of several sums over tokens at the end of the graph."""
+        self._stretch, last, _ = late[-1]
+        output = self.graph.output_node()
+        group = self.held[last.args[0]].tokens.group_name
+        with self._in_place_of(last, output):
+            sums = combine([part for _, _, part in late], lambda part: self._all_reduced(last, part, group), self)
+        for (_, node, _), total in zip(late, sums, strict=True):
+            users = behind(node)
+            with self._in_place_of(node, output):
+                node.replace_all_uses_with(write_result(node, total, self))
+            for user in users:
+                output.prepend(user)
+
+    def _all_reduced(self, node: fx.Node, part: fx.Node, group_name: str) -> fx.Node:
+        combined = self.call(c10d.all_reduce.default, part, REDUCE_OPS[node.target], group_name)
+        self.made[combined] = (self._stretch, node)
+        return self.call(c10d.wait_tensor.default, combined)
 
     @contextmanager
     def _in_place_of(self, node: fx.Node, before: fx.Node | None = None) -> Iterator[None]:
@@ -194,6 +220,12 @@ class RowWriter:
                 yield
         finally:
             self._meta = outer
+
+
+def _members(stretch: Stretch) -> set[fx.Node]:
+    """The nodes that only the old program may need."""
+    replaced = (n for source in stretch.sources for n in _nodes_of(source))
+    return {*stretch.rows, *stretch.whole_too, *stretch.sums, *replaced}
 
 
 def _nodes_of(source: Source) -> list[fx.Node]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from overlap_inductor.report import stretches
 from overlap_inductor.report import totals
 from overlap_inductor.report import words
 from overlap_inductor.report.advice import ADVICE
@@ -26,9 +27,13 @@ if TYPE_CHECKING:
     from overlap_inductor.report.report import OverlapReport
 
 
+STRETCH_TONES = {"rewritten": TONES["overlapped"], "kept": TONES["kept"], "refused": TONES["refused"]}
+"""The tone of a chip by the status of a stretch."""
+
+
 @dataclass(frozen=True)
 class Refusal:
-    """A reason code and where it was given: ``uses`` are (place, text)."""
+    """A reason code, and the sites or collectives that have it: ``uses`` are (place, text)."""
 
     status: str
     tone: str
@@ -67,6 +72,8 @@ def render_html(report: OverlapReport, before: str | None = None, after: str | N
         refusals=_refusals(report, groups),
         figures=drawn,
         undrawn=undrawn,
+        stretches=stretches.rows(report.stretches),
+        stretch_tones=STRETCH_TONES,
         switches=words.switches(report),
         diff=diff(before, after, anchors),
     )

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare inputs of a graph that the sequence-parallel rewrite takes to be the same on all ranks of a group.
+
+A graph cannot show that a norm's weight is the same on all ranks (``passes.sequence.same_values``). So at the graph's
+first run each rank hashes these inputs, and compares with the group's first rank::
+
+    rank 0                    rank 1                          rank 2
+    writes digests            reads them; all are its own     reads them; "primals_7" is not its own
+    verdict: "rank 2 cannot ..."   -> all ranks run the plain program
+
+Reading the inputs waits for the device. Later runs compare nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.errors import OverlapError
+from overlap_inductor.runtime.all_or_none import SECONDS
+from overlap_inductor.runtime.all_or_none import NotOnAllRanks
+from overlap_inductor.runtime.all_or_none import all_or_none
+from overlap_inductor.runtime.group_state import Kind
+from overlap_inductor.runtime.group_state import Owner
+from overlap_inductor.torch_compat.distributed import group_store
+
+
+class InputsDiffer(OverlapError):
+    """An input has other values than on the group's first rank."""
+
+
+def _keys(owner: Owner) -> Iterator[str]:
+    return (f"overlap_inductor/same_inputs/{owner.incarnation}/{number}" for number in itertools.count(1))
+
+
+_KEYS = Kind("count of compared inputs", _keys)
+_LOCK = threading.Lock()
+
+
+def difference(group: dist.ProcessGroup, inputs: Mapping[str, torch.Tensor]) -> str:
+    """Which of ``inputs`` differ between the ranks of ``group``, as text that is the same on all ranks; ``""`` if none
+    does. All ranks of the group call this together, with inputs of the same names."""
+    if dist.get_backend(group) == "fake":
+        return ""
+    keys = _KEYS.of(group)
+    with _LOCK:
+        key = next(keys)
+    store = group_store(group)
+    mine = {name: digest(tensor) for name, tensor in inputs.items()}
+    if group.rank() == 0:
+        store.set(key, json.dumps(mine))
+
+    def compare() -> None:
+        store.wait([key], datetime.timedelta(seconds=SECONDS))
+        first = json.loads(store.get(key))
+        differing = sorted(name for name in {*first, *mine} if first.get(name) != mine.get(name))
+        if differing:
+            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+            raise InputsDiffer(f"its values of {', '.join(differing[:3])}{more} are not those of the first rank")
+
+    try:
+        all_or_none(group, "run a graph that was rewritten to divide tokens among the ranks", compare)
+    except NotOnAllRanks as error:
+        return str(error)
+    return ""
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """The first 16 hex digits of a hash of a tensor's shape, dtype and bytes."""
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
+    if flat.numel():
+        found.update(flat.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets the package's own errors pass through Dynamo and Inductor as they are.
+
+An exception that leaves a backend reaches the user as ``BackendCompilerFailed``, below some 40 lines of frames of torch
+and above two lines about bugs of PyTorch. Dynamo and Inductor make one exception: they raise a ``ShortenTraceback``
+again as it is, and ask it to drop their frames.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from overlap_inductor.errors import OverlapError
+
+
+@contextmanager
+def shown_plainly() -> Iterator[None]:
+    """An ``OverlapError`` that leaves the block keeps its type and message, and reaches the caller of the compiled
+    function without frames of torch. ``TORCHDYNAMO_VERBOSE=1`` keeps the frames."""
+    try:
+        yield
+    except OverlapError as error:
+        raise _plain(error).with_traceback(error.__traceback__) from error.__cause__
+
+
+def _plain(error: OverlapError) -> OverlapError:
+    from torch._dynamo.exc import ShortenTraceback
+
+    if isinstance(error, ShortenTraceback):
+        return error
+    kind: Any = type(error)
+    return _plain_type(kind)(error)
+
+
+@functools.cache
+def _plain_type(kind: Any) -> Any:
+    from torch._dynamo import config
+    from torch._dynamo.exc import ShortenTraceback
+
+    class Plain(kind, ShortenTraceback):
+        def __init__(self, error: OverlapError) -> None:
+            ShortenTraceback.__init__(self, str(error), first_useful_frame=None)
+            self._error = error
+            self.__dict__.update(vars(error))
+
+        def remove_dynamo_frames(self) -> Any:
+            # Dynamo has added to the message what to do about a bug of PyTorch.
+            self.args = self._error.args
+            return self if config.verbose else self.with_traceback(None)
+
+        def __reduce__(self) -> Any:
+            return self._error.__reduce__()
+
+    # A traceback's last line has the names of the error's own class.
+    Plain.__module__, Plain.__name__, Plain.__qualname__ = kind.__module__, kind.__name__, kind.__qualname__
+    return Plain
