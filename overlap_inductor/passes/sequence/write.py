@@ -70,7 +70,7 @@ class RowWriter:
         self._sizes = SizeNodes(graph)
         self._local: dict[fx.Node, fx.Node] = {}
         self._gathered: dict[fx.Node, fx.Node] = {}
-        self._cuts: dict[fx.Node, fx.Node] = {}
+        self._cuts: dict[tuple[fx.Node, str, str], fx.Node] = {}
         self._meta: dict[str, Any] = {}
         self._stretch = 0
         self._late: dict[tuple[Any, ...], list[tuple[int, fx.Node, fx.Node]]] = {}
@@ -123,7 +123,9 @@ class RowWriter:
         return self.call(aten.reshape.default, node, [self.size(s) for s in shape])
 
     def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
-        if node not in self._cuts:
+        # The same tensor may have other tokens elsewhere: [S, H] is cut to rows of S tokens, or repeated for B * S.
+        key = node, tokens.group_name, str((ahead, dims))
+        if key not in self._cuts:
             shape = tools.shape(node)
             if not same_size(tools.numel(shape[:ahead]), tokens.count):
                 node_in_dims = self.reshape(node, [*[1] * (len(dims) - ahead), *shape])
@@ -133,8 +135,8 @@ class RowWriter:
                 full = node
             flat = self._padded(self.reshape(full, [tokens.count, *shape[ahead:]]), tokens)
             rows = self.size(tokens.shard)
-            self._cuts[node] = self.call(overlap.take.default, flat, 0, 0, rows, 0, rows, tokens.group_name)
-        return self._cuts[node]
+            self._cuts[key] = self.call(overlap.take.default, flat, 0, 0, rows, 0, rows, tokens.group_name)
+        return self._cuts[key]
 
     def _padded(self, flat: fx.Node, tokens: Tokens) -> fx.Node:
         """``flat [T, ...]`` with zero rows up to a multiple of the world size."""
