@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import transformers  # noqa: F401  (a missing one must be an error here, not in a child)
 
+pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What every example must print, in this order: each of its sites, overlapped, and that the numbers agree.
