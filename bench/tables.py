@@ -53,8 +53,10 @@ def slow_link(rows: list[dict[str, Any]]) -> str:
 
 def layers(rows: Sequence[dict[str, Any]]) -> str:
     """Rows of ``bench.layers``: milliseconds with the 20th and 80th percentile, by ranks, phase and variant."""
-    head = ("ranks", "link", "phase", "tokens", "variant", "ms", "p20-p80", "speed-up", "fastest ms", "tokens/s", "step MiB",
-            "compile s", "load", "collectives", "left", "overlapped")  # fmt: skip
+    head = (
+        "ranks", "link", "phase", "tokens", "variant", "ms", "p20-p80", "speed-up", "fastest ms", "tokens/s",
+        "step MiB", "compile s", "load", "collectives", "left", "overlapped",
+    )  # fmt: skip
     lines = header(*head)
     for row in rows:
         moved = [count for name, count in row["sites"].items() if not name.endswith(": keep")]
@@ -76,7 +78,7 @@ def layers(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['load']:.0f}",
                 *counts,
                 f"{sum(moved)} of {sum(row['sites'].values())}" if row["sites"] else "-",
-            )  # fmt: skip
+            )
         )
     return "\n".join(lines) + "\n"
 

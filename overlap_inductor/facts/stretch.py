@@ -35,6 +35,7 @@ class StretchFacts:
         all_reduces: number of all-reduces as written.
         scatters, gathers, sums: number of reduce-scatters, all-gathers, and all-reduces of sums over tokens that the
             rewrite makes.
+        gathered_again: number of the all-gathers that the backward repeats, so that rows are saved for it.
         nodes: number of nodes that run on rows.
         status: ``rewritten`` | ``kept`` | ``refused`` | ``failed``.
         source: ``analytic`` | ``forced``.
@@ -54,6 +55,7 @@ class StretchFacts:
     scatters: int
     gathers: int
     sums: int
+    gathered_again: int
     nodes: int
     status: str
     source: str

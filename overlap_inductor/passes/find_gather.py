@@ -39,6 +39,7 @@ from overlap_inductor.sites.pieces import may_be_a_piece
 from overlap_inductor.sites.pieces import piece_of
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.graph_inputs import is_parameter
+from overlap_inductor.torch_compat.ordering import prefetcher
 
 aten = tools.aten
 
@@ -364,7 +365,8 @@ def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
 
 
 class AllGatherMatmul:
-    """Pattern ``all-gather -> matmul`` (see ``Pattern``). An all-gather of a weight (FSDP) is not a site."""
+    """Pattern ``all-gather -> matmul`` (see ``Pattern``). An all-gather of a weight (FSDP) is not a site if a setting
+    of Inductor hides it."""
 
     name = "all_gather_matmul"
     kind = "all_gather"
@@ -378,10 +380,10 @@ class AllGatherMatmul:
         if nodes is None:
             return Miss(obstacles)
         first = nodes.consumers[0]
-        if is_weight_gather(nodes, search.phase):
+        if (hides := prefetcher()) is not None and is_weight_gather(nodes, search.phase):
             text = (
-                f"{collective.input.name} is a weight that is gathered before its use (FSDP); this is left to bucketing"
-                " and prefetching"
+                f"{collective.input.name} is a weight that is gathered before its use (FSDP);"
+                f" torch._inductor.config.{hides} is on and moves the gather under earlier work"
             )
             return Miss([Reason("fsdp_weight_gather", text)], final=True, anchor=first.matmul.node)
         return Match(nodes, _logical_dim(nodes), first.role)

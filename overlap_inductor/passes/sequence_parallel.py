@@ -104,7 +104,7 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, refusal: str | Non
             facts[number] = replace(facts[number], status="kept", reasons=(Reason("report_mode", text),))
         chosen = []
     if chosen:
-        _write(graph, finder, chosen, facts)
+        _write(graph, finder, chosen, facts, config)
     _annotate(finder, facts, [n for n, _ in chosen])
     return facts
 
@@ -146,7 +146,7 @@ def _choose(
     """The stretches that are rewritten. Fills in their estimates and the reasons of the others."""
     written, rewritten = _copy(graph), _copy(graph)
     finder = _found(rewritten)
-    writer = RowWriter(rewritten, finder.held)
+    writer = RowWriter(rewritten, finder.held, config)
     writer.apply([(n, finder.stretches[n]) for n, _ in legal])
     names = {c.node.name: n for n, s in legal for source in s.sources for c in source.collectives}
     before = {node: names[node.name] for node in written.nodes if node.name in names}
@@ -214,11 +214,13 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def _write(graph: fx.Graph, finder: RowFinder, chosen: Numbered, facts: list[StretchFacts]) -> None:
+def _write(
+    graph: fx.Graph, finder: RowFinder, chosen: Numbered, facts: list[StretchFacts], config: OverlapConfig
+) -> None:
     """Rewrite the ``chosen`` stretches. If that fails, restore the graph and raise."""
     kept = snapshot.Snapshot(graph)
     try:
-        writer = RowWriter(graph, finder.held)
+        writer = RowWriter(graph, finder.held, config)
         writer.apply(chosen)
     except Exception:
         kept.restore()
@@ -226,7 +228,8 @@ def _write(graph: fx.Graph, finder: RowFinder, chosen: Numbered, facts: list[Str
     made = Counter((number, _kind(node)) for node, (number, _) in writer.made.items())
     for number, _ in chosen:
         scatters, gathers, sums = (made[number, kind] for kind in ("reduce_scatter", "all_gather", "all_reduce"))
-        facts[number] = replace(facts[number], scatters=scatters, gathers=gathers, sums=sums)
+        again = sum(writer.made[g][0] == number for g in writer.gathered_again)
+        facts[number] = replace(facts[number], scatters=scatters, gathers=gathers, sums=sums, gathered_again=again)
         for node, (owner, _) in writer.made.items():
             if owner == number:
                 node.meta[META] = facts[number].to_dict()
@@ -265,6 +268,7 @@ def _describe(graph: fx.Graph, stretch: Stretch) -> StretchFacts:
         scatters=0,
         gathers=0,
         sums=0,
+        gathered_again=0,
         nodes=len(stretch.rows),
         status="kept",
         source="analytic",

@@ -17,7 +17,7 @@ ADVICE = {
     "dtype": "Run the layer in a dtype that the reason allows.",
     "dynamic_shape": "Compile for fixed sizes: torch.compile(dynamic=False), and no size from data (.item()).",
     "few_tokens": "Nothing to do: with so few tokens, an all-reduce is faster than what could replace it.",
-    "fsdp_weight_gather": "Nothing to do: FSDP's prefetching hides the gathers of weights.",
+    "fsdp_weight_gather": "Nothing to do: Inductor moves the gathers of weights under earlier work.",
     "group_not_resolved": "Create the process group in this process before the model is compiled.",
     "grouped_matmul": "Nothing to do: grouped matmuls are not cut in this version.",
     "hoist": "Move the op that the reason names before the collective, if the model allows it.",

@@ -70,7 +70,10 @@ def _outcome(stretch: StretchFacts) -> str:
     parts = [words.count(stretch.scatters, "reduce-scatter"), words.count(stretch.gathers, "all-gather")]
     if stretch.sums:
         parts.append(words.count(stretch.sums, "all-reduce") + " of sums over tokens")
-    return f"rewritten: {', '.join(parts)}; {words.count(stretch.nodes, 'node')} on each rank's rows"
+    text = f"rewritten: {', '.join(parts)}; {words.count(stretch.nodes, 'node')} on each rank's rows"
+    if stretch.gathered_again:
+        text += f"; {stretch.gathered_again} of the all-gathers repeated by the backward, which saves rows only"
+    return text
 
 
 def _times(stretch: StretchFacts) -> str:

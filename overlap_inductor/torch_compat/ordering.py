@@ -28,6 +28,7 @@ STARTS = ("gather_start", "exchange_start")
 """Ops whose result is the buffer of a transfer in flight."""
 MEMBERS = {"gather_step": "gathered", "exchange_send": "buffer", "exchange_wait": "buffer", "reduce_tail": "buffer"}
 """Ops that write to such a buffer, and the name of the argument by which they take it."""
+_SCHEDULING = "aten_distributed_optimizations.enable_overlap_scheduling"
 _NOTED = "overlap_inductor_order"
 
 
@@ -46,11 +47,18 @@ def moving_pass() -> str | None:
         if getattr(config, name, "none") != "none":
             return name
     distributed: Any = getattr(config, "aten_distributed_optimizations", None)
-    return (
-        "aten_distributed_optimizations.enable_overlap_scheduling"
-        if getattr(distributed, "enable_overlap_scheduling", False)
-        else None
-    )
+    return _SCHEDULING if getattr(distributed, "enable_overlap_scheduling", False) else None
+
+
+def prefetcher() -> str | None:
+    """The name of an Inductor setting that is on and hides gathers of weights behind earlier work, by moving them
+    ahead. ``None`` if there is none, so that each gather stands where the weight is used."""
+    from torch._inductor import config
+
+    if config.reorder_for_compute_comm_overlap:
+        return "reorder_for_compute_comm_overlap"
+    found = moving_pass()
+    return found if found in ("bucket_all_gathers_fx", _SCHEDULING) else None
 
 
 def note_order(graph: fx.Graph) -> None:

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
@@ -223,8 +224,16 @@ def test_collective_alone() -> None:
     assert facts(report) == [] and codes(report) == ["no_matmul"] and report.before == report.after
 
 
-def test_weight_gather_is_left_to_bucketing() -> None:
-    """FSDP's gathers are left to Inductor's bucketing, because a ring for each would be slower. They are recognised
+def test_weight_gather_is_overlapped_if_nothing_else_hides_it() -> None:
+    """FSDP's gather stands where the weight is used. No setting of Inductor that moves it is on by default."""
+    module = GatheredWeight(8, 8)
+    report = traced(lambda x: x.bfloat16() @ all_gather(module.weight.bfloat16(), 0, world()), (4, 16))
+    assert facts(report) == [("all_gather_matmul", ["mm K"], "overlapped")] and codes(report) == []
+
+
+@inductor_config.patch(reorder_for_compute_comm_overlap=True)
+def test_weight_gather_is_left_to_prefetching() -> None:
+    """If a setting of Inductor moves FSDP's gathers under earlier work, they are left to it. They are recognised
     through casts, too."""
 
     module = GatheredWeight(8, 8)
@@ -232,6 +241,7 @@ def test_weight_gather_is_left_to_bucketing() -> None:
     assert facts(report) == [] and codes(report) == ["fsdp_weight_gather"]
 
 
+@inductor_config.patch(reorder_for_compute_comm_overlap=True)
 @pytest.mark.parametrize("trained", [False, True])
 def test_parameters_are_distinguished_from_activations(trained: bool) -> None:
     """Catches an activation that is a graph's input and the right operand, and that is taken for an FSDP weight."""

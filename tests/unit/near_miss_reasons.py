@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 
 from overlap_inductor.report.report import OverlapReport
 from tests.support.hand_graph import HandGraph
@@ -189,7 +190,9 @@ def _() -> OverlapReport:
 def _() -> OverlapReport:
     made = HandGraph()
     x = made.input(4, 16)
-    return made.output(made.mm(x, made.gather(made.input(8, 8, name="shard")))).run()
+    made.output(made.mm(x, made.gather(made.input(8, 8, name="shard"))))
+    with inductor_config.patch(reorder_for_compute_comm_overlap=True):
+        return made.run()
 
 
 @case("not_plain_gather", "near_miss")

@@ -39,7 +39,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "grouped_matmul": (
             "The matmul beside the collective is grouped, as in a mixture of experts. This version does not cut it."
         ),
-        "fsdp_weight_gather": "A weight is gathered for use (FSDP). It is left to bucketing and prefetching.",
+        "fsdp_weight_gather": "A weight is gathered for use (FSDP), and a setting of Inductor hides the gather.",
     },
     "The matmul or the ops beside it cannot be cut": {
         "other_users": "An op outside the site needs the matmul's whole result before the collective.",

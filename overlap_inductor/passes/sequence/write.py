@@ -24,9 +24,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.registry import define_ops
 from overlap_inductor.passes.sequence.find import Source
 from overlap_inductor.passes.sequence.find import Stretch
+from overlap_inductor.passes.sequence.gather_again import save_rows
 from overlap_inductor.passes.sequence.late_sums import behind
 from overlap_inductor.passes.sequence.late_sums import combine
 from overlap_inductor.passes.sequence.late_sums import is_late
@@ -53,13 +55,15 @@ class RowWriter:
     """Rewrites stretches of one graph, in place. Implements ``rules.Writer``.
 
     Attributes:
+        gathered_again: the gathers that the backward repeats.
         made: for each collective that was written, the number of its stretch and the node whose place it takes: an
             all-reduce, a node that is gathered, or a sum over tokens.
     """
 
-    def __init__(self, graph: fx.Graph, held: Mapping[fx.Node, Rows]) -> None:
+    def __init__(self, graph: fx.Graph, held: Mapping[fx.Node, Rows], config: OverlapConfig) -> None:
         define_ops()
-        self.graph, self.held = graph, held
+        self.graph, self.held, self.config = graph, held, config
+        self.gathered_again: list[fx.Node] = []
         self.made: dict[fx.Node, tuple[int, fx.Node]] = {}
         self._sizes = SizeNodes(graph)
         self._local: dict[fx.Node, fx.Node] = {}
@@ -91,6 +95,7 @@ class RowWriter:
             readers = {node: [user for user, _ in users] for node, users in stretch.needs_whole.items()}
             for node in sorted(readers, key=lambda n: min(readers[n])):
                 self._gather(node, readers[node])
+        self.gathered_again = save_rows(self.made, self._backward, self.config)
         for late in self._late.values():
             self._combine(late)
         for node in sorted((n for _, s in stretches for n in _members(s)), reverse=True):

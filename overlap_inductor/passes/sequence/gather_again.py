@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide what a training graph saves of a gathered tensor: all rows, or the rank's rows, which are gathered again.
+
+The forward gathers a norm's result for its matmuls, and the backward needs all rows again for the weights' gradients.
+Saved whole, the tensor takes W times the memory of a rank's rows. Gathered again (Korthikanti et al., arXiv:2205.05198,
+section 4.2.2), the transfer runs under the matmuls that compute the gradients. So rows are saved if these matmuls take
+longer than the transfer::
+
+    forward:   g = all_gather(n); y = mm(g, w)            saved: n [t, H] instead of g [T, H]
+    backward:  g = all_gather(n); dw = mm(dy^T, g)        the gather is hidden under dw
+
+The partitioner does what the tags say: a node that must be recomputed is not saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+
+from torch import fx
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts import cost_model
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import matmuls
+from overlap_inductor.sites import sizes
+from overlap_inductor.sites.collectives import find_collectives
+from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.torch_compat.recompute import compute_again
+
+aten = tools.aten
+
+MARGIN = 1.25
+"""The backward's matmuls must take at least this many times as long as the transfer."""
+
+
+def save_rows(
+    made: Mapping[fx.Node, tuple[int, fx.Node]], backward: set[fx.Node], config: OverlapConfig
+) -> list[fx.Node]:
+    """Tag the gathers of the forward that the backward is to repeat. Returns those of them that the forward does, too.
+
+    Args:
+        made: the collectives that the rewrite has written, each with the node whose place it takes.
+        backward: the nodes that exist only in the backward.
+    """
+    repeated = []
+    for collective, node in _gathers(made):
+        if made[collective][1] in backward:
+            continue
+        views, readers = _behind(node.wait)
+        gradients = [r for r in readers if r in backward]
+        if not gradients or (len(gradients) < len(readers) and not hidden(node, gradients, config)):
+            continue
+        for part in (collective, node.wait, *views):
+            compute_again(part)
+        if len(gradients) < len(readers):
+            repeated.append(collective)
+    return repeated
+
+
+def _gathers(made: Iterable[fx.Node]) -> list[tuple[fx.Node, CollectiveNode]]:
+    """The all-gathers among the collectives ``made``."""
+    graph = next(iter(made)).graph
+    written = set(made)
+    found = find_collectives(graph)
+    return [
+        (node, one)
+        for node, kind, one in found
+        if node in written and kind == "all_gather" and isinstance(one, CollectiveNode)
+    ]
+
+
+def _behind(wait: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """``(views and permutations of wait, the nodes that read wait or one of them)``."""
+    views: list[fx.Node] = []
+    readers: list[fx.Node] = []
+    pending = [wait]
+    while pending:
+        for user in pending.pop().users:
+            if tools.is_reshape(user) or tools.permutation(user) is not None or user.target is aten.slice.Tensor:
+                views.append(user)
+                pending.append(user)
+            else:
+                readers.append(user)
+    return views, readers
+
+
+def hidden(collective: CollectiveNode, gradients: Iterable[fx.Node], config: OverlapConfig) -> bool:
+    """Whether the matmuls among ``gradients``, nodes of the backward, are estimated to hide ``collective``."""
+    machine = sizes.machine_at(collective, config)
+    transfer = cost_model.collective_seconds(sizes.moved_by(collective), machine)
+    return sum(_seconds(node, collective, config) for node in gradients) >= MARGIN * transfer
+
+
+def _seconds(node: fx.Node, collective: CollectiveNode, config: OverlapConfig) -> float:
+    """Estimated seconds of ``node``; 0 if it is not a matmul."""
+    matmul = matmuls.parse(node)
+    if matmul is None:
+        return 0.0
+    flops = 2.0 * sizes.hint(tools.numel(tools.shape(node))) * sizes.hint(tools.shape(matmul.lhs)[-1])
+    itemsize = tools.dtype(matmul.lhs).itemsize
+    alone = cost_model.SiteSizes(flops, 0.0, itemsize, collective.world_size)
+    return cost_model.matmul_seconds(alone, sizes.machine_at(collective, config))

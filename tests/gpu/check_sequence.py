@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the sequence-parallel rewrite on GPUs: hand-written tensor-parallel blocks with all-reduces, forward and
+backward, with several schedules.
+
+    torchrun --nproc-per-node 8 -m tests.gpu.check_sequence [--schedules fused chunked ring auto] [--tokens 2048 2047]
+    torchrun --nproc-per-node 2 -m tests.gpu.check_sequence --ranks-share-gpus --schedules fused chunked
+
+Results and gradients with the rewrite are compared with those of the plain compile, and both with eager PyTorch in
+fp32. Prints one JSON row for each case. The exit status is 1 if a row is not right. With ``--ranks-share-gpus``,
+several ranks may share a GPU (``bench.support.gpu_ranks``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import overlap_inductor
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+
+HIDDEN, FFN, LAYERS = 1024, 4096, 2
+
+
+class SumGradient(torch.autograd.Function):
+    """The input of a column-parallel layer: the ranks' gradients of it are added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return all_reduce(gradient, "sum", dist.group.WORLD)
+
+
+class SumResult(torch.autograd.Function):
+    """The output of a row-parallel layer: the ranks' results are added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x, "sum", dist.group.WORLD)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Block(nn.Module):
+    """Pre-norm MLP blocks with a residual stream, each rank with its shard of the weights."""
+
+    def __init__(self, world_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        own = FFN // world_size
+        make = lambda *shape: nn.Parameter(torch.randn(*shape, device="cuda", dtype=dtype) / shape[-1] ** 0.5)  # noqa: E731
+        self.norms = nn.ParameterList(
+            [nn.Parameter(torch.ones(HIDDEN, device="cuda", dtype=dtype)) for _ in range(LAYERS)]
+        )
+        self.gates = nn.ParameterList([make(own, HIDDEN) for _ in range(LAYERS)])
+        self.ups = nn.ParameterList([make(own, HIDDEN) for _ in range(LAYERS)])
+        self.downs = nn.ParameterList([make(HIDDEN, own) for _ in range(LAYERS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, gate, up, down in zip(self.norms, self.gates, self.ups, self.downs, strict=True):
+            n = SumGradient.apply(F.rms_norm(x, (HIDDEN,), norm, 1e-6))
+            x = x + SumResult.apply(F.linear(F.silu(F.linear(n, gate)) * F.linear(n, up), down))
+        return x
+
+
+def results(model: Any, x: torch.Tensor, trains: bool) -> dict[str, torch.Tensor]:
+    if not trains:
+        with torch.no_grad():
+            return {"y": model(x).float()}
+    model.zero_grad(set_to_none=True)
+    y = model(x)
+    y.float().square().mean().backward()
+    return {"y": y.detach().float(), **{n: p.grad.float().clone() for n, p in model.named_parameters()}}
+
+
+def off(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    """The largest difference, relative to the largest element of each result."""
+    return max(float((found[n] - e).abs().max() / e.abs().max().clamp_min(1e-12)) for n, e in exact.items())
+
+
+def case(schedule: str, switch: str, tokens: int, trains: bool, world_size: int, rank: int) -> dict[str, Any]:
+    start = time.monotonic()
+    torch.manual_seed(rank)
+    model = Block(world_size, torch.bfloat16)
+    torch.manual_seed(99)
+    x = torch.randn(1, tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    exact = results(in_fp32(model, world_size), x.float(), trains)
+    torch._dynamo.reset()
+    with overlap_inductor.overlap(mode="off"):
+        plain = off(results(torch.compile(model, dynamic=False), x, trains), exact)
+    torch._dynamo.reset()
+    reporting.forget_reports()
+    with overlap_inductor.overlap(schedule=schedule, sequence_parallel=switch, notice="off"):
+        compiled = torch.compile(model, dynamic=False)
+        ours = [off(results(compiled, x, trains), exact) for _ in range(3)]
+    reports = reporting.all_reports()
+    stretches = list(reports[0].stretches) if reports else []
+    counters = [r.counters() for r in reports]
+    return {
+        "schedule": schedule, "sequence_parallel": switch, "tokens": tokens, "trains": trains, "ranks": world_size,
+        "sites": sum(c["sites_found"] for c in counters), "overlapped": sum(c["sites_overlapped"] for c in counters),
+        "stretches": [[s.status, s.all_reduces, s.scatters, s.gathers, s.sums, s.gathered_again] for s in stretches],
+        "off": round(max(ours), 6), "plain_off": round(plain, 6),
+        "ok": max(ours) <= 2 * plain + 1e-3 and (switch != "on" or all(s.status == "rewritten" for s in stretches)),
+        "notices": [n for r in reports for n in r.notices], "seconds": round(time.monotonic() - start, 1),
+    }  # fmt: skip
+
+
+def in_fp32(model: Block, world_size: int) -> Block:
+    exact = Block(world_size, torch.float32)
+    exact.load_state_dict({n: p.float() for n, p in model.state_dict().items()})
+    return exact
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--schedules", nargs="+", default=["fused", "chunked", "ring", "auto"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 2047])
+    parser.add_argument("--switches", nargs="+", default=["on"], choices=("on", "auto", "off"))
+    parser.add_argument("--ranks-share-gpus", action="store_true")
+    arguments = parser.parse_args()
+    rank, world_size = start_rank(seconds=120, share_gpus=arguments.ranks_share_gpus)
+    failed = False
+    for schedule in arguments.schedules:
+        for switch in arguments.switches:
+            for tokens in arguments.tokens:
+                for trains in (False, True):
+                    row = case(schedule, switch, tokens, trains, world_size, rank)
+                    failed |= not row["ok"]
+                    if rank == 0 or not row["ok"]:
+                        print(json.dumps({"rank": rank, **row}), flush=True)
+    finish_rank()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
