@@ -89,9 +89,10 @@ def _load(rank: int, world_size: int, family: str, folder: str, variant: str) ->
 
 
 def row_of(
-    rank: int, world_size: int, family: str, folder: str, variant: str, trains: bool, generated: bool
+    rank: int, world_size: int, family: str, folder: str, variant: str, trains: bool, generated: bool, **fields: Any
 ) -> dict[str, Any]:
-    """One rank's row: compares the logits and, if it trains, the gradients of all parameters."""
+    """One rank's row: compares the logits and, if it trains, the gradients of all parameters. ``fields`` are fields of
+    ``OverlapConfig``."""
 
     def build() -> Callable[[Any], dict[str, torch.Tensor]]:
         model = _load(rank, world_size, family, folder, variant)
@@ -112,4 +113,4 @@ def row_of(
 
         return computation
 
-    return with_and_without.compared(build, generated)
+    return with_and_without.compared(build, generated, **fields)

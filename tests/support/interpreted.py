@@ -85,9 +85,13 @@ class _Interpreter(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def _number(function: Callable[..., Any], *numbers: int) -> int:
-    """A named function, since the graph module prints its name."""
-    return int(function(*numbers))
+def _number(function: Callable[..., Any]) -> Callable[..., int]:
+    """``function`` as a named function, since the graph module prints its name."""
+
+    def number(*numbers: int) -> int:
+        return int(function(*numbers))
+
+    return number
 
 
 def _bind_symbols(gm: torch.fx.GraphModule) -> None:
@@ -109,7 +113,7 @@ def _bind_symbols(gm: torch.fx.GraphModule) -> None:
             names = sorted(expression.free_symbols, key=str)
             function = sympy.lambdify(names, expression, modules=[{"FloorDiv": lambda a, b: a // b}, "math"])
             with gm.graph.inserting_before(node):
-                return gm.graph.call_function(_number, (function, *(symbols[s] for s in names)))
+                return gm.graph.call_function(_number(function), tuple(symbols[s] for s in names))
 
         node.args = torch.utils._pytree.tree_map(bind, node.args)
         node.kwargs = torch.utils._pytree.tree_map(bind, node.kwargs)

@@ -120,8 +120,24 @@ def _found(reports: Sequence[OverlapReport]) -> dict[str, Any]:
         "sites": dict(Counter(f"{s.facts.pattern} {s.decision.status}" for s in sites)),
         "reasons": dict(reasons),
         "near_misses": dict(Counter(m.reason.code for r in reports for m in r.near_misses)),
+        **all_reduces(reports),
         "fell_back": torch._dynamo.utils.counters["overlap_inductor"]["reason.ranks_differ"],
         "notices": [notice for r in reports for notice in r.notices],
+    }
+
+
+def all_reduces(reports: Sequence[OverlapReport]) -> dict[str, Any]:
+    """The all-reduces of all stretches, how many of them the sequence-parallel rewrite took, and how many it left, by
+    status and reason. A stretch with collectives in the forward and in the backward graph counts once."""
+    stretches = {(r.graph, s.id): s for r in reports for s in r.stretches}.values()
+    left: Counter[str] = Counter()
+    for stretch in stretches:
+        if stretch.status != "rewritten":
+            left[f"{stretch.status}: {', '.join(r.code for r in stretch.reasons)}"] += stretch.all_reduces
+    return {
+        "all_reduces": sum(s.all_reduces for s in stretches),
+        "rewritten": sum(s.all_reduces for s in stretches if s.status == "rewritten"),
+        "left": dict(left),
     }
 
 

@@ -49,6 +49,7 @@ from overlap_inductor.torch_compat.step_values import evaluated
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 overlap = torch.ops.overlap_inductor
+_TO_A_SHAPE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 NOT_COPIED = ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "from_node", "original_aten")
 """Metadata that describes a node's own value or operator."""
 
@@ -117,9 +118,14 @@ class RowWriter:
         return self._sizes.argument(size)
 
     def reshape(self, node: fx.Node, shape: list[Any]) -> fx.Node:
-        have = tools.shape(node)
-        if len(have) == len(shape) and all(map(same_size, have, shape)):
-            return node
+        source = node
+        while source not in self.held:
+            have = tools.shape(source)
+            if len(have) == len(shape) and all(map(same_size, have, shape)):
+                return source
+            if not tools.is_reshape(source):
+                break
+            source = source.all_input_nodes[0]
         return self.call(aten.reshape.default, node, [self.size(s) for s in shape])
 
     def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
@@ -193,9 +199,12 @@ class RowWriter:
                 self._gathered[local] = full
             elif first < self._gathered[local]:
                 raise RuntimeError(f"{first.name} needs all rows of {node.name} before they are gathered")
-            whole = self.reshape(self._gathered[local], tools.shape(node))
+            full = self._gathered[local]
+            # [B, S, H] between the cut and a user's [T, H] would hide from the finders which rows were padded.
+            flat = [u for u in users if u.target in _TO_A_SHAPE and not tokens.even]
+            whole = self.reshape(full, tools.shape(node)) if len(flat) < len(users) else full
         for user in users:
-            user.replace_input_with(node, whole)
+            user.replace_input_with(node, full if user in flat else whole)
 
     def _exchanged(self, old: fx.Node, target: Any, sent: fx.Node, reduce_op: str | None, tokens: Tokens) -> fx.Node:
         terms = (tokens.world_size, tokens.group_name)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor-parallel blocks whose matmuls end in all-reduces, by hand and by DTensor, in the forms in which models are
+compiled and trained. ``CASES`` names them.
+
+A case builds a computation for ``with_and_without.compared``. It takes a backend and returns named results: outputs,
+losses and gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from tests.support.with_and_without import Computation
+
+HIDDEN, INNER, TOKENS = 16, 24, 12
+Compiled = Callable[..., torch.Tensor]
+
+
+class _Enter(torch.autograd.Function):
+    """In front of matmuls whose weights are cut by columns: the gradient is a sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return all_reduce(grad, "sum", dist.group.WORLD)
+
+
+class _Leave(torch.autograd.Function):
+    """Behind a matmul whose weight is cut by rows: the result is a sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x, "sum", dist.group.WORLD)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+class Half(nn.Module):
+    """Half a layer: a norm, two matmuls, an all-reduce and the residual."""
+
+    def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__()
+        # Each rank's shards are its own; what the norm holds is the same on all.
+        own = torch.Generator().manual_seed(1 + dist.get_rank())
+        self.norm, self.dropout = norm, dropout
+        self.up = nn.Parameter(torch.randn(HIDDEN, INNER, generator=own) / 4)
+        self.down = nn.Parameter(torch.randn(INNER, HIDDEN, generator=own) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = F.silu(_Enter.apply(self.norm(x)) @ self.up) @ self.down
+        return x + F.dropout(_Leave.apply(inner), self.dropout)
+
+
+class Layers(nn.Module):
+    """Halves of layers, each under ``around``."""
+
+    def __init__(self, number: int, around: Callable[..., Any] | None = None, **fields: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        norms = [nn.RMSNorm(HIDDEN, eps=1e-6) if i % 2 else nn.LayerNorm(HIDDEN) for i in range(number)]
+        self.halves, self.around = nn.ModuleList(Half(norm, **fields) for norm in norms), around
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for half in self.halves:
+            x = half(x) if self.around is None else self.around(half, x)
+        return x
+
+
+def _compiled(module: Callable[..., Any], backend: Any, **keywords: Any) -> Compiled:
+    if backend == "eager":
+        return module
+    return torch.compile(module, backend=backend, fullgraph=True, **{"dynamic": False, **keywords})
+
+
+def _input(*shape: int, seed: int = 2) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _step(called: Compiled, model: nn.Module, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One training step over ``inputs``, whose gradients accumulate."""
+    found = {}
+    for number, x in enumerate(inputs):
+        x.grad, out = None, called(x)
+        (out * torch.linspace(-1, 1, out.numel()).reshape(out.shape)).sum().backward()
+        found |= {f"output {number}": out, f"gradient of input {number}": x.grad}
+    return {**found, **_gradients(model)}
+
+
+def _trained(*shapes: tuple[int, ...], number: int = 3, **fields: Any) -> Computation:
+    """Trains ``number`` halves on inputs of ``shapes``."""
+
+    def computation(backend: Any) -> dict[str, torch.Tensor]:
+        model = Layers(number, **fields)
+        torch.manual_seed(5)
+        inputs = [_input(*shape, seed=i) for i, shape in enumerate(shapes)]
+        return _step(_compiled(model, backend), model, *inputs)
+
+    return computation
+
+
+def _each_compiled() -> Computation:
+    """Each layer, of two halves, is compiled by itself."""
+
+    def computation(backend: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(Layers(2) for _ in range(2))
+        called = [_compiled(layer, backend) for layer in layers]
+        return _step(lambda x: called[1](called[0](x)), layers, _input(2, TOKENS, HIDDEN))
+
+    return computation
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checkpointed(**keywords: Any) -> Computation:
+    return _trained((TOKENS, HIDDEN), around=partial(checkpoint, use_reentrant=False, **keywords))
+
+
+class _Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(HIDDEN, eps=1e-6)
+        self.up, self.down = nn.Linear(HIDDEN, 2 * INNER), nn.Linear(2 * INNER, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+def _dtensor() -> Computation:
+    """DTensor with the layouts that it has by default: all-reduces, norms on all tokens."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def computation(backend: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(_Mlp(), _Mlp())
+        plan = {f"{i}.{n}": s() for i in (0, 1) for n, s in (("up", ColwiseParallel), ("down", RowwiseParallel))}
+        model = parallelize_module(model, mesh, plan)
+        return _step(_compiled(model, backend), model, _input(2, TOKENS, HIDDEN))
+
+    return computation
+
+
+def _dynamic(trains: bool) -> Computation:
+    """Several numbers of tokens: multiples of the number of ranks, and others."""
+
+    def computation(backend: Any) -> dict[str, torch.Tensor]:
+        model = Layers(3)
+        called = _compiled(model, backend, dynamic=True)
+        inputs = [_input(tokens, HIDDEN, seed=tokens) for tokens in (TOKENS, TOKENS + 1, TOKENS + 3, TOKENS + 2)]
+        if trains:
+            return _step(called, model, *inputs)
+        with torch.no_grad():
+            return {f"{len(x)} tokens": called(x) for x in inputs}
+
+    return computation
+
+
+CASES: dict[str, Callable[[], Computation]] = {
+    "[T, H]": partial(_trained, (TOKENS, HIDDEN)),
+    "[T, H], odd": partial(_trained, (TOKENS + 1, HIDDEN)),
+    "[B, S, H], batch 3, odd": partial(_trained, (3, 5, HIDDEN)),
+    "accumulated gradients": partial(_trained, (2, TOKENS, HIDDEN), (2, TOKENS, HIDDEN), number=2),
+    "dropout": partial(_trained, (TOKENS, HIDDEN), dropout=0.25),
+    "each layer compiled": _each_compiled,
+    "checkpointing": _checkpointed,
+    "selective checkpointing": partial(
+        _checkpointed, context_fn=partial(create_selective_checkpoint_contexts, _policy)
+    ),
+    "DTensor": _dtensor,
+    "dynamic": partial(_dynamic, True),
+    "dynamic, inference": partial(_dynamic, False),
+}
