@@ -101,9 +101,15 @@ class RowWriter:
         self.gathered_again = save_rows(self.made, self._backward, self.config)
         for late in self._late.values():
             self._combine(late)
+        inputs = [c.input for _, stretch in stretches for source in stretch.sources for c in source.collectives]
         for node in sorted((n for _, s in stretches for n in _members(s)), reverse=True):
             if not node.users:
                 self.graph.erase_node(node)
+        for node in inputs:
+            # ``reshape`` reads behind a view. A view that nothing reads would count as another user of its matmul.
+            while tools.is_reshape(node) and not node.users:
+                view, node = node, node.args[0]
+                self.graph.erase_node(view)
         self.graph.lint()
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
