@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass
+from torch._inductor.pattern_matcher import stable_topological_sort
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.inductor import compile_scope
@@ -74,6 +75,9 @@ class OverlapPass(_Base):
         context = GraphContext(
             config, is_inference, compile_scope.current_graph_name() or "graph", compile_scope.refusal_context()
         )
+        if self.slot == JOINT:
+            # Inductor sorts the joint graph only behind this slot. Its patterns may have left nodes before their inputs.
+            stable_topological_sort(graph)
         written = _copy_of_inference(graph) if self.slot == JOINT else None
         for one in passes_in(self.slot):
             report = one.run(graph, context)
