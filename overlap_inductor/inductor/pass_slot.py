@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass
-from torch._inductor.pattern_matcher import stable_topological_sort
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.inductor import compile_scope
@@ -76,6 +75,8 @@ class OverlapPass(_Base):
             config, is_inference, compile_scope.current_graph_name() or "graph", compile_scope.refusal_context()
         )
         if self.slot == JOINT:
+            from torch._inductor.pattern_matcher import stable_topological_sort
+
             # Inductor sorts the joint graph behind this slot. Its patterns may have left nodes before their inputs.
             stable_topological_sort(graph)
         written = _copy_of_inference(graph) if self.slot == JOINT else None
