@@ -26,7 +26,9 @@ def test_a_hit_has_the_stretches_and_the_inputs_to_compare(tmp_path: Path, monke
     runs = []
     for module, name in ((overlap_pass, "run_overlap_pass"), (sequence_parallel, "run_sequence_parallel")):
 
-        def counted(*args: Any, original: Any = getattr(module, name), **keywords: Any) -> Any:
+        original = getattr(module, name)
+
+        def counted(*args: Any, original: Any = original, **keywords: Any) -> Any:
             runs.append(original.__name__)
             return original(*args, **keywords)
 
