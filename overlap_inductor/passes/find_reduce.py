@@ -77,7 +77,7 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
     return source, dim
 
 
-def _is_matmul_result(node: fx.Node) -> bool:
+def is_matmul_result(node: fx.Node) -> bool:
     """Whether ``node`` is computed from matmuls by sums, views and casts only."""
     pending, seen = [node], {node}
     while pending:
@@ -160,7 +160,7 @@ class Tracer:
             self.region.add(node)
             if node.op != "call_function":
                 self._external(node)
-            elif (appended := appended_to(node)) is not None and _is_matmul_result(appended[0]):
+            elif (appended := appended_to(node)) is not None and is_matmul_result(appended[0]):
                 source, dim = appended
                 self._through(node, source, layout.cut_short(dim, tools.shape(source)[dim]), pending)
             elif node.target is aten.cat.default and isinstance(found := _scatter_source(node, self.world_size), tuple):

@@ -239,7 +239,8 @@ def _write(
 
 
 def _kind(node: fx.Node) -> str:
-    return next(k for k in ("reduce_scatter", "all_gather", "all_reduce") if k in str(node.target))
+    kinds = {"all_to_all": "reduce_scatter", **{k: k for k in ("reduce_scatter", "all_gather", "all_reduce")}}
+    return next(kind for name, kind in kinds.items() if name in str(node.target))
 
 
 def _annotate(finder: RowFinder, facts: list[StretchFacts], rewritten: list[int]) -> None:

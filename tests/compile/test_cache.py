@@ -38,7 +38,7 @@ from tests.compile.fake_pass import fake as fake
 from tests.compile.fake_pass import ours_of
 from tests.compile.fake_pass import start_again
 
-pytestmark = pytest.mark.usefixtures("fake")
+pytestmark = pytest.mark.usefixtures("fake", "known_vector_instructions")
 
 # Which cache answers: AOTAutograd's (with both graphs' keys), Inductor's alone, AOTAutograd's with the graphs inside.
 LAYERS: dict[str, dict[str, bool]] = {

@@ -8,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.installed import pretend_installed
 
+pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 PROGRAM = """
 import sys
 import torch

@@ -57,7 +57,20 @@ def _joint() -> object:
     return inductor_config.joint_custom_post_pass
 
 
-def test_without_an_entry_the_slot_is_left_alone() -> None:
+@pytest.fixture
+def emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipeline without a pass on the joint graph."""
+    monkeypatch.setattr(pipeline, "PIPELINE", [entry for entry in pipeline.PIPELINE if entry[0] != JOINT])
+
+
+def test_both_slots_hold_our_passes_while_the_switch_is_on() -> None:
+    before = _joint()
+    with overlap_inductor.overlap():
+        assert all(pass_slot.find(pass_slot.read(slot)) is not None for slot in (JOINT, POST_GRAD))
+    assert _joint() is before
+
+
+def test_without_an_entry_the_slot_is_left_alone(emptied: None) -> None:
     before = _joint()
     with overlap_inductor.overlap():
         assert _joint() is before and pass_slot.find(pass_slot.read(POST_GRAD)) is not None

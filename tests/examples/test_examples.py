@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import transformers  # noqa: F401  (if it is missing, the error must come from here, not from a child)
 
+pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # A part of each line that an example must print, in this order: sites, all overlapped, and that numbers agree.

@@ -57,24 +57,28 @@ class SumResult(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Pre-norm MLP blocks with a residual stream, each rank with its shard of the weights."""
+    """Pre-norm MLP blocks with a residual stream, then a head; each rank with its shard of the weights.
+
+    Each gather and scatter that the rewrite makes is beside a matmul, because gloo cannot gather or scatter on GPUs.
+    """
 
     def __init__(self, world_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         own = FFN // world_size
         make = lambda *shape: nn.Parameter(torch.randn(*shape, device="cuda", dtype=dtype) / shape[-1] ** 0.5)  # noqa: E731
         self.norms = nn.ParameterList(
-            [nn.Parameter(torch.ones(HIDDEN, device="cuda", dtype=dtype)) for _ in range(LAYERS)]
+            [nn.Parameter(torch.ones(HIDDEN, device="cuda", dtype=dtype)) for _ in range(LAYERS + 1)]
         )
         self.gates = nn.ParameterList([make(own, HIDDEN) for _ in range(LAYERS)])
         self.ups = nn.ParameterList([make(own, HIDDEN) for _ in range(LAYERS)])
         self.downs = nn.ParameterList([make(HIDDEN, own) for _ in range(LAYERS)])
+        self.head = make(own, HIDDEN)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for norm, gate, up, down in zip(self.norms, self.gates, self.ups, self.downs, strict=True):
+        for norm, gate, up, down in zip(self.norms, self.gates, self.ups, self.downs, strict=False):
             n = SumGradient.apply(F.rms_norm(x, (HIDDEN,), norm, 1e-6))
             x = x + SumResult.apply(F.linear(F.silu(F.linear(n, gate)) * F.linear(n, up), down))
-        return x
+        return F.linear(SumGradient.apply(F.rms_norm(x, (HIDDEN,), self.norms[-1], 1e-6)), self.head)
 
 
 def results(model: Any, x: torch.Tensor, trains: bool) -> dict[str, torch.Tensor]:
@@ -84,7 +88,10 @@ def results(model: Any, x: torch.Tensor, trains: bool) -> dict[str, torch.Tensor
     model.zero_grad(set_to_none=True)
     y = model(x)
     y.float().square().mean().backward()
-    return {"y": y.detach().float(), **{n: p.grad.float().clone() for n, p in model.named_parameters()}}
+    return {
+        "y": y.detach().float(),
+        **{n.removeprefix("_orig_mod."): p.grad.float().clone() for n, p in model.named_parameters()},
+    }
 
 
 def off(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:

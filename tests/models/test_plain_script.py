@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import transformers  # noqa: F401  (if it is missing, the error must come from here, not from a child)
 
+pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 SCRIPT = Path(__file__).with_name("plain_script.py")
 
 

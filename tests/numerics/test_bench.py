@@ -12,6 +12,7 @@ import pytest
 from overlap_inductor.cli.local_ranks import rank_environment
 from overlap_inductor.cli.local_ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 ROOT = Path(__file__).parents[2]
 FIELDS = {
     "shape", "pattern", "world_size", "tokens", "dtype", "setting", "provider", "runs",

@@ -16,9 +16,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.experimental.symbolic_shapes import StatelessSymbolicContext
 
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts.stretch import StretchFacts
 from overlap_inductor.passes.find import SiteFinder
 from overlap_inductor.passes.overlap_pass import readable
 from overlap_inductor.passes.overlap_pass import run_overlap_pass
+from overlap_inductor.passes.sequence_parallel import run_sequence_parallel
 from overlap_inductor.report.report import OverlapReport
 
 aten = torch.ops.aten
@@ -113,6 +115,11 @@ class HandGraph:
 
     def found(self, phase: str = "inference") -> SiteFinder:
         return SiteFinder(self.graph, phase).run()
+
+    def divide(self, refusal: str | None = None, **fields: Any) -> list[StretchFacts]:
+        """Run the sequence-parallel rewrite on the graph."""
+        config = OverlapConfig(**{"schedule": "ring", "sequence_parallel": "on", **fields})
+        return run_sequence_parallel(self.graph, config, refusal)
 
     def run(self, refusal: str | None = None, is_inference: bool = True, **fields: Any) -> OverlapReport:
         config = OverlapConfig(**{"schedule": "ring", **fields})

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does the work of a process's first compile once, in the process that all ranks are forked from.
 
-Inductor's patterns and late imports take three seconds of CPU time. Without this module, every rank of every test would
-repeat them.
+# With GPU support, autograd starts a thread for each device, and then no process can be forked.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import tests.support.with_and_without  # noqa: F401
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report import publish
 from overlap_inductor.torch_compat.functional_collectives import all_gather
+from tests.support.cheap_compiles import compile_cheaply
+from tests.support.cheap_compiles import probe_vector_instructions
 from tests.support.fake_group import fake_group
 from tests.support.interpreted import interpreted
 
@@ -25,20 +26,28 @@ def compile_once() -> None:
     # A forked process has none of its parent's threads, and would wait for them.
     torch.set_num_threads(1)
     tqdm.tqdm.monitor_interval = 0
-    with fake_group(2) as group:
+    # A graph from a cache would warm nothing.
+    caches_off = (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    )
+    with fake_group(2) as group, caches_off[0], caches_off[1]:
         backend = interpreted(OverlapConfig(schedule="ring"), [])
 
         def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             return (all_gather(x.detach(), 1, group) @ w.repeat(2, 1) + x @ w).relu()
 
-        compiled = torch.compile(layer, backend=backend)
         # With GPU support, autograd starts a thread for each device, and then no process can be forked.
         trains = not torch.backends.cuda.is_built()
-        total = compiled(torch.randn(4, 4, requires_grad=trains), torch.randn(4, 4)).sum()
-        if trains:
-            total.backward()
+        for compiled in (torch.compile(layer, backend=backend), torch.compile(lambda x, w: (x @ w).relu() * 2)):
+            total = compiled(torch.randn(4, 4, requires_grad=trains), torch.randn(4, 4)).sum()
+            if trains:
+                total.backward()
+    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     publish.forget_reports()
 
 
+probe_vector_instructions()
 compile_once()
+compile_cheaply()

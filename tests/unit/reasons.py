@@ -16,7 +16,8 @@ WORLD_SIZES = {"world_size_one": 1}
 
 
 def case(code: str, status: str, name: str = "") -> Callable[[Case], Case]:
-    """Register a graph for ``code``. ``status`` is the site's status, or ``near_miss`` if there is no site."""
+    """Register a graph for ``code``. ``status`` is the site's status, ``near_miss`` if there is no
+    site, or ``stretch`` and a stretch's status."""
 
     def register(function: Case) -> Case:
         CASES[f"{code} {name}".strip()] = (code, status, function)

@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.installed import pretend_installed
 
+pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch._inductor", "torch._dynamo", "triton")
 

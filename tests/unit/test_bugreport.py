@@ -24,6 +24,7 @@ from overlap_inductor.report.failure import Failure
 from overlap_inductor.version import __version__
 from tests.unit import sample_reports as samples
 
+pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 ROOT = Path(__file__).parents[2]
 HOME, USER = "/srv/people/alice", "alice"
 

@@ -91,6 +91,7 @@ def test_every_field_is_read_from_its_variable() -> None:
         "OVERLAP_INDUCTOR_TRANSPORT": "p2p",
         "OVERLAP_INDUCTOR_PATTERNS": "all_gather_matmul, matmul_all_reduce",
         "OVERLAP_INDUCTOR_NUMERICS": "allow_hop_rounding",
+        "OVERLAP_INDUCTOR_SEQUENCE_PARALLEL": "on",
         "OVERLAP_INDUCTOR_TUNE": "off",
         "OVERLAP_INDUCTOR_RING_DIRECTION": "bidirectional",
         "OVERLAP_INDUCTOR_SUB_CHUNKS": "2",

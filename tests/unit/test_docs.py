@@ -18,6 +18,7 @@ from overlap_inductor.report import runs
 from overlap_inductor.report import words
 from tests.unit import near_miss_reasons  # noqa: F401  (registers its graphs)
 from tests.unit import site_reasons  # noqa: F401
+from tests.unit import stretch_reasons  # noqa: F401
 from tests.unit.reasons import CASES
 from tools import make_docs
 from tools.doc_parts import drawings

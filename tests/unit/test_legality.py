@@ -14,6 +14,7 @@ import overlap_inductor
 from overlap_inductor.errors import StrictError
 from overlap_inductor.passes import check as legality
 from overlap_inductor.passes.rewrite import Rewriter
+from overlap_inductor.passes.sequence import check as stretch_check
 from overlap_inductor.report import publish
 from overlap_inductor.report.failure import BUG_REPORT
 from overlap_inductor.sites.placement import Placement
@@ -21,6 +22,7 @@ from tests.support.fake_group import fake_group
 from tests.support.hand_graph import HandGraph
 from tests.unit import near_miss_reasons  # noqa: F401  (registers its graphs)
 from tests.unit import site_reasons  # noqa: F401
+from tests.unit import stretch_reasons  # noqa: F401
 from tests.unit.reasons import CASES
 from tests.unit.reasons import WORLD_SIZES
 from tests.unit.reasons import reduce_site
@@ -36,6 +38,10 @@ def test_reason(name: str) -> None:
     if status == "near_miss":
         assert [m.reason.code for m in report.near_misses] == [code] and report.sites == []
         reasons = [m.reason for m in report.near_misses]
+    elif status.startswith("stretch "):
+        (stretch,) = report.stretches
+        assert (f"stretch {stretch.status}", [r.code for r in stretch.reasons]) == (status, [code])
+        reasons = list(stretch.reasons)
     else:
         site = report.sites[-1]
         assert (site.decision.status, [r.code for r in site.decision.reasons]) == (status, [code])
@@ -50,7 +56,9 @@ def test_every_code_has_a_case() -> None:
     package = Path(overlap_inductor.__file__).parent
     files = (p for folder in ("passes", "sites", "lowerings") for p in (package / folder).rglob("*.py"))
     sources = "".join(p.read_text() for p in files)
-    written = set(re.findall(r'Reason\(\s*"(\w+)"', sources)) | {code for code, _ in legality.CHECKS}
+    written = set(re.findall(r'Reason\(\s*"(\w+)"', sources)) | {
+        code for code, _ in [*legality.CHECKS, *stretch_check.CHECKS]
+    }
     assert written == {code for code, _, _ in CASES.values()}
 
 

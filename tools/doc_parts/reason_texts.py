@@ -32,9 +32,21 @@ GROUPS: dict[str, dict[str, str]] = {
             " no looping op computes this site."
         ),
         "world_size_one": "The group has one rank: nothing is moved.",
+        "few_tokens": (
+            "The stretch between two all-reduces has fewer tokens than ranks, or so few that the reduce-scatters and"
+            " all-gathers of the sequence-parallel rewrite would cost more than the all-reduces."
+        ),
+        "uneven_tokens": (
+            "The number of tokens is symbolic, and in this graph it is not a multiple of the number of ranks. A number"
+            " that is one gets a graph of its own, which the sequence-parallel rewrite may take."
+        ),
     },
     "There is no matmul to overlap with": {
         "no_matmul": "No matmul beside the collective could hide it.",
+        "no_token_wise_work": (
+            "The sequence-parallel rewrite has nothing to divide among the ranks: no op behind the all-reduce can be"
+            " computed on some of the tokens alone."
+        ),
         "no_wait": "The collective has no wait, has more than one, or its result is used without one.",
         "grouped_matmul": (
             "The matmul beside the collective is grouped, as in a mixture of experts. This version does not cut it."

@@ -214,9 +214,12 @@ def gather_less(stretch: Stretch) -> None:
         x (rows) -> cast to fp32 -> mm      ->   gather x, cast all rows
         view(n), view(n), view(n) -> mm     ->   gather n once
 
-    A node that no user reads as rows any more is not computed on rows.
+    A node that no user reads as rows any more is not computed on rows. If a size is known only when the graph runs, the
+    bytes are not known, and nothing is moved.
     """
     members = {s.result for s in stretch.sources} | set(stretch.rows)
+    if any(tools.has_unbacked(tools.shape(n)) for n in members if tools.is_tensor(n)):
+        return
     for node in sorted(stretch.rows, reverse=True):
         if node not in stretch.needs_whole:
             continue

@@ -86,7 +86,11 @@ def _behind(wait: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def hidden(collective: CollectiveNode, gradients: Iterable[fx.Node], config: OverlapConfig) -> bool:
-    """Whether the matmuls among ``gradients``, nodes of the backward, are estimated to hide ``collective``."""
+    """Whether the matmuls among ``gradients``, nodes of the backward, are estimated to hide ``collective``. Not on
+    CPUs, unless their link's rate was told: a host has memory to spare, and its links are seldom as fast as the shipped
+    rate."""
+    if tools.value(collective.input).device.type == "cpu" and config.machine is None:
+        return False
     machine = sizes.machine_at(collective, config)
     transfer = cost_model.collective_seconds(sizes.moved_by(collective), machine)
     return sum(_seconds(node, collective, config) for node in gradients) >= MARGIN * transfer

@@ -66,7 +66,7 @@ def write_partial(node: fx.Node, rows: Rows, writer: Writer) -> fx.Node:
     if REDUCE_OPS[node.target] != "sum":
         return writer.call(aten.amax.default if REDUCE_OPS[node.target] == "max" else aten.amin.default, local, dims)
     return writer.call(
-        aten.sum.dim_IntList, local, dims, False, dtype=_wide(operators.argument(node, "dtype") or tools.dtype(node))
+        aten.sum.dim_IntList, local, dims, False, dtype=wide(operators.argument(node, "dtype") or tools.dtype(node))
     )
 
 
@@ -81,5 +81,6 @@ def _source(node: fx.Node) -> Any:
     return node.args[0]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which partial sums of ``dtype`` are added: fp32 for narrower floating types."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

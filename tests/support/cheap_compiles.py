@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leaves out of a test process what a compile does for its logs or for later compiles, and no test reads."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+ENVIRONMENT = {"TORCH_WARM_POOL": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""For Inductor: no pool of processes that compile Triton kernels for a GPU. Each pool imports torch once more."""
+
+
+def set_environment() -> None:
+    """Call it before torch is imported; child processes inherit it."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def compile_cheaply() -> None:
+    """Dynamo logs how long a graph's guards take, and writes 256 MB for it, to empty the processor's caches. A garbage
+    collection visits every object that torch's import made. Neither happens any more in this process and its forks."""
+    import torch._dynamo.guards
+
+    torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
+    gc.collect()
+    gc.freeze()
+
+
+def probe_vector_instructions() -> None:
+    """Ask the compiler which vector instructions it knows, once for this process and for all that it starts: it takes
+    a second in each process, and eight with an empty cache."""
+    from torch._inductor import cpu_vec_isa
+
+    known = cpu_vec_isa.valid_vec_isa_list()
+    supported = [
+        isa
+        for isa in cpu_vec_isa.supported_vec_isa_list
+        if all(flag in cpu_vec_isa.x86_isa_checker() for flag in str(isa).split())
+    ]
+    # The variable makes a process take all instructions of the machine for granted.
+    if known == supported:
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
