@@ -25,7 +25,6 @@ def test_a_hit_has_the_stretches_and_the_inputs_to_compare(tmp_path: Path, monke
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     runs = []
     for module, name in ((overlap_pass, "run_overlap_pass"), (sequence_parallel, "run_sequence_parallel")):
-
         original = getattr(module, name)
 
         def counted(*args: Any, original: Any = original, **keywords: Any) -> Any:

@@ -71,6 +71,10 @@ def _problems(case: Case, folder: str) -> list[str]:
     found = [f"{name} is off by {error:.2g}" for name, error in errors.items() if not error < LIMIT]
     counts = with_and_without.all_reduces(reports)
     overlapped = sum(s.decision.status == "overlapped" for r in reports for s in r.sites)
-    if (counts["all_reduces"], counts["rewritten"], overlapped) != (case.all_reduces, case.all_reduces, case.overlapped):
+    if (counts["all_reduces"], counts["rewritten"], overlapped) != (
+        case.all_reduces,
+        case.all_reduces,
+        case.overlapped,
+    ):
         found.append(f"expected {case}, found {counts} and {overlapped} overlapped sites")
     return found + [text for r in reports for text in (*waste(r), *r.notices)]
