@@ -13,8 +13,8 @@ Ranks are gloo processes, weights are random, nothing is downloaded. The ring ov
 The rewritten graphs are interpreted, because a site's generated code does not depend on the model. ``--generated`` runs
 Inductor's code instead.
 
-``--sequence-parallel on`` rewrites every all-reduce that may be rewritten. The rows of Hugging Face families say how many
-all-reduces the graphs have, how many of them were rewritten, and why the others were not (``left``).
+``--sequence-parallel on`` rewrites every all-reduce that may be rewritten. The rows of Hugging Face families say how
+many all-reduces the graphs have, how many of them were rewritten, and why the others were not (``left``).
 
 Each case is one JSON row, appended to ``--out``. Its ``outcome`` is one of::
 
