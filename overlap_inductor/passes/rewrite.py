@@ -28,11 +28,13 @@ from overlap_inductor.facts.exchange import ExchangePlan
 from overlap_inductor.lowerings.registry import define_ops
 from overlap_inductor.lowerings.registry import schedule_named
 from overlap_inductor.passes import agreed_plan as exchange_steps
+from overlap_inductor.passes import delayed_matmuls
 from overlap_inductor.passes import plan as planner
 from overlap_inductor.sites import collectives
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.nodes import DecidedSite
+from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.torch_compat.guards import same_expression
 from overlap_inductor.torch_compat.ordering import note_order
@@ -72,6 +74,7 @@ class Rewriter:
         """
         define_ops()
         moved = exchange_steps.footprints(sites, self.config)
+        exposed, flops = _exposed(sites), min(min(machine_of(s, self.config).matmul_flops.values()) for s in sites)
         with warnings.catch_warnings():
             # Arguments hold symbolic sizes, which Inductor prints into its code.
             warnings.filterwarnings("ignore", message="Raw SymInt value")
@@ -84,6 +87,7 @@ class Rewriter:
                     later.nodes.rename(replaced)
             self.current = None
         self.graph.eliminate_dead_code()
+        delayed_matmuls.delay(self.graph, exposed, flops)
         self._chain_kept_collectives()
         live = set(self.graph.nodes)
         for site in sites:
@@ -243,6 +247,16 @@ class Rewriter:
                 if group in newest:
                     self.order.setdefault(node, set()).add(_tensor_of(self.graph, newest[group]))
                 pending.setdefault(group, []).append(node)
+
+
+def _exposed(sites: list[DecidedSite]) -> dict[str, float]:
+    """By site: the estimated seconds of its transfers that its matmuls do not hide."""
+    found = {}
+    for site in sites:
+        estimate, schedule = site.decision.moving.estimate_us, site.decision.moving.schedule
+        if {"matmul", schedule} <= estimate.keys():
+            found[site.facts.id] = (estimate[schedule] - estimate["matmul"]) * 1e-6
+    return found
 
 
 def _alike(old: fx.Node, new: fx.Node) -> bool:

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Delay matmuls that nothing waits for, so that they run under a transfer that is not hidden otherwise.
+
+In a backward graph, only the graph's results need a weight's gradient. So its matmul may run later: while the ranks'
+partial sums of another gradient are under way (Megatron's delayed weight gradient; Qi et al., arXiv:2401.10241, section
+2, split the backward in the same way). Before and after, for the scatter of an unrolled ring::
+
+    dw = mm(dy^T, x)                                  dx pieces: mm, exchange_send ...
+    dx pieces: mm, exchange_send ...              ->  dw = after(mm(dy^T, x), last send)
+    exchange_wait(buffer, [pieces])                   exchange_wait(buffer, [pieces, dw])
+
+Contract: the pass runs on a rewritten graph, before its order is fixed. It moves a matmul only downwards, together with
+the views and casts of its result, and only if no other node and no write in place is affected. What a rank moves is its
+own affair: the exchange does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import matmuls
+from overlap_inductor.torch_compat import operators
+from overlap_inductor.torch_compat.step_values import evaluated
+from overlap_inductor.torch_compat.step_values import mark
+
+overlap = torch.ops.overlap_inductor
+SITE = "overlap_site"
+"""Metadata of a step: the id of its site."""
+
+
+def delay(graph: fx.Graph, exposed: Mapping[str, float], flops_per_second: float) -> int:
+    """Move matmuls under the transfers of ring scatters.
+
+    Args:
+        exposed: for each site's id, the estimated seconds of its transfers that nothing hides.
+        flops_per_second: the rate of a matmul.
+
+    Returns:
+        The number of matmuls moved.
+    """
+    moved = 0
+    free = [n for n in graph.nodes if _may_wait(n)]
+    for wait, token in _waits(graph, exposed):
+        left = exposed[wait.meta[SITE]]
+        under: list[fx.Node] = []
+        for node in reversed([n for n in free if n < wait]):
+            if left <= 0:
+                break
+            behind = _computed_from(node)
+            if behind is None or not _may_move(node, behind, wait):
+                continue
+            left -= _flops(node) / flops_per_second
+            free.remove(node)
+            under.append(_moved(node, behind, wait, token))
+        if under:
+            _wait_for(wait, under)
+            moved += len(under)
+    return moved
+
+
+def _waits(graph: fx.Graph, exposed: Mapping[str, float]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """``(wait for all hops, last send before it)`` of each site that has one such wait, in graph order."""
+    sends: dict[str, fx.Node] = {}
+    waits: dict[str, list[fx.Node]] = {}
+    for node in graph.nodes:
+        site = node.meta.get(SITE)
+        if site in exposed and node.target is overlap.exchange_send.default and site not in waits:
+            sends[site] = node
+        elif site in exposed and node.target is overlap.exchange_wait.default:
+            waits.setdefault(site, []).append(node)
+    for site, found in waits.items():
+        if len(found) == 1 and site in sends:
+            yield found[0], sends[site]
+
+
+def _may_wait(node: fx.Node) -> bool:
+    """Whether ``node`` is a matmul of known sizes that belongs to no site."""
+    if matmuls.parse(node) is None or SITE in node.meta:
+        return False
+    return all(isinstance(s, int) for n in (node, *tools.tensor_inputs(node)) for s in tools.shape(n))
+
+
+def _computed_from(node: fx.Node) -> list[fx.Node] | None:
+    """The views, casts and permutations that lead from ``node`` to the graph's results, in graph order; ``None`` if
+    anything else reads it."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output" or user in found:
+                continue
+            if not (tools.is_reshape(user) or tools.is_cast(user) or tools.permutation(user) is not None):
+                return None
+            found.add(user)
+            pending.append(user)
+    return sorted(found)
+
+
+def _may_move(node: fx.Node, behind: list[fx.Node], wait: fx.Node) -> bool:
+    """Whether ``node`` and ``behind`` may move to just before ``wait``: nothing writes what they read in between."""
+    inside = {node, *behind}
+    read = [i for n in inside for i in n.all_input_nodes if i not in inside]
+    return not tools.written_between(node, wait, read) and not any(operators.is_mutable(n) for n in inside)
+
+
+def _moved(node: fx.Node, behind: list[fx.Node], wait: fx.Node, token: fx.Node) -> fx.Node:
+    """Move ``node`` and ``behind`` to just before ``wait``. Returns the matmul's result, ordered after ``token``."""
+    later = [n for n in behind if n < wait]
+    wait.prepend(node)
+    with node.graph.inserting_before(wait):
+        ordered = node.graph.call_function(overlap.after.default, (node, token))
+    ordered.meta = {**node.meta, "val": evaluated(ordered)}
+    mark(ordered)
+    node.replace_all_uses_with(ordered, delete_user_cb=lambda user: user is not ordered)
+    for one in later:
+        wait.prepend(one)
+    return ordered
+
+
+def _wait_for(wait: fx.Node, under: list[fx.Node]) -> None:
+    """Make ``wait`` run after ``under``."""
+    chain, buffer, sent, *others = wait.args
+    wait.args = (chain, buffer, [*sent, *under], *others)
+    mark(wait)
+
+
+def _flops(node: fx.Node) -> float:
+    matmul = matmuls.parse(node)
+    assert matmul is not None
+    return 2.0 * tools.numel(tools.shape(node)) * tools.shape(matmul.lhs)[-1]
