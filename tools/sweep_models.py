@@ -5,12 +5,16 @@ multiples of the number of ranks.
     python tools/sweep_models.py    # every part: some hours
     python tools/sweep_models.py --part hugging_face --families llama gemma2 --ranks 3 --train
     python tools/sweep_models.py --part hugging_face --sizes even    # sizes that the ranks divide
+    python tools/sweep_models.py --part hugging_face --sizes even --train --sequence-parallel on
     python tools/sweep_models.py --part torchtitan    # tests/support/torchtitan_models.py says what must be installed
     python tools/sweep_models.py --part programs --seeds 0 500    # the ranks differ in bias, K and padding
 
 Ranks are gloo processes, weights are random, nothing is downloaded. The ring overlaps every site, whatever it costs.
 The rewritten graphs are interpreted, because a site's generated code does not depend on the model. ``--generated`` runs
 Inductor's code instead.
+
+``--sequence-parallel on`` rewrites every all-reduce that may be rewritten. The rows of Hugging Face families say how
+many all-reduces the graphs have, how many of them were rewritten, and why the others were not (``left``).
 
 Each case is one JSON row, appended to ``--out``. Its ``outcome`` is one of::
 
@@ -70,7 +74,20 @@ TORCHTITAN = (
 """Whether each block is compiled by itself, whether the loss is parallel, and the sizes of the MLP."""
 BATCH = 50
 """Programs of one row."""
-SHOWN = ("error", "rounding", "worst", "sites", "reasons", "near_misses", "fell_back", "warnings", "notices")
+SHOWN = (
+    "error",
+    "rounding",
+    "worst",
+    "sites",
+    "reasons",
+    "near_misses",
+    "all_reduces",
+    "rewritten",
+    "left",
+    "fell_back",
+    "warnings",
+    "notices",
+)
 
 
 def main() -> int:
@@ -125,6 +142,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--generated", action="store_true", help="run Inductor's code (slow) instead of interpreting graphs"
+    )
+    parser.add_argument(
+        "--sequence-parallel",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="the switch of the same name, for Hugging Face families",
     )
     parser.add_argument(
         "--limit",
@@ -200,8 +223,9 @@ def _family(family: str, size: int, variant: str, arguments: argparse.Namespace)
             variant,
             arguments.train,
             arguments.generated,
+            {"sequence_parallel": arguments.sequence_parallel},
         )
-    return {**row, "sizes": variant}
+    return {**row, "sizes": variant, "sequence_parallel": arguments.sequence_parallel}
 
 
 def _torchtitan(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -175,10 +176,14 @@ def _exchange_of(graph: fx.Graph, config: OverlapConfig, rewritten: _Rewritten |
     if rewritten is None:
         plan, groups = exchange_steps.plan_of(graph, config, {}, {})
         rewritten = _Rewritten(plan, list(groups), [], {})
+    plan = rewritten.plan
+    if sequence_parallel.rewritten(graph):
+        # It is not the graph as written, also if no site is overlapped.
+        plan = replace(plan, overlaps=True)
     requests, limit = rewritten.requests, config.workspace_limit
     return {
-        "plan_hash": rewritten.plan.digest if rewritten.plan.overlaps else "",
-        "exchange": rewritten.plan.to_json() if rewritten.groups else "",
+        "plan_hash": plan.digest if plan.overlaps else "",
+        "exchange": plan.to_json() if rewritten.groups else "",
         "groups": {g: [json.dumps(requests[g]), limit] if g in requests else [] for g in rewritten.groups},
         "workspaces": rewritten.workspaces,
     }

@@ -49,6 +49,17 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     return node.kwargs.get(name, default)
 
 
+def with_argument(node: fx.Node, name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of ``node``, positional and by keyword, with ``value`` for the one that the schema calls
+    ``name``."""
+    op = operator(node)
+    names = [a.name for a in op._schema.arguments] if op is not None else []
+    position = names.index(name) if name in names else len(node.args)
+    if position >= len(node.args):
+        return tuple(node.args), {**node.kwargs, name: value}
+    return (*node.args[:position], value, *node.args[position + 1 :]), dict(node.kwargs)
+
+
 def has_tag(node: fx.Node, tag: torch.Tag) -> bool:
     """Whether ``node`` calls an operator with this tag."""
     op = operator(node)

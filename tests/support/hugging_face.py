@@ -33,6 +33,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"use_bias": True, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "cohere": ("Cohere", {}),
     "olmo2": ("Olmo2", {}),
+    "llama, one layer": ("Llama", {"num_hidden_layers": 1}),
+    "starcoder2, one layer": (
+        "Starcoder2",
+        {"use_bias": True, "residual_dropout": 0.0, "embedding_dropout": 0.0, "num_hidden_layers": 1},
+    ),
+    "cohere, one layer": ("Cohere", {"num_hidden_layers": 1}),
+    "olmo2, one layer": ("Olmo2", {"num_hidden_layers": 1}),
+    # Norms before and behind each half of a layer.
+    "gemma2, one layer": ("Gemma2", {"num_hidden_layers": 1, "head_dim": 4}),
+    # One matmul for q, k and v, and one for gate and up.
+    "phi3, one layer": ("Phi3", {"num_hidden_layers": 1}),
+    "qwen2, one layer": ("Qwen2", {"num_hidden_layers": 1}),
+    # LayerNorms, parallel attention and MLP, learned biases.
+    "gpt_neox, one layer": ("GPTNeoX", {"num_hidden_layers": 1}),
     # The vocabulary is not a multiple of 2 or 3, and the ffn is not a multiple of 3.
     "llama, odd vocabulary": ("Llama", {"vocab_size": 101}),
     "llama, odd vocabulary and ffn": (

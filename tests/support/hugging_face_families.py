@@ -89,7 +89,14 @@ def _load(rank: int, world_size: int, family: str, folder: str, variant: str) ->
 
 
 def row_of(
-    rank: int, world_size: int, family: str, folder: str, variant: str, trains: bool, generated: bool, **fields: Any
+    rank: int,
+    world_size: int,
+    family: str,
+    folder: str,
+    variant: str,
+    trains: bool,
+    generated: bool,
+    fields: dict[str, Any],
 ) -> dict[str, Any]:
     """One rank's row: compares the logits and, if it trains, the gradients of all parameters. ``fields`` are fields of
     ``OverlapConfig``."""

@@ -57,13 +57,13 @@ def problems(
     torch._dynamo.utils.counters.clear()
     if generated:
         with overlap_inductor.overlap(schedule="ring"):
-            errors = _run(torch.compile(model, fullgraph=True), model, reference, ids, trains)
+            off = errors(torch.compile(model, fullgraph=True), model, reference, ids, trains)
         reports = reporting.all_reports()
     else:
         backend = interpreted(OverlapConfig(schedule="ring"), reports)
-        errors = _run(torch.compile(model, backend=backend, fullgraph=True), model, reference, ids, trains)
+        off = errors(torch.compile(model, backend=backend, fullgraph=True), model, reference, ids, trains)
 
-    found = [f"{name} is off by {error:.2g}" for name, error in errors.items() if not error < 1e-5]
+    found = [f"{name} is off by {error:.2g}" for name, error in off.items() if not error < 1e-5]
     expected = {"forward": FORWARD[family], "backward": BACKWARD[family]} if trains else {"inference": FORWARD[family]}
     for status in ("overlapped", "found"):
         counts = {
@@ -77,17 +77,17 @@ def problems(
     return found + [f"graph breaks: {dict(breaks)}"] * bool(breaks)
 
 
-def _run(compiled: Any, model: Any, reference: Any, ids: torch.Tensor, trains: bool) -> dict[str, float]:
+def errors(compiled: Any, model: Any, reference: Any, ids: torch.Tensor, trains: bool) -> dict[str, float]:
     """Relative errors of the logits and, if ``trains``, of every parameter's gradient."""
     with torch.set_grad_enabled(trains):
         labels = ids if trains else None
         out, exact = compiled(ids, labels=labels), reference(ids, labels=labels)
-    errors = {"logits": _error(out.logits, exact.logits)}
+    found = {"logits": _error(out.logits, exact.logits)}
     if not trains:
-        return errors
+        return found
     out.loss.backward()
     exact.loss.backward()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        errors[f"gradient of {name}"] = _error(grad, q.grad)
-    return errors
+        found[f"gradient of {name}"] = _error(grad, q.grad)
+    return found

@@ -9,6 +9,7 @@ losses and gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -92,7 +93,7 @@ def _compiled(module: Callable[..., Any], backend: Any, **keywords: Any) -> Comp
     return torch.compile(module, backend=backend, fullgraph=True, **{"dynamic": False, **keywords})
 
 
-def _input(*shape: int, seed: int = 2) -> torch.Tensor:
+def input_of(*shape: int, seed: int = 2) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
@@ -116,8 +117,19 @@ def _trained(*shapes: tuple[int, ...], number: int = 3, **fields: Any) -> Comput
     def computation(backend: Any) -> dict[str, torch.Tensor]:
         model = Layers(number, **fields)
         torch.manual_seed(5)
-        inputs = [_input(*shape, seed=i) for i, shape in enumerate(shapes)]
+        inputs = [input_of(*shape, seed=i) for i, shape in enumerate(shapes)]
         return _step(_compiled(model, backend), model, *inputs)
+
+    return computation
+
+
+def _autocast() -> Computation:
+    """Weights in fp32, matmuls and collectives in bf16."""
+    train = _trained((TOKENS, HIDDEN))
+
+    def computation(backend: Any) -> Mapping[str, torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return train(backend)
 
     return computation
 
@@ -129,7 +141,7 @@ def _each_compiled() -> Computation:
         torch.manual_seed(0)
         layers = nn.ModuleList(Layers(2) for _ in range(2))
         called = [_compiled(layer, backend) for layer in layers]
-        return _step(lambda x: called[1](called[0](x)), layers, _input(2, TOKENS, HIDDEN))
+        return _step(lambda x: called[1](called[0](x)), layers, input_of(2, TOKENS, HIDDEN))
 
     return computation
 
@@ -142,7 +154,7 @@ def _checkpointed(**keywords: Any) -> Computation:
     return _trained((TOKENS, HIDDEN), around=partial(checkpoint, use_reentrant=False, **keywords))
 
 
-class _Mlp(nn.Module):
+class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(HIDDEN, eps=1e-6)
@@ -158,41 +170,36 @@ def _dtensor() -> Computation:
 
     def computation(backend: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(_Mlp(), _Mlp())
+        model = nn.Sequential(Mlp(), Mlp())
         plan = {f"{i}.{n}": s() for i in (0, 1) for n, s in (("up", ColwiseParallel), ("down", RowwiseParallel))}
         model = parallelize_module(model, mesh, plan)
-        return _step(_compiled(model, backend), model, _input(2, TOKENS, HIDDEN))
+        return _step(_compiled(model, backend), model, input_of(2, TOKENS, HIDDEN))
 
     return computation
 
 
-def _dynamic(trains: bool) -> Computation:
+def _dynamic() -> Computation:
     """Several numbers of tokens: multiples of the number of ranks, and others."""
 
     def computation(backend: Any) -> dict[str, torch.Tensor]:
-        model = Layers(3)
-        called = _compiled(model, backend, dynamic=True)
-        inputs = [_input(tokens, HIDDEN, seed=tokens) for tokens in (TOKENS, TOKENS + 1, TOKENS + 3, TOKENS + 2)]
-        if trains:
-            return _step(called, model, *inputs)
-        with torch.no_grad():
-            return {f"{len(x)} tokens": called(x) for x in inputs}
+        model = Layers(2)
+        inputs = [input_of(tokens, HIDDEN, seed=tokens) for tokens in (TOKENS, TOKENS + 1, 2 * TOKENS, TOKENS + 5)]
+        return _step(_compiled(model, backend, dynamic=True), model, *inputs)
 
     return computation
 
 
 CASES: dict[str, Callable[[], Computation]] = {
-    "[T, H]": partial(_trained, (TOKENS, HIDDEN)),
     "[T, H], odd": partial(_trained, (TOKENS + 1, HIDDEN)),
-    "[B, S, H], batch 3, odd": partial(_trained, (3, 5, HIDDEN)),
+    "[B, S, H], odd": partial(_trained, (3, 5, HIDDEN)),
     "accumulated gradients": partial(_trained, (2, TOKENS, HIDDEN), (2, TOKENS, HIDDEN), number=2),
     "dropout": partial(_trained, (TOKENS, HIDDEN), dropout=0.25),
+    "autocast": _autocast,
     "each layer compiled": _each_compiled,
     "checkpointing": _checkpointed,
     "selective checkpointing": partial(
         _checkpointed, context_fn=partial(create_selective_checkpoint_contexts, _policy)
     ),
     "DTensor": _dtensor,
-    "dynamic": partial(_dynamic, True),
-    "dynamic, inference": partial(_dynamic, False),
+    "dynamic": _dynamic,
 }

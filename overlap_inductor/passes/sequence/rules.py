@@ -287,14 +287,8 @@ def on_dim(node: fx.Node, dim: int, writer: Writer) -> fx.Node:
     source: Any = node.args[0]
     local = writer.rows(source)
     fewer = len(tools.shape(source)) - len(tools.shape(local))
-    arguments: Any = node.target._schema.arguments
-    position = next(i for i, a in enumerate(arguments) if a.name == "dim")
-    args, kwargs = [local, *node.args[1:]], dict(node.kwargs)
-    if position < len(args):
-        args[position] = dim - fewer
-    else:
-        kwargs["dim"] = dim - fewer
-    return writer.call(node.target, *args, **kwargs)
+    args, kwargs = operators.with_argument(node, "dim", dim - fewer)
+    return writer.call(node.target, local, *args[1:], **kwargs)
 
 
 def broadcast(node: fx.Node, inputs: list[fx.Node], held: Held) -> Rows:

@@ -15,21 +15,12 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.functions import CleanDiv
-from torch.utils._sympy.functions import FloorDiv
-from torch.utils._sympy.functions import Mod
-from torch.utils._sympy.functions import PythonMod
 
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.torch_compat.size_functions import BINARY
 from overlap_inductor.torch_compat.step_values import evaluated
 
 aten = torch.ops.aten
-_BINARY: dict[Any, Any] = {
-    FloorDiv: operator.floordiv,
-    CleanDiv: operator.floordiv,
-    Mod: operator.mod,
-    PythonMod: operator.mod,
-}
 
 
 class SizeNodes:
@@ -71,8 +62,8 @@ class SizeNodes:
         parts = [self._of(a, size) for a in expression.args]
         if isinstance(expression, (sympy.Add, sympy.Mul)):
             function = operator.add if isinstance(expression, sympy.Add) else operator.mul
-        elif type(expression) in _BINARY:
-            function = _BINARY[type(expression)]
+        elif type(expression) in BINARY:
+            function = BINARY[type(expression)]
         else:
             raise ValueError(f"the size {size} has {type(expression).__name__}; expected sums, products and quotients")
         total = parts[0]

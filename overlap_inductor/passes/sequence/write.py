@@ -166,11 +166,14 @@ class RowWriter:
 
     def _scatter(self, source: Source) -> fx.Node:
         rows, first = self.held[source.result], source.collectives[0]
-        total = first.input
-        for other in source.collectives[1:]:
-            total = self.call(aten.add.Tensor, total, other.input)
-        tokens, behind = rows.tokens, tools.shape(source.result)[rows.lead :]
-        flat = self._padded(self.reshape(total, [tokens.count, *behind]), tokens)
+        tokens = rows.tokens
+        shape = [tokens.count, *tools.shape(source.result)[rows.lead :]]
+        # As in ``_gather``: no [B, S, H] between a matmul and the padding.
+        parts = [c.input if tokens.even else self.reshape(c.input, shape) for c in source.collectives]
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.call(aten.add.Tensor, total, part)
+        flat = self._padded(self.reshape(total, shape), tokens)
         if tools.value(flat).device.type == "cpu" and not is_matmul_result(total):
             return self._sum_of_exchanged(first.node, flat, tokens)
         return self._exchanged(first.node, c10d.reduce_scatter_tensor.default, flat, "sum", tokens)

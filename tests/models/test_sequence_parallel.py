@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The all-reduces of unchanged Hugging Face models are rewritten, and logits and gradients agree with fp64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report.report import OverlapReport
+from tests.support import hugging_face
+from tests.support.gloo_ranks import compile_anew
+from tests.support.gloo_ranks import run_ranks
+from tests.support.interpreted import interpreted
+from tests.support.rewritten_families import Case
+from tests.support.rewritten_families import problems
+
+CASES = {
+    "llama, generated code": Case("llama, one layer", 9, 10, generated=True),
+    "llama, batch of 3 x 5 tokens": Case("llama", 16, 18, (3, 5)),
+    "starcoder2, 13 tokens": Case("starcoder2, one layer", 8, 8, (1, 13)),
+    "cohere": Case("cohere, one layer", 9, 7),
+    "olmo2": Case("olmo2, one layer", 9, 13),
+    "gemma2": Case("gemma2, one layer", 9, 10, (2, 6)),
+    "phi3": Case("phi3, one layer", 3, 5, trains=False),
+    "qwen2": Case("qwen2, one layer", 3, 5, trains=False),
+    "gpt_neox": Case("gpt_neox, one layer", 5, 6),
+}
+
+
+@pytest.mark.parametrize("generated", [False, True], ids=["interpreted", "generated code"])
+def test_families(generated: bool, tmp_path: Path) -> None:
+    """Catches an op of one family that no longer runs on rows, and a wrong gradient behind a norm, a bias, a branch."""
+    cases = {name: case for name, case in CASES.items() if case.generated == generated}
+    for rank, found in enumerate(run_ranks(2, problems, cases, str(tmp_path), timeout=500)):
+        assert not found, f"rank {rank}: " + "\n".join(found)
+
+
+STEPS, BATCHES = 200, 8
+
+
+def _losses(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float], int]:
+    """The losses of training without the pass and with it, and the number of stretches rewritten."""
+    compile_anew()
+    generator = torch.Generator().manual_seed(3)
+    data = [torch.randint(0, hugging_face.VOCABULARY, (2, 12), generator=generator) for _ in range(BATCHES)]
+    curves: list[list[float]] = []
+    reports: list[OverlapReport] = []
+    fields: tuple[dict[str, Any], ...] = ({"mode": "off"}, {"schedule": "ring", "sequence_parallel": "on"})
+    for config in fields:
+        torch._dynamo.reset()
+        model = hugging_face.load("llama, one layer", folder, "cpu")
+        compiled = torch.compile(model, backend=interpreted(OverlapConfig(**config), reports))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        curves.append([])
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            ids = data[step % BATCHES]
+            loss = compiled(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            curves[-1].append(loss.item())
+    return curves[0], curves[1], sum(s.status == "rewritten" for r in reports for s in r.stretches)
+
+
+def test_training_has_the_loss_curve_of_the_plain_compile(tmp_path: Path) -> None:
+    """Catches small errors that add up over steps."""
+    for plain, found, rewritten in run_ranks(2, _losses, str(tmp_path), timeout=500):
+        assert rewritten and found[-1] < found[0] / 4
+        assert found == pytest.approx(plain, rel=1e-3)

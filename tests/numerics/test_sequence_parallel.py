@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sequence-parallel rewrite keeps the values of tensor-parallel blocks, in the forms in which models are compiled
+and trained, and rewrites their all-reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor.parallel import SequenceParallel
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.parallel import parallelize_module
+
+from overlap_inductor.errors import OverlapError
+from overlap_inductor.report import publish as reporting
+from tests.support import reduced_blocks
+from tests.support import with_and_without
+from tests.support.gloo_ranks import compile_anew
+from tests.support.gloo_ranks import run_ranks
+from tests.support.heard import Heard
+from tests.support.reduced_blocks import CASES
+from tests.support.reduced_blocks import HIDDEN
+from tests.support.reduced_blocks import TOKENS
+from tests.support.with_and_without import Computation
+
+LIMIT = 1e-5
+"""The largest difference from the plain compile, relative to a result's largest element."""
+UNEVEN = {"kept: uneven_tokens"}
+RANDOM = {"refused: no_token_wise_work"}
+# All-reduces, those that are rewritten, overlapped sites, and why the other all-reduces are left.
+EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
+    "[T, H], odd": (6, 6, 10, set()),
+    "[B, S, H], odd": (6, 6, 10, set()),
+    "accumulated gradients": (4, 4, 6, set()),
+    # Dropout needs all tokens. So the forward keeps its all-reduces; the backward's are behind a norm, before a mask.
+    "dropout": (6, 3, 7, RANDOM),
+    "autocast": (6, 6, 10, set()),
+    "each layer compiled": (4, 4, 6, set()),
+    "checkpointing": (6, 6, 13, set()),
+    # Saved results of matmuls are partial sums, which the forward's scatters cannot be overlapped with.
+    "selective checkpointing": (6, 6, 9, set()),
+    "DTensor": (4, 4, 6, set()),
+    # One graph for even numbers of tokens, and one for others.
+    "dynamic": (8, 4, 10, UNEVEN),
+}
+
+
+def _rows(
+    rank: int, world_size: int, cases: Mapping[str, Callable[[], Computation]] | Iterable[str]
+) -> dict[str, dict[str, Any]]:
+    builds = cases if isinstance(cases, Mapping) else {name: CASES[name] for name in cases}
+    return {name: with_and_without.compared(build, sequence_parallel="on") for name, build in builds.items()}
+
+
+def _problems(rows: Mapping[str, dict[str, Any]], expected: Mapping[str, tuple[int, int, int, set[str]]]) -> list[str]:
+    found = []
+    for name, row in rows.items():
+        if "could_not_be" in row:
+            found.append(f"{name}: {row}")
+            continue
+        overlapped = sum(n for site, n in row["sites"].items() if site.endswith("overlapped"))
+        counts = (row["all_reduces"], row["rewritten"], overlapped, set(row["left"]))
+        if not row["error"] < LIMIT:
+            found.append(f"{name}: {row['worst']} is off by {row['error']:.2g}")
+        if counts != expected[name]:
+            found.append(f"{name}: {counts}, expected {expected[name]}: {row}")
+        if row["fell_back"] or row["warnings"] or row["notices"]:
+            found.append(f"{name}: {row}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [(2, tuple(n for n in CASES if n != "dynamic")), (3, ("dynamic",))],
+    ids=["2 ranks", "3 ranks"],
+)
+def test_blocks(world_size: int, names: tuple[str, ...]) -> None:
+    """Catches a gradient summed twice or not at all, rows of the wrong rank, padded rows in a sum, and a gather that is
+    no longer overlapped."""
+    for rank, rows in enumerate(run_ranks(world_size, _rows, names, timeout=500)):
+        problems = _problems(rows, EXPECTED)
+        assert not problems, f"rank {rank}: {problems}"
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(101, HIDDEN), nn.Linear(HIDDEN, 101, bias=False)
+        self.block, self.norm = reduced_blocks.Mlp(), nn.RMSNorm(HIDDEN, eps=1e-6)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.block(self.embedding(ids))))
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "all-reduces": {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "block.up": ColwiseParallel(),
+        "block.down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    },
+    "sequence-parallel": {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "block.norm": SequenceParallel(),
+        "block.up": ColwiseParallel(input_layouts=Shard(1)),
+        "block.down": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    },
+}
+
+
+def _on_a_mesh(plan: str) -> Computation:
+    """Trains a model with a parallel loss, on data of its own in each row of a mesh."""
+    world_size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(dist.get_rank() // 2)
+    ids, labels = (torch.randint(0, 101, (2, TOKENS), generator=generator) for _ in range(2))
+
+    def computation(backend: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = parallelize_module(_Model(), mesh["tp"], PLANS[plan])
+        called = model if backend == "eager" else torch.compile(model, backend=backend)
+        with loss_parallel():
+            loss = F.cross_entropy(called(ids).flatten(0, 1), labels.flatten(0, 1))
+            loss.backward()
+        return {"loss": loss, **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+
+    return computation
+
+
+def test_on_a_mesh_with_a_parallel_loss() -> None:
+    """Two pairs of ranks divide the tokens of their own data. A model that is sequence-parallel as written has no
+    all-reduce to rewrite."""
+    expected: dict[str, tuple[int, int, int, set[str]]] = {
+        "all-reduces": (4, 4, 6, set()),
+        "sequence-parallel": (0, 0, 6, set()),
+    }
+    for rank, rows in enumerate(run_ranks(4, _rows, {plan: partial(_on_a_mesh, plan) for plan in PLANS}, timeout=500)):
+        problems = _problems(rows, expected)
+        assert not problems, f"rank {rank}: {problems}"
+
+
+def _other_weights(rank: int, world_size: int, trains: bool, schedule: str) -> tuple[float, list[str], int]:
+    """``(difference from eager, warnings, stretches rewritten)``. The ranks have other weights of the second norm."""
+    compile_anew()
+    heard, model, x = Heard(), reduced_blocks.Layers(2), reduced_blocks.input_of(TOKENS, HIDDEN)
+    torch.nn.init.constant_(model.halves[1].norm.weight, 1.0 + rank)
+    options = {"schedule": schedule, "sequence_parallel": "on"}
+    with torch.set_grad_enabled(trains):
+        found, exact = torch.compile(model, backend="overlap_inductor", options=options)(x), model(x)
+    rewritten = sum(s.status == "rewritten" for r in reporting.all_reports() for s in r.stretches)
+    return with_and_without.off(found, exact), heard.texts, rewritten
+
+
+@pytest.mark.parametrize("schedule", ["ring", "auto"])
+def test_ranks_with_other_norms_run_the_plain_program(schedule: str) -> None:
+    """Each rank scales all tokens by its own weights as written, but only its own rows if rewritten. ``auto`` overlaps
+    no site of these sizes."""
+    found = run_ranks(2, _other_weights, False, schedule, timeout=300)
+    assert all(error < LIMIT and rewritten == 1 for error, _, rewritten in found), found
+    texts = [text for _, heard, _ in found for text in heard]
+    assert any("are not those of the first rank" in text for text in texts), found
+
+
+def _error_of_training(rank: int, world_size: int) -> str:
+    with pytest.raises(OverlapError) as error:
+        _other_weights(rank, world_size, True, "ring")
+    return str(error.value)
+
+
+def test_training_ranks_with_other_norms_is_an_error() -> None:
+    for text in run_ranks(2, _error_of_training, timeout=300):
+        assert "OVERLAP_INDUCTOR_SEQUENCE_PARALLEL=off on all ranks" in text
