@@ -33,6 +33,7 @@ from overlap_inductor.passes.sequence.late_sums import is_late
 from overlap_inductor.passes.sequence.late_sums import of_the_backward
 from overlap_inductor.passes.sequence.rows import Rows
 from overlap_inductor.passes.sequence.rows import Tokens
+from overlap_inductor.passes.sequence.rows import is_one
 from overlap_inductor.passes.sequence.rules import rule_of
 from overlap_inductor.passes.sequence.sizes import SizeNodes
 from overlap_inductor.passes.sequence.sums import REDUCE_OPS
@@ -162,7 +163,7 @@ class RowWriter:
         with self._in_place_of(node, first):
             if local not in self._gathered:
                 sent = self._movable(local)
-                if not tools.value(local).is_contiguous():
+                if not _is_contiguous(local):
                     sent = self.call(aten.clone.default, sent, memory_format=torch.contiguous_format)
                 full = self._exchanged(node, c10d.all_gather_into_tensor.default, sent, None, tokens)
                 if not tokens.even:
@@ -230,6 +231,16 @@ class RowWriter:
                 yield
         finally:
             self._meta = outer
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    """Whether a tensor is contiguous, whatever the values of its symbolic sizes. Adds no guard."""
+    expected: Any = 1
+    for size, stride in zip(reversed(tools.shape(node)), reversed(tools.value(node).stride()), strict=True):
+        if not is_one(size) and not same_size(stride, expected):
+            return False
+        expected = expected * size
+    return True
 
 
 def _members(stretch: Stretch) -> set[fx.Node]:
