@@ -12,6 +12,7 @@ import torch
 from torch.utils._sympy.functions import Mod
 
 from overlap_inductor.errors import StrictError
+from overlap_inductor.facts.exchange import ExchangePlan
 from overlap_inductor.facts.machine import BOXES
 from overlap_inductor.passes import sequence_parallel
 from overlap_inductor.passes.sequence.write import RowWriter
@@ -81,6 +82,18 @@ def test_forced_and_off(mode: str) -> None:
         (facts,) = forced.divide(mode=mode, sequence_parallel="on")
         assert (facts.status, facts.source) == ("rewritten", "forced") and has(forced, "reduce_scatter")
         assert off.divide(mode=mode, sequence_parallel="off") == [] and off.text() == before
+
+
+def test_ranks_compare_a_rewritten_graph_that_overlaps_nothing() -> None:
+    """It exchanges other things than its plain program. Other ranks may have left theirs as written."""
+    with fake_group(2):
+        made, written = stretch(8), stretch(8)
+        made.divide()
+        report, other = (g.run(schedule="keep") for g in (made, written))
+        assert {s.decision.status for r in (report, other) for s in r.sites} == {"kept"}
+        mine, theirs = (ExchangePlan.from_json(r.exchange) for r in (report, other))
+        assert mine.overlaps and report.plan_hash == mine.digest != theirs.digest
+        assert not theirs.overlaps and not other.plan_hash
 
 
 def test_report_mode_leaves_the_graph_as_written() -> None:
