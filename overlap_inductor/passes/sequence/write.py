@@ -66,6 +66,7 @@ class RowWriter:
         self._local: dict[fx.Node, fx.Node] = {}
         self._gathered: dict[fx.Node, fx.Node] = {}
         self._cuts: dict[tuple[fx.Node, str, str], fx.Node] = {}
+        self._written: set[fx.Node] = set()
         self._meta: dict[str, Any] = {}
         self._stretch = 0
         self._late: dict[tuple[Any, ...], list[tuple[int, fx.Node, fx.Node]]] = {}
@@ -89,7 +90,7 @@ class RowWriter:
                     self._local[node] = self._scatter(source) if source is not None else self._row_node(node)
         for number, stretch in stretches:
             self._stretch = number
-            readers = {node: [user for user, _ in users] for node, users in stretch.needs_whole.items()}
+            readers = {node: self._readers(node, users) for node, users in stretch.needs_whole.items()}
             for node in sorted(readers, key=lambda n: min(readers[n])):
                 self._gather(node, readers[node])
         for late in self._late.values():
@@ -99,8 +100,14 @@ class RowWriter:
                 self.graph.erase_node(node)
         self.graph.lint()
 
+    def _readers(self, node: fx.Node, users: list[tuple[fx.Node, str]]) -> list[fx.Node]:
+        """``users``, and what was written to scatter ``node``: if ``node`` is summed again, its all-reduce is among
+        ``users``, and the reduce-scatter in its place needs all rows too."""
+        return [*(user for user, _ in users), *(user for user in node.users if user in self._written)]
+
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
+        self._written.add(node)
         node.meta = {**self._meta, "val": evaluated(node)}
         return node
 
