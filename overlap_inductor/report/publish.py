@@ -176,12 +176,16 @@ def _trace(report: OverlapReport) -> None:
     telemetry.trace_artifact("overlap_inductor_sites", "json", lambda: json.dumps(report.to_dict()))
 
 
+_WHOLE = {"pass": "the overlap pass", "sequence_parallel": "the sequence-parallel rewrite"}
+"""By the stage of a failure that concerns a whole graph: what failed."""
+
+
 def _insist(report: OverlapReport) -> None:
-    whole = next((f for f in report.failures if f.stage == "pass"), None)
+    whole = next((f for f in report.failures if f.stage in _WHOLE), None)
     if whole is not None:
         raise StrictError(
-            f"OVERLAP_INDUCTOR=strict: the overlap pass failed on graph {report.graph} {report.phase}: {whole.error}. "
-            f"{BUG_REPORT} OVERLAP_INDUCTOR=on runs the graph as written.\n\n{whole.traceback}"
+            f"OVERLAP_INDUCTOR=strict: {_WHOLE[whole.stage]} failed on graph {report.graph} {report.phase}: "
+            f"{whole.error}. {BUG_REPORT} OVERLAP_INDUCTOR=on runs the graph as written.\n\n{whole.traceback}"
         )
     bad = [s for s in report.sites if s.decision.status in ("refused", "failed")]
     if bad:

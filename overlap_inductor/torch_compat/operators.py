@@ -83,6 +83,11 @@ def written(node: fx.Node) -> list[fx.Node]:
     return [value for value in (argument(node, name) for name in names) if isinstance(value, fx.Node)]
 
 
+def leaves(values: Any) -> list[Any]:
+    """The values in nested lists, tuples and dictionaries."""
+    return _pytree.tree_leaves(values)
+
+
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples and dictionaries."""
     return [v for v in _pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]

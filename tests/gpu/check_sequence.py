@@ -65,7 +65,10 @@ class Block(nn.Module):
     def __init__(self, world_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         own = FFN // world_size
-        make = lambda *shape: nn.Parameter(torch.randn(*shape, device="cuda", dtype=dtype) / shape[-1] ** 0.5)  # noqa: E731
+
+        def make(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, device="cuda", dtype=dtype) / shape[-1] ** 0.5)
+
         self.norms = nn.ParameterList(
             [nn.Parameter(torch.ones(HIDDEN, device="cuda", dtype=dtype)) for _ in range(LAYERS + 1)]
         )

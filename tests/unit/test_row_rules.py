@@ -260,3 +260,29 @@ def test_fp8_rows_are_gathered_as_bytes() -> None:
         (facts,) = check_rewrite(made)
         (gather,) = (n for n in made.graph.nodes if "all_gather" in str(n.target))
     assert facts.status == "rewritten" and gather.meta["val"].dtype == torch.uint8
+
+
+def test_numbers_that_are_sizes_of_the_tokens_are_the_same_on_all_ranks() -> None:
+    """A mean over tokens divides by their number. Another symbolic number is known to its own rank only."""
+    with fake_group(2):
+        made = TokenGraph()
+        part, other = made.shard(8, H, dynamic=[0]), made.same(8, H, dynamic=[0])
+        count, unknown = (made.op("sym_size.int", t, 0) for t in (part, other))
+        x = made.op("relu.default", made.reduce(part))
+        by_count = made.op("div.Tensor", x, count)
+        by_unknown = made.op("div.Tensor", x, unknown)
+        finder = made.output(by_count, by_unknown).finder()  # type: ignore[attr-defined]
+    assert by_count in finder.held and by_unknown not in finder.held
+    (reasons,) = (users for node, users in finder.stretches[0].needs_whole.items() if node is x)
+    assert "computes with the number" in reasons[0][1]
+
+
+def test_an_all_reduce_of_rows_reads_all_of_them() -> None:
+    """The second all-reduce sums what the first one's stretch has computed."""
+    with fake_group(2):
+        made = TokenGraph()
+        first = made.op("tanh.default", made.tokens(B, S, H))
+        second = made.op("add.Tensor", made.reduce(first), made.same(B, S, H))
+        made.output(made.op("neg.default", second))
+        check_rewrite(made)
+        assert not any("all_reduce" in str(n.target) for n in made.graph.nodes)

@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from dataclasses import field
+from typing import Any
 
+import torch
 from torch import fx
 
 from overlap_inductor.passes.sequence.rows import NotRowWise
@@ -30,6 +32,7 @@ from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.collectives import find_collectives
 from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.sizes import hint
+from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
 
@@ -127,8 +130,10 @@ class RowFinder:
         self.held[node] = rows
 
     def _others(self, node: fx.Node, rows: Rows) -> dict[fx.Node, frozenset[fx.Node]]:
-        """The tensors that ``node`` reads and that are not held as rows. Raises ``NotRowWise`` if one of them may
-        differ between ranks."""
+        """The tensors that ``node`` reads and that are not held as rows. Raises ``NotRowWise`` if one of them, or a
+        number that it computes with, may differ between ranks."""
+        if tools.is_pointwise(node) or node.target is aten.full_like.default:
+            _same_numbers(node, rows.tokens)
         same = self._same.setdefault(rows.tokens.group_name, SameValues(rows.tokens.group_name))
         found = {}
         for source in tools.tensor_inputs(node):
@@ -158,6 +163,21 @@ class RowFinder:
         for node in self._sums:
             found[sets.first(node.all_input_nodes[0])].sums.append(node)
         return list(found.values())
+
+
+def _same_numbers(node: fx.Node, tokens: Tokens) -> None:
+    """Raise ``NotRowWise`` if a number among the arguments of ``node`` has a symbol that is no size of the tokens. Only
+    the sizes of what the ranks exchange are known to be the same on all of them."""
+    known = _symbols(tokens.count)
+    for value in operators.leaves((node.args, node.kwargs)):
+        number = tools.value(value) if isinstance(value, fx.Node) else value
+        if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) and not _symbols(number) <= known:
+            raise NotRowWise(f"{node.name} computes with the number {number}, which may differ between the ranks")
+
+
+def _symbols(number: Any) -> set[Any]:
+    symbolic = isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return set(number.node.expr.free_symbols) if symbolic else set()
 
 
 def find_sources(graph: fx.Graph) -> dict[fx.Node, Source]:

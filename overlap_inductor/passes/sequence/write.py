@@ -36,6 +36,7 @@ from overlap_inductor.passes.sequence.late_sums import is_late
 from overlap_inductor.passes.sequence.late_sums import of_the_backward
 from overlap_inductor.passes.sequence.rows import Rows
 from overlap_inductor.passes.sequence.rows import Tokens
+from overlap_inductor.passes.sequence.rows import is_one
 from overlap_inductor.passes.sequence.rules import rule_of
 from overlap_inductor.passes.sequence.sizes import SizeNodes
 from overlap_inductor.passes.sequence.sums import REDUCE_OPS
@@ -72,6 +73,7 @@ class RowWriter:
         self._local: dict[fx.Node, fx.Node] = {}
         self._gathered: dict[fx.Node, fx.Node] = {}
         self._cuts: dict[tuple[fx.Node, str, str], fx.Node] = {}
+        self._written: set[fx.Node] = set()
         self._meta: dict[str, Any] = {}
         self._stretch = 0
         self._late: dict[tuple[Any, ...], list[tuple[int, fx.Node, fx.Node]]] = {}
@@ -95,7 +97,7 @@ class RowWriter:
                     self._local[node] = self._scatter(source) if source is not None else self._row_node(node)
         for number, stretch in stretches:
             self._stretch = number
-            readers = {node: [user for user, _ in users] for node, users in stretch.needs_whole.items()}
+            readers = {node: self._readers(node, users) for node, users in stretch.needs_whole.items()}
             for node in sorted(readers, key=lambda n: min(readers[n])):
                 self._gather(node, readers[node])
         self.gathered_again = save_rows(self.made, self._backward, self.config)
@@ -112,8 +114,14 @@ class RowWriter:
                 self.graph.erase_node(view)
         self.graph.lint()
 
+    def _readers(self, node: fx.Node, users: list[tuple[fx.Node, str]]) -> list[fx.Node]:
+        """``users``, and what was written to scatter ``node``: if ``node`` is summed again, its all-reduce is among
+        ``users``, and the reduce-scatter in its place needs all rows too."""
+        return [*(user for user, _ in users), *(user for user in node.users if user in self._written)]
+
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
+        self._written.add(node)
         node.meta = {**self._meta, "val": evaluated(node)}
         return node
 
@@ -200,7 +208,7 @@ class RowWriter:
         with self._in_place_of(node, first):
             if local not in self._gathered:
                 sent = self._movable(local)
-                if not tools.value(local).is_contiguous():
+                if not _is_contiguous(local):
                     sent = self.call(aten.clone.default, sent, memory_format=torch.contiguous_format)
                 full = self._exchanged(node, c10d.all_gather_into_tensor.default, sent, None, tokens)
                 if not tokens.even:
@@ -271,6 +279,16 @@ class RowWriter:
                 yield
         finally:
             self._meta = outer
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    """Whether a tensor is contiguous, whatever the values of its symbolic sizes. Adds no guard."""
+    expected: Any = 1
+    for size, stride in zip(reversed(tools.shape(node)), reversed(tools.value(node).stride()), strict=True):
+        if not is_one(size) and not same_size(stride, expected):
+            return False
+        expected = expected * size
+    return True
 
 
 def _members(stretch: Stretch) -> set[fx.Node]:

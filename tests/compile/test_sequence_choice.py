@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the sequence-parallel rewrite runs: ``auto`` by its estimates, ``on``, ``off``, mode ``report``. A failure
+inside the rewrite leaves the graph as written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch.utils._sympy.functions import Mod
+
+from overlap_inductor.errors import StrictError
+from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.facts.machine import BOXES
+from overlap_inductor.passes import sequence_parallel
+from overlap_inductor.passes.sequence.write import RowWriter
+from overlap_inductor.report import publish
+from overlap_inductor.report.failure import BUG_REPORT
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.torch_compat.target import planning_for
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import report_of
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
+from tests.support.sequence_blocks import BLOCKS
+from tests.unit.stretch_reasons import stretch
+
+H200 = BOXES["h200"]
+BF16 = torch.bfloat16
+
+
+def layer(tokens: int, dynamic: bool = False) -> HandGraph:
+    """A row-wise layer, a residual and a column-wise layer, of the sizes of a large model."""
+    made = HandGraph()
+    own, hidden, dims = 1024, 8192, [0] if dynamic else []
+    x = made.input(tokens, own, dtype=BF16, dynamic=dims)
+    total = made.reduce(made.mm(x, made.input(own, hidden, dtype=BF16, name="w")))
+    added = made.call(aten.relu.default, total)
+    return made.output(made.mm(added, made.input(hidden, 2 * own, dtype=BF16, name="v")), added)
+
+
+def has(made: HandGraph, name: str) -> bool:
+    return any(name in str(n.target) for n in made.graph.nodes)
+
+
+def test_auto_rewrites_large_stretches_and_keeps_small_ones() -> None:
+    with fake_group(8), planning_for(H200):
+        for tokens, status in ((16384, "rewritten"), (8, "kept")):
+            made = layer(tokens)
+            (facts,) = made.divide(schedule="auto", sequence_parallel="auto")
+            assert (facts.status, facts.source) == (status, "analytic"), facts
+            assert has(made, "reduce_scatter") == (status == "rewritten") == (not has(made, "all_reduce"))
+            pays = facts.estimate_us["keep"] > 1.02 * facts.estimate_us["rewritten"]
+            assert pays == (status == "rewritten")
+
+
+def test_auto_guards_a_symbolic_number_of_tokens_where_the_choice_changes() -> None:
+    """One graph serves the numbers of tokens from the guard's on, another one those below it. No other guard is
+    added."""
+    with fake_group(8), planning_for(H200):
+        large, middle, small = (layer(tokens, dynamic=True) for tokens in (16384, 1024, 16))
+        (rewritten,), (kept,), (few,) = (
+            made.divide(schedule="auto", sequence_parallel="auto") for made in (large, middle, small)
+        )
+        assert (rewritten.status, kept.status, few.status) == ("rewritten", "kept", "kept")
+        (size,) = (n.meta["val"].shape[0].node.expr for n in large.graph.nodes if n.name == "x")
+        divides, limit = (guard.expr for guard in large.shapes.guards)
+        assert divides == sympy.Eq(Mod(size, 8), 0) and limit == (size >= limit.rhs)
+        assert [str(guard.expr)[:3] for guard in middle.shapes.guards] == ["Eq(", str(limit)[:3]]
+        assert int(limit.rhs) == int(middle.shapes.guards[1].expr.rhs) > 1024
+        assert [r.code for r in few.reasons] == ["few_tokens"] and not small.shapes.guards
+
+
+@pytest.mark.parametrize("mode", ["on", "strict"])
+def test_forced_and_off(mode: str) -> None:
+    """``on`` rewrites a stretch that does not pay. ``off`` does not even describe it."""
+    with fake_group(2):
+        forced, off = stretch(8), stretch(8)
+        before = off.text()
+        (facts,) = forced.divide(mode=mode, sequence_parallel="on")
+        assert (facts.status, facts.source) == ("rewritten", "forced") and has(forced, "reduce_scatter")
+        assert off.divide(mode=mode, sequence_parallel="off") == [] and off.text() == before
+
+
+def test_ranks_compare_a_rewritten_graph_that_overlaps_nothing() -> None:
+    """It exchanges other things than its plain program. Other ranks may have left theirs as written."""
+    with fake_group(2):
+        made, written = stretch(8), stretch(8)
+        made.divide()
+        report, other = (g.run(schedule="keep") for g in (made, written))
+        assert {s.decision.status for r in (report, other) for s in r.sites} == {"kept"}
+        mine, theirs = (ExchangePlan.from_json(r.exchange) for r in (report, other))
+        assert mine.overlaps and report.plan_hash == mine.digest != theirs.digest
+        assert not theirs.overlaps and not other.plan_hash
+
+
+def test_report_mode_leaves_the_graph_as_written() -> None:
+    with fake_group(2):
+        made = stretch(8)
+        before = made.text()
+        (facts,) = made.divide(mode="report")
+        assert (facts.status, [r.code for r in facts.reasons]) == ("kept", ["report_mode"])
+        assert set(facts.estimate_us) == {"keep", "rewritten"} and made.text() == before
+        assert made.run(mode="report").stretches == [facts]
+
+
+def test_a_graph_without_all_reduces_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_parallel, "RowFinder", lambda graph: 1 / 0)
+    with fake_group(2):
+        made = HandGraph()
+        made.output(made.gather(made.input(4, 16)))
+        assert made.divide() == []
+
+
+def _fails_at(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    original = getattr(RowWriter, point)
+
+    def broken(self: RowWriter, *args: Any) -> Any:
+        original(self, *args)
+        return 1 / 0
+
+    monkeypatch.setattr(RowWriter, point, broken)
+
+
+@pytest.mark.parametrize("sequence_parallel", ["on", "auto"])
+@pytest.mark.parametrize("point", ["apply", "_scatter", "_gather", "_row_node"])
+def test_a_failed_rewrite_leaves_the_graph_as_written(
+    point: str, sequence_parallel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_group(2):
+        made = stretch(8)
+        before = made.text()
+        _fails_at(monkeypatch, point)
+        assert made.divide(sequence_parallel=sequence_parallel) == []
+        monkeypatch.undo()
+        assert made.text() == before
+        made.graph.lint()
+        report = made.run()
+        assert [f.stage for f in report.failures] == ["sequence_parallel"]
+        assert "ZeroDivisionError" in report.failures[0].traceback and report.notices[-1] == BUG_REPORT
+        assert report.counters()["failed"] == 1 and report.stretches == []
+        report.mode = "strict"
+        with pytest.raises(StrictError, match="the sequence-parallel rewrite failed .*ZeroDivisionError"):
+            publish.activate(report)
+
+
+def test_a_rewrite_that_fails_at_the_graph_itself_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first writer works on a copy, for the estimate. This fails in the second one, half way through."""
+    written: list[RowWriter] = []
+    original = RowWriter._gather
+
+    def broken(self: RowWriter, *args: Any) -> None:
+        written.append(self)
+        original(self, *args)
+        if self is not written[0]:
+            raise ValueError("half way")
+
+    with fake_group(2):
+        made = stretch(8)
+        before = made.text()
+        monkeypatch.setattr(RowWriter, "_gather", broken)
+        assert made.divide() == [] and len(written) == 2
+        monkeypatch.undo()
+        assert made.text() == before
+        assert all("val" in n.meta for n in made.graph.nodes if n.op != "output")
+        assert [s.decision.status for s in made.run().sites] == ["overlapped"]
+
+
+def _report(**fields: Any) -> OverlapReport:
+    fn, make = BLOCKS["two dims"]
+    with fake_group(2), torch.no_grad():
+        return report_of(fn, *make(2), **fields)
+
+
+def test_the_whole_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a compile runs it: sites name the stretch that they come from, and a failure is in the graph's report."""
+    report = _report(sequence_parallel="on")
+    (facts,) = report.stretches
+    assert facts.status == "rewritten" and {s.facts.derived_from for s in report.sites} == {facts.id}
+    assert report.counters()["stretches_rewritten"] == 1
+    off = _report(sequence_parallel="off")
+    assert off.stretches == [] and {s.facts.derived_from for s in off.sites} == {None}
+    _fails_at(monkeypatch, "_scatter")
+    failed = _report(sequence_parallel="on")
+    assert failed.counters()["failed"] == 1 and failed.before == off.before
