@@ -152,7 +152,8 @@ def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Ite
         if variant.right and not facts[variant.name]["error"] <= allowed:
             raise Wrong(f"{phase} {variant.name}: error {facts[variant.name]['error']:.3g}, allowed {allowed:.3g}")
     del reference
-    written = next((f["collectives"] for f in facts.values() if f["collectives"]), {})
+    kept = [f for f in facts.values() if not any(s["status"] == "rewritten" for s in f["stretches"])]
+    written = next((f["collectives"] for f in kept if f["collectives"]), {})
     facts[PLAIN] |= {"collectives": written, "collectives_left": written}
     device = torch.device(settings.device, torch.cuda.current_device() if settings.device == "cuda" else None)
     calls = {name: partial(program.step, function) for name, function in functions.items()}

@@ -74,6 +74,11 @@ class OverlapPass(_Base):
         context = GraphContext(
             config, is_inference, compile_scope.current_graph_name() or "graph", compile_scope.refusal_context()
         )
+        if self.slot == JOINT:
+            from torch._inductor.pattern_matcher import stable_topological_sort
+
+            # Inductor sorts the joint graph behind this slot. Its patterns may have left nodes before their inputs.
+            stable_topological_sort(graph)
         written = _copy_of_inference(graph) if self.slot == JOINT else None
         for one in passes_in(self.slot):
             report = one.run(graph, context)

@@ -64,6 +64,9 @@ def _results(node: fx.Node, arguments: list[tuple[Any, Any]]) -> list[Any]:
         return list(_reduced(firsts, others[0]).chunk(len(firsts)))
     if name == "all_gather_into_tensor":
         return [torch.cat(firsts)] * len(firsts)
+    if name == "all_to_all_single":
+        pieces = [x.split(list(others[1])) for x in firsts]
+        return [torch.cat([its[rank] for its in pieces]) for rank in range(len(firsts))]
     if name == "wait_tensor":
         return firsts
     if name == "take":

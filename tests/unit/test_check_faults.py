@@ -59,4 +59,4 @@ def test_another_error_is_a_problem_on_each_rank(texts: list[str]) -> None:
 
 def test_in_scenario_uneven_rank_0_must_time_out_first() -> None:
     _, problems = judge(Ended(errors_of(1)), expected(15)["uneven"], [0, 0, 0], 6.6)  # type: ignore[arg-type]
-    assert [problem[:6] for problem in problems] == ["rank 1", "rank 2"]
+    assert [problem.split(" is ")[0] for problem in problems] == ["the error of rank 1", "the error of rank 2"]

@@ -249,3 +249,14 @@ def test_an_operand_is_cut_once_for_each_way_in_which_it_has_the_tokens() -> Non
         made.output(made.op("neg.default", first), made.op("neg.default", second))
         facts = check_rewrite(made)
     assert [f.status for f in facts] == ["rewritten"] * 2
+
+
+def test_fp8_rows_are_gathered_as_bytes() -> None:
+    """Gloo refuses to gather fp8 tensors."""
+    with fake_group(2):
+        made = TokenGraph()
+        x = made.op("add.Tensor", made.tokens(B, S, H), made.same(B, S, H))
+        made.output(made.op("flip.default", made.call(convert, x, torch.float8_e4m3fn), [1]))
+        (facts,) = check_rewrite(made)
+        (gather,) = (n for n in made.graph.nodes if "all_gather" in str(n.target))
+    assert facts.status == "rewritten" and gather.meta["val"].dtype == torch.uint8

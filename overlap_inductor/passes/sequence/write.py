@@ -199,12 +199,14 @@ class RowWriter:
         first = min(users)
         with self._in_place_of(node, first):
             if local not in self._gathered:
-                sent = local
+                sent = self._movable(local)
                 if not tools.value(local).is_contiguous():
-                    sent = self.call(aten.clone.default, local, memory_format=torch.contiguous_format)
+                    sent = self.call(aten.clone.default, sent, memory_format=torch.contiguous_format)
                 full = self._exchanged(node, c10d.all_gather_into_tensor.default, sent, None, tokens)
                 if not tokens.even:
                     full = self.call(aten.slice.Tensor, full, 0, 0, self.size(tokens.count))
+                if tools.dtype(full) != tools.dtype(local):
+                    full = self.call(aten.view.dtype, full, tools.dtype(local))
                 self._gathered[local] = full
             elif first < self._gathered[local]:
                 raise RuntimeError(f"{first.name} needs all rows of {node.name} before they are gathered")
@@ -214,6 +216,12 @@ class RowWriter:
             whole = self.reshape(full, tools.shape(node)) if len(flat) < len(users) else full
         for user in users:
             user.replace_input_with(node, full if user in flat else whole)
+
+    def _movable(self, local: fx.Node) -> fx.Node:
+        """``local``, as bytes if its dtype is fp8, which gloo does not move."""
+        dtype = tools.dtype(local)
+        narrow = dtype.is_floating_point and dtype.itemsize == 1
+        return self.call(aten.view.dtype, local, torch.uint8) if narrow else local
 
     def _exchanged(self, old: fx.Node, target: Any, sent: fx.Node, reduce_op: str | None, tokens: Tokens) -> fx.Node:
         terms = (tokens.world_size, tokens.group_name)

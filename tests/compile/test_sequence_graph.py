@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sequence-parallel rewrite of layers as frameworks write them: golden graphs, and one text for every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap_inductor.facts.stretch import StretchFacts
+from overlap_inductor.report.report import OverlapReport
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import reports_of
+from tests.support.golden import check_golden
+from tests.support.sequence_blocks import BLOCKS
+
+TORCH = "2.13"
+"""The golden files are for this torch version."""
+KEPT = {
+    "dynamic odd": "uneven_tokens",
+    "few tokens": "few_tokens",
+    "dropout": "no_token_wise_work",
+}
+"""Blocks that are not rewritten, each with its reason."""
+
+
+def reports(name: str, world_size: int, rank: int = 0) -> list[OverlapReport]:
+    fn, make = BLOCKS[name]
+    trained = name.endswith("trained")
+    with fake_group(world_size, rank), torch.set_grad_enabled(trained):
+        arguments = [t.requires_grad_(trained) for t in make(world_size)]
+        if name.startswith("dynamic"):
+            torch._dynamo.mark_dynamic(arguments[0], 0)
+        return reports_of(fn, *arguments, sequence_parallel="on", sub_chunks=1)
+
+
+def describe(stretch: StretchFacts) -> str:
+    reasons = "".join(f"\n  {r.code}: {r.text}" for r in stretch.reasons)
+    needs = ", ".join(f"{op} ({count})" for op, count in stretch.gathered_for.items())
+    return (
+        f"{stretch.id} {stretch.status}: {stretch.tokens} tokens x {stretch.features} {stretch.dtype}\n"
+        f"  {stretch.all_reduces} all-reduces -> {stretch.scatters} scatters, {stretch.gathers} gathers,"
+        f" {stretch.sums} sums; {stretch.nodes} nodes on rows; all rows for: {needs}{reasons}\n"
+    )
+
+
+def text(found: list[OverlapReport]) -> str:
+    """For each graph, its stretches, and the graph as the overlap pass finds it."""
+    return "----\n".join(f"{r.phase}\n{''.join(map(describe, r.stretches))}\n{r.before}" for r in found)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_golden(name: str) -> None:
+    found = reports(name, 2)
+    stretches = [s for r in found for s in r.stretches]
+    codes = {KEPT[name]} if name in KEPT else set()
+    assert {r.code for s in stretches for r in s.reasons} == codes and stretches
+    assert not any(r.failures for r in found)
+    if torch.__version__.startswith(TORCH):
+        check_golden(text(found), f"sequence/{name.replace(' ', '_')}.txt")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("name", ["llama", "llama trained", "positions", "uneven", "dynamic", "fp8"])
+def test_one_text_for_every_rank(name: str, world_size: int) -> None:
+    """Catches a rank number in the graph: ranks would compile different code, miss each other's caches, or hang."""
+    found = [reports(name, world_size, rank) for rank in (0, world_size - 1)]
+    first, last = ([r.to_json(graphs=True) for r in of_rank] for of_rank in found)
+    assert first == last and all(s.status == "rewritten" for r in found[0] for s in r.stretches)
