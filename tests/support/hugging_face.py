@@ -44,7 +44,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2, one layer": ("Gemma2", {"num_hidden_layers": 1, "head_dim": 4}),
     # One matmul for q, k and v, and one for gate and up.
     "phi3, one layer": ("Phi3", {"num_hidden_layers": 1}),
-    "qwen2, one layer": ("Qwen2", {"num_hidden_layers": 1}),
     # LayerNorms, parallel attention and MLP, learned biases.
     "gpt_neox, one layer": ("GPTNeoX", {"num_hidden_layers": 1}),
     # The vocabulary is not a multiple of 2 or 3, and the ffn is not a multiple of 3.

@@ -191,8 +191,7 @@ def _dynamic() -> Computation:
 
 CASES: dict[str, Callable[[], Computation]] = {
     "[T, H], odd": partial(_trained, (TOKENS + 1, HIDDEN)),
-    "[B, S, H], odd": partial(_trained, (3, 5, HIDDEN)),
-    "accumulated gradients": partial(_trained, (2, TOKENS, HIDDEN), (2, TOKENS, HIDDEN), number=2),
+    "[B, S, H], odd, accumulated gradients": partial(_trained, (3, 5, HIDDEN), (3, 5, HIDDEN)),
     "dropout": partial(_trained, (TOKENS, HIDDEN), dropout=0.25),
     "autocast": _autocast,
     "each layer compiled": _each_compiled,
