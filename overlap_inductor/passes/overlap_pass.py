@@ -175,13 +175,15 @@ def _exchange_of(graph: fx.Graph, config: OverlapConfig, rewritten: _Rewritten |
     ranks may overlap this graph and must learn that this rank does not."""
     if rewritten is None:
         plan, groups = exchange_steps.plan_of(graph, config, {}, {})
-        # A graph whose tokens are divided exchanges other things than the plain program, whether it overlaps or not.
-        plan = replace(plan, overlaps=sequence_parallel.rewritten(graph))
         rewritten = _Rewritten(plan, list(groups), [], {})
+    plan = rewritten.plan
+    if sequence_parallel.rewritten(graph):
+        # It is not the graph as written, also if no site is overlapped.
+        plan = replace(plan, overlaps=True)
     requests, limit = rewritten.requests, config.workspace_limit
     return {
-        "plan_hash": rewritten.plan.digest if rewritten.plan.overlaps else "",
-        "exchange": rewritten.plan.to_json() if rewritten.groups else "",
+        "plan_hash": plan.digest if plan.overlaps else "",
+        "exchange": plan.to_json() if rewritten.groups else "",
         "groups": {g: [json.dumps(requests[g]), limit] if g in requests else [] for g in rewritten.groups},
         "workspaces": rewritten.workspaces,
     }

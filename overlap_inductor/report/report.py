@@ -52,8 +52,8 @@ class OverlapReport:
         graph: name of the graph, equal on every rank (Dynamo's compile id such as ``0_0``).
         phase: ``forward`` | ``backward`` | ``inference``.
         before / after: the FX graph's readable code before and after the pass.
-        plan_hash: identity of the plan; ranks compare it before they move data. Empty if nothing is overlapped
-            or rewritten.
+        plan_hash: identity of the plan; ranks compare it before they move data. Empty if the graph
+            is as written.
         exchange: JSON text of the ``ExchangePlan`` that the ranks compare at each first run; empty in a graph without
             collectives.
         groups: process groups of the graph's collectives, in the plan's order. Each has the workspace that its sites
