@@ -175,8 +175,6 @@ def _exchange_of(graph: fx.Graph, config: OverlapConfig, rewritten: _Rewritten |
     ranks may overlap this graph and must learn that this rank does not."""
     if rewritten is None:
         plan, groups = exchange_steps.plan_of(graph, config, {}, {})
-        # A graph whose tokens are divided exchanges other things than the plain program, whether it overlaps or not.
-        plan = replace(plan, overlaps=sequence_parallel.rewritten(graph))
         rewritten = _Rewritten(plan, list(groups), [], {})
     plan = rewritten.plan
     if sequence_parallel.rewritten(graph):
