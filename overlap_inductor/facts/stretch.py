@@ -15,6 +15,8 @@ from typing import Any
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.facts.site import Size
 
+DIVIDED = "overlap_inductor_divided"
+"""Metadata of a graph's output: ``(group, program)`` of each rewritten stretch that has a collective in the graph."""
 META = "overlap_inductor_stretch"
 """Metadata of a collective's node: the ``to_dict`` of the stretch that it belongs to. The partitioner copies it from
 the joint graph into the forward and the backward graph, where the overlap pass reads it for its report."""
@@ -33,8 +35,8 @@ class StretchFacts:
         features: size of the last dim of the first all-reduce.
         dtype: dtype of the first all-reduce, without ``torch.``.
         all_reduces: number of all-reduces as written.
-        scatters, gathers, sums: number of reduce-scatters, all-gathers, and all-reduces of sums over tokens that the
-            rewrite makes.
+        scatters, gathers, sums: number of reduce-scatters, all-gathers, and collectives that combine the ranks' parts
+            of a sum, maximum or minimum over tokens, that the rewrite makes.
         gathered_again: number of the all-gathers that the backward repeats, so that rows are saved for it.
         nodes: number of nodes that run on rows.
         status: ``rewritten`` | ``kept`` | ``refused`` | ``failed``.
@@ -42,6 +44,8 @@ class StretchFacts:
         estimate_us: microseconds of the matmuls beside the collectives and of the collectives that stay exposed:
             ``keep`` as written, ``rewritten``; empty if they were not estimated.
         reasons: why the stretch is not rewritten.
+        program: the first 16 hex digits of a hash of the operators and numbers of all nodes that run on rows, and of
+            those that compute what they read. Ranks compare it, because a number may be the rank's own.
         gathered_for: for each op that needs all rows, how many gathers it needs: ``{"aten.mm.default": 5}``.
     """
 
@@ -62,6 +66,7 @@ class StretchFacts:
     estimate_us: dict[str, float] = field(default_factory=dict)
     reasons: tuple[Reason, ...] = ()
     gathered_for: dict[str, int] = field(default_factory=dict)
+    program: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ranks": list(self.ranks), "reasons": [asdict(r) for r in self.reasons]}

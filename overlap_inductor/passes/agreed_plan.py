@@ -25,6 +25,7 @@ from torch import fx
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.facts.stretch import DIVIDED
 from overlap_inductor.lowerings.registry import schedule_named
 from overlap_inductor.lowerings.schedule import ExchangeTerms
 from overlap_inductor.passes import plan as planner
@@ -168,6 +169,8 @@ def plan_of(
             # A group of one rank exchanges nothing. The same collective may have a larger group on other ranks.
             if group is not None and len(group_ranks(group) or ()) != 1:
                 steps.append(f"{names.group(group)}: {kind} kept")
+    for group, program in graph.output_node().meta.get(DIVIDED, ()):
+        steps.append(f"{names.group(group)}: tokens divided among the ranks by program {program}")
     groups = (tuple(names.groups),)
     plan = ExchangePlan(__version__, config.mode, tuple(steps), bool(first_op), dict(config.cache_key()), groups)
     return plan, list(names.groups)

@@ -104,6 +104,7 @@ def _find_and_rewrite(
         return OverlapReport(**about, world_size=1, **_exchange_of(graph, config, None))
     before = readable(graph)
     stretches, failed = sequence_parallel.stretches_of(graph), sequence_parallel.failures_of(graph)
+    sequence_parallel.note_divided(graph)
     fused_sums.take_apart(graph)
     outcome = _choose_and_rewrite(graph, config, about["phase"], refusal)
     fused_sums.put_back(graph)

@@ -22,6 +22,7 @@ The graph before and after, for one decoder layer::
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import Counter
 from dataclasses import replace
@@ -32,6 +33,7 @@ from torch import fx
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts.decision import Reason
+from overlap_inductor.facts.stretch import DIVIDED
 from overlap_inductor.facts.stretch import META
 from overlap_inductor.facts.stretch import StretchFacts
 from overlap_inductor.passes import snapshot
@@ -49,6 +51,9 @@ from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import naming
 from overlap_inductor.sites import sizes
 from overlap_inductor.sites.collectives import find_collectives
+from overlap_inductor.sites.collectives import group_name
+from overlap_inductor.torch_compat import operators
+from overlap_inductor.torch_compat.graph_inputs import freezing
 from overlap_inductor.torch_compat.guards import decide
 
 log = logging.getLogger("overlap_inductor")
@@ -87,7 +92,7 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, refusal: str | Non
         return []
     finder = _found(graph)
     facts = [_describe(graph, s) for s in finder.stretches]
-    context = Context(config, refusal)
+    context = Context(config, refusal or freezing())
     for number, stretch in enumerate(finder.stretches):
         if (reason := refuse(stretch, context)) is not None:
             facts[number] = replace(facts[number], status="refused", reasons=(reason,))
@@ -225,7 +230,10 @@ def _write(
     except Exception:
         kept.restore()
         raise
-    made = Counter((number, _kind(node)) for node, (number, _) in writer.made.items())
+    reduced = {node for _, stretch in chosen for node in stretch.sums}
+    made = Counter(
+        (number, "all_reduce" if old in reduced else _kind(node)) for node, (number, old) in writer.made.items()
+    )
     for number, _ in chosen:
         scatters, gathers, sums = (made[number, kind] for kind in ("reduce_scatter", "all_gather", "all_reduce"))
         again = sum(writer.made[g][0] == number for g in writer.gathered_again)
@@ -274,7 +282,35 @@ def _describe(graph: fx.Graph, stretch: Stretch) -> StretchFacts:
         status="kept",
         source="analytic",
         gathered_for=dict(needed),
+        program=_program(stretch),
     )
+
+
+def _program(stretch: Stretch) -> str:
+    """``StretchFacts.program``: nodes and symbols have no names in it."""
+    pending, computed = list(stretch.reads), set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node.op == "call_function" and node not in computed and not operators.is_functional_collective(node):
+            computed.add(node)
+            pending += node.all_input_nodes
+    lines = []
+    for node in (*stretch.rows, *stretch.sums, *sorted(computed)):
+        shown = fx.map_arg((node.args, node.kwargs), lambda n: "_")
+        numbers = ["s" if isinstance(v, torch.SymInt) else str(v) for v in operators.leaves(shown)]
+        lines.append(f"{node.target}({', '.join(numbers)})")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def note_divided(graph: fx.Graph) -> None:
+    """Note the rewritten stretches at the graph's output, where ``agreed_plan`` finds them after their collectives were
+    replaced."""
+    found = {}
+    for node in graph.nodes:
+        if META in node.meta and node.meta[META]["status"] == "rewritten":
+            found[node.meta[META]["id"]] = (group_name(node), node.meta[META]["program"])
+    if found:
+        graph.output_node().meta[DIVIDED] = list(found.values())
 
 
 def stretches_of(graph: fx.Graph) -> list[StretchFacts]:

@@ -5,7 +5,18 @@ from __future__ import annotations
 
 import re
 
+import torch
 from torch import fx
+
+
+def freezing() -> str | None:
+    """Why the inputs of the graph that is being compiled cannot be compared between ranks, or ``None``: Inductor's
+    freezing makes constants of parameters after the joint graph's passes."""
+    from torch._inductor import config
+
+    if config.freezing and not torch.is_grad_enabled():
+        return "torch._inductor.config.freezing is on: it makes constants of the weights that ranks would compare"
+    return None
 
 
 def is_parameter(node: fx.Node) -> bool | None:

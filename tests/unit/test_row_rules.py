@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx
 
+from overlap_inductor.passes.sequence.sums import EXTREMA
 from tests.support.fake_group import fake_group
 from tests.support.hand_graph import getitem
 from tests.support.token_graph import F64
@@ -50,6 +51,11 @@ HELD: dict[str, Op] = {
     "prod": lambda g, x: g.op("prod.dim_int", x, -1),
     "var": lambda g, x: g.op("var.correction", x, [2], correction=0, keepdim=True),
     "var_mean": lambda g, x: g.call(getitem, g.op("var_mean.correction", x, [2], correction=0, keepdim=True), 1),
+    "all 3 equal slices": lambda g, x: g.op(
+        "add.Tensor",
+        g.op("slice.Tensor", x, 2, 2, 4),
+        g.op("mul.Tensor", *(g.op("slice.Tensor", x, 2, a, a + 2) for a in (0, 4))),
+    ),
     "two dims of features": lambda g, x: g.op("sum.dim_IntList", g.view(x, B, S, 2, 3), [2, 3]),
     "softmax": lambda g, x: g.op("_softmax.default", x, -1, False),
     "cumsum over features": lambda g, x: g.op("cumsum.default", x, 2),
@@ -105,6 +111,10 @@ REFUSED: dict[str, tuple[str, Op]] = {
         "other tokens",
         lambda g, x: g.op("cat.default", [g.view(x, B * S, H), g.op("select.int", g.tokens(B * S, 3, 2), 2, 0)], 1),
     ),
+    # A part of the features that may be the rank's own: the graphs of the ranks then differ in a number.
+    "one of 3 equal slices": ("the rank's own", lambda g, x: g.op("slice.Tensor", x, 2, 2, 4)),
+    "one of 3 equal splits": ("the rank's own", lambda g, x: g.call(getitem, g.op("split.Tensor", x, 2, 2), 1)),
+    "one of 3 groups": ("the rank's own", lambda g, x: g.op("select.int", g.view(x, B, S, 3, 2), 2, 1)),
     "padded tokens": ("pads tokens", lambda g, x: g.op("constant_pad_nd.default", x, [0, 0, 0, 1])),
     "permuted tokens": ("moves tokens", lambda g, x: g.op("permute.default", x, [1, 0, 2])),
     "tokens behind features": ("moves tokens", lambda g, x: g.op("permute.default", x, [0, 2, 1])),
@@ -141,7 +151,7 @@ SUMS: dict[str, tuple[Op, str]] = {
     "max": (lambda g, x: g.op("max.default", x), "max"),
     "min": (lambda g, x: g.op("min.default", x), "min"),
 }
-"""Reductions over all tokens, and the reduce op of their all-reduce."""
+"""Reductions over all tokens, and how the ranks' parts are combined."""
 
 
 def add(made: TokenGraph, op: Op) -> fx.Node:
@@ -191,9 +201,13 @@ def test_sum_over_tokens(name: str) -> None:
             assert [node] * divides == [n for s in finder.stretches for n in s.sums]
             (facts,) = check_rewrite(made)
             assert (facts.sums, facts.gathers) == ((1, 0) if divides else (0, 1))
-            if divides:
+            if divides and reduce_op == "sum":
                 (combined,) = (n for n in made.graph.nodes if "all_reduce" in str(n.target))
                 assert combined.args[1] == reduce_op
+            elif divides:
+                # An all-reduce would drop a NaN.
+                (combined,) = (n for n in made.graph.nodes if n.target in EXTREMA.values() and "wait" in str(n.args[0]))
+                assert combined.target is EXTREMA[reduce_op]
             else:
                 (reasons,) = finder.stretches[0].needs_whole.values()
                 assert "rows beyond the last token" in reasons[0][1]

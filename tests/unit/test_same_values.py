@@ -39,7 +39,6 @@ SAME: dict[str, tuple[set[str], Op]] = {
     "an all-reduce of what differs": (set(), lambda g, x: g.reduce(g.op("rand_like.default", x))),
     "an all-gather": (set(), lambda g, x: g.gather(x)),
     "made without inputs": (set(), lambda g, x: g.op("arange.default", 8)),
-    "a constant of one element": (set(), lambda g, x: constant(g, 1)),
     "through an all-reduce": ({"same_1"}, lambda g, x: g.op("mul.Tensor", g.reduce(x), g.same(8, 6))),
 }
 DIFFERENT: dict[str, Op] = {
@@ -53,7 +52,7 @@ DIFFERENT: dict[str, Op] = {
     "dropout": lambda g, x: g.call(getitem, g.op("native_dropout.default", x, 0.5, True), 0),
     "a reduce-scatter": lambda g, x: g.scatter(x),
     "an all-to-all": lambda g, x: of(g, "all_to_all_single", x, g.group, [4, 4], [4, 4]),
-    "a constant of many elements": lambda g, x: constant(g, 8),
+    "a constant, whose value may be the rank's own": lambda g, x: constant(g, 1),
     "in place": lambda g, x: g.op("relu_.default", x),
 }
 

@@ -14,6 +14,7 @@ The partitioner does what the tags say: a node that must be recomputed is not sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Mapping
 
@@ -101,7 +102,9 @@ def _seconds(node: fx.Node, collective: CollectiveNode, config: OverlapConfig) -
     matmul = matmuls.parse(node)
     if matmul is None:
         return 0.0
-    flops = 2.0 * sizes.hint(tools.numel(tools.shape(node))) * sizes.hint(tools.shape(matmul.lhs)[-1])
+    # Ranks must decide alike, but their shards of a weight may differ in size.
+    dims = [sizes.rounded(sizes.hint(s)) for s in (*tools.shape(node), tools.shape(matmul.lhs)[-1])]
+    flops = 2.0 * math.prod(dims)
     itemsize = tools.dtype(matmul.lhs).itemsize
     alone = cost_model.SiteSizes(flops, 0.0, itemsize, collective.world_size)
     return cost_model.matmul_seconds(alone, sizes.machine_at(collective, config))

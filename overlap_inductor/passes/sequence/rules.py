@@ -86,6 +86,8 @@ class _Pointwise:
     def held(self, node: fx.Node, held: Held) -> Rows:
         if operators.is_mutable(node):
             raise NotRowWise(f"{node.target} writes in place")
+        if not tools.is_tensor(node):
+            raise NotRowWise(f"{node.target} has several results")
         return broadcast(node, list(tools.tensor_inputs(node)), held)
 
     def write(self, node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
@@ -128,9 +130,8 @@ class _Reduction:
         source: Any = node.args[0]
         dims = [d - rows.lead + 1 for d in reduced_dims(node, len(tools.shape(source)))]
         given = operators.argument(node, "dim")
-        return writer.call(
-            node.target, writer.rows(source), dims[0] if isinstance(given, int) else dims, *node.args[2:], **node.kwargs
-        )
+        args, kwargs = operators.with_argument(node, "dim", dims[0] if isinstance(given, int) else dims)
+        return writer.call(node.target, writer.rows(source), *args[1:], **kwargs)
 
 
 class _Element:
@@ -191,7 +192,10 @@ class _OnDim:
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         rows = held[node.args[0]]
-        feature_dim(node, operators.argument(node, "dim"), rows)
+        dim = feature_dim(node, operators.argument(node, "dim"), rows)
+        if _may_be_own_part(node, dim, rows.tokens.world_size):
+            text = f"{node.name} takes one of {rows.tokens.world_size} equal parts, which may be the rank's own"
+            raise NotRowWise(text)
         return rows
 
     def write(self, node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
@@ -237,6 +241,29 @@ class _Pad:
 
 _LIKE = {aten.full_like.default, aten.zeros_like.default, aten.ones_like.default}
 _ON_DIM = {aten.slice.Tensor, aten.select.int, *tools.SPLITS}
+
+
+def _may_be_own_part(node: fx.Node, dim: int, world_size: int) -> bool:
+    """Whether ``node`` takes some of ``world_size`` equal parts of ``dim`` and no other node takes the others: a rank
+    that scatters features takes its own part, by a number that differs between the ranks."""
+    source: Any = node.args[0]
+    size = tools.shape(source)[dim]
+    if node.target in tools.SPLITS:
+        lengths = [part.shape[dim] for part in tools.value(node)]
+        alike_all = len(lengths) == world_size and all(same_size(n, lengths[0]) for n in lengths)
+        return alike_all and len({u.args[1] for u in node.users}) < world_size
+    rank = len(tools.shape(source))
+    alike = [u for u in source.users if u.target is node.target and operators.argument(u, "dim", 0) % rank == dim]
+    if node.target is aten.select.int:
+        return same_size(size, world_size) and len({operators.argument(u, "index") for u in alike}) < world_size
+    part = tools.shape(node)[dim]
+    start = operators.argument(node, "start") or 0
+    if not same_size(part * world_size, size) or not same_size(start % part, 0):
+        return False
+    if operators.argument(node, "step", 1) != 1:
+        return False
+    starts = {operators.argument(u, "start") or 0 for u in alike if same_size(tools.shape(u)[dim], part)}
+    return len(starts) < world_size
 
 
 def rule_of(node: fx.Node) -> Rule | None:

@@ -67,9 +67,6 @@ class SameValues:
             return frozenset()
         if node.op == "placeholder":
             return frozenset([node])
-        if node.op == "get_attr":
-            value = tools.value(node)
-            return frozenset() if isinstance(value, torch.Tensor) and value.numel() <= 1 else None
         if node.op != "call_function" or _may_differ(node):
             return None
         kind = self._of_group(node)

@@ -35,7 +35,9 @@ REDUCE_OPS = {
     aten.max.default: "max",
     aten.min.default: "min",
 }
-"""The collective's reduce op for each reduction."""
+"""How the ranks' parts are combined, for each reduction."""
+EXTREMA = {"max": aten.amax.default, "min": aten.amin.default}
+"""The reductions of several ranks' parts that are no sums."""
 
 
 def reduces_tokens(node: fx.Node, held: Held) -> bool:
@@ -63,8 +65,8 @@ def write_partial(node: fx.Node, rows: Rows, writer: Writer) -> fx.Node:
         local = writer.call(overlap.rows_below.default, local, *where)
     first = rows.lead - 1
     dims = sorted({max(d - first, 0) for d in reduced_dims(node, len(tools.shape(_source(node))))})
-    if REDUCE_OPS[node.target] != "sum":
-        return writer.call(aten.amax.default if REDUCE_OPS[node.target] == "max" else aten.amin.default, local, dims)
+    if REDUCE_OPS[node.target] in EXTREMA:
+        return writer.call(EXTREMA[REDUCE_OPS[node.target]], local, dims)
     return writer.call(
         aten.sum.dim_IntList, local, dims, False, dtype=wide(operators.argument(node, "dtype") or tools.dtype(node))
     )

@@ -39,6 +39,7 @@ from overlap_inductor.passes.sequence.rows import Tokens
 from overlap_inductor.passes.sequence.rows import is_one
 from overlap_inductor.passes.sequence.rules import rule_of
 from overlap_inductor.passes.sequence.sizes import SizeNodes
+from overlap_inductor.passes.sequence.sums import EXTREMA
 from overlap_inductor.passes.sequence.sums import REDUCE_OPS
 from overlap_inductor.passes.sequence.sums import wide
 from overlap_inductor.passes.sequence.sums import write_partial
@@ -182,6 +183,8 @@ class RowWriter:
         for part in parts[1:]:
             total = self.call(aten.add.Tensor, total, part)
         flat = self._padded(self.reshape(total, shape), tokens)
+        if not _is_contiguous(flat):
+            flat = self.call(aten.clone.default, flat, memory_format=torch.contiguous_format)
         if tools.value(flat).device.type == "cpu" and not is_matmul_result(total):
             return self._sum_of_exchanged(first.node, flat, tokens)
         return self._exchanged(first.node, c10d.reduce_scatter_tensor.default, flat, "sum", tokens)
@@ -223,7 +226,21 @@ class RowWriter:
             flat = [u for u in users if u.target in _TO_A_SHAPE and not tokens.even]
             whole = self.reshape(full, tools.shape(node)) if len(flat) < len(users) else full
         for user in users:
-            user.replace_input_with(node, full if user in flat else whole)
+            if user.op == "output" and user not in flat:
+                with self._in_place_of(node, user):
+                    user.replace_input_with(node, self._with_strides_of(node, whole))
+            else:
+                user.replace_input_with(node, full if user in flat else whole)
+
+    def _with_strides_of(self, node: fx.Node, whole: fx.Node) -> fx.Node:
+        """``whole`` in the strides of ``node``, a result of the graph: what follows the graph may rely on them."""
+        wanted = tools.value(node).stride()
+        if tools.value(whole).stride() == wanted or not all(isinstance(s, int) for s in (*wanted, *tools.shape(node))):
+            return whole
+        order = sorted(range(len(wanted)), key=lambda d: (-wanted[d], d))
+        dense = self.call(aten.permute.default, whole, order)
+        dense = self.call(aten.clone.default, dense, memory_format=torch.contiguous_format)
+        return self.call(aten.permute.default, dense, sorted(range(len(order)), key=order.__getitem__))
 
     def _movable(self, local: fx.Node) -> fx.Node:
         """``local``, as bytes if its dtype is fp8, which gloo does not move."""
@@ -247,7 +264,13 @@ class RowWriter:
                 key = (rows.tokens.group_name, value.dtype, value.device, node in self._backward)
                 self._late.setdefault(key, []).append((self._stretch, node, part))
                 return
-            combined = self._all_reduced(node, part, rows.tokens.group_name)
+            if REDUCE_OPS[node.target] == "sum":
+                combined = self._all_reduced(node, part, rows.tokens.group_name)
+            else:
+                # Not by an all-reduce: its maximum drops a NaN, which the op keeps.
+                one = self.reshape(part, [1, *tools.shape(part)])
+                parts = self._exchanged(node, c10d.all_gather_into_tensor.default, one, None, rows.tokens)
+                combined = self.call(EXTREMA[REDUCE_OPS[node.target]], parts, [0])
             result = write_result(node, combined, self)
         node.replace_all_uses_with(result)
 
