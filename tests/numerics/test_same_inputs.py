@@ -84,5 +84,5 @@ def _train(rank: int, world_size: int) -> str:
 
 def test_a_training_graph_has_no_plain_program() -> None:
     """What its forward saves for its backward was changed. So all ranks raise, and the error names the switch."""
-    texts = run_ranks(2, _train, expect_failure=True)
+    texts = run_ranks(2, _train)
     assert all("OVERLAP_INDUCTOR_SEQUENCE_PARALLEL=off" in text for text in texts), texts
