@@ -109,7 +109,7 @@ def test_it_compiles_and_runs_as_kept() -> None:
 def test_a_sum_that_cannot_be_taken_apart_leaves_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two sums cannot be split. Then the first one is fused into one kernel again."""
     computed: list[object] = []
-    plain = fused_sums._computed
+    plain = fused_sums.computed
 
     def fail(operator: object, *values: object) -> object:
         computed.append(operator)
@@ -117,7 +117,7 @@ def test_a_sum_that_cannot_be_taken_apart_leaves_the_graph(monkeypatch: pytest.M
             raise RuntimeError("on purpose")
         return plain(operator, *values)
 
-    monkeypatch.setattr(fused_sums, "_computed", fail)
+    monkeypatch.setattr(fused_sums, "computed", fail)
     after: list[str] = []
     inner = overlap_pass.fused_sums.put_back
     monkeypatch.setattr(
