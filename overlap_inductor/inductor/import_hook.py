@@ -93,4 +93,5 @@ def cancel_all() -> None:
 def resume() -> None:
     """Run the postponed callbacks, each once. The last line of module ``_NEEDED`` calls this function."""
     while _postponed:
-        _postponed.pop(0).run()
+        # Not ``run``: the module's last line still belongs to its body, so that would postpone the callback again.
+        _postponed.pop(0).callback()

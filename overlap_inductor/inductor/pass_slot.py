@@ -29,6 +29,7 @@ from overlap_inductor.passes.sequence_parallel import rewritten
 from overlap_inductor.passes.snapshot import copy_into
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.sites.collectives import find_collectives
+from overlap_inductor.torch_compat.plain_errors import shown_plainly
 
 SETTINGS = {POST_GRAD: "post_grad_custom_post_pass", JOINT: "joint_custom_post_pass"}
 """Names of settings of ``torch._inductor.config``, by the pipeline's slot."""
@@ -64,7 +65,8 @@ class OverlapPass(_Base):
             if id(graph) in scope.seen:  # installed twice, for example by us and inside another chain
                 return
             scope.seen[id(graph)] = graph
-        config = self.config()
+        with shown_plainly():
+            config = self.config()
         if config is None or config.mode == "off":
             return
         if (

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from overlap_inductor.report.report import OverlapReport
+from tests.support import sequence_blocks
 from tests.support.fake_group import fake_group
 from tests.support.fake_group import reports_of
 from tests.support.golden import FOLDER
@@ -85,7 +86,7 @@ def test_golden(name: str) -> None:
 def test_no_golden_file_is_left_over() -> None:
     """Catches a golden file whose graph was renamed or dropped, or that no test names."""
     files = {str(f.relative_to(FOLDER)) for f in FOLDER.rglob("*.txt")}
-    graphs = {file_of(name) for name in GRAPHS}
+    graphs = {file_of(name) for name in GRAPHS} | {sequence_blocks.file_of(name) for name in sequence_blocks.BLOCKS}
     sources = "".join(f.read_text() for f in FOLDER.parent.rglob("test_*.py"))
     named = {f for f in files - graphs if f'"{f}"' in sources}
     assert graphs <= files and files == graphs | named

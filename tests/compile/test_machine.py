@@ -10,6 +10,7 @@ import torch
 
 import overlap_inductor
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.errors import ConfigError
 from overlap_inductor.facts.decision import Decision
 from overlap_inductor.facts.machine import BOXES
 from overlap_inductor.inductor.fingerprint import fingerprint
@@ -82,7 +83,7 @@ def test_a_bad_file_fails_the_first_compile(tmp_path: Path, monkeypatch: pytest.
     torch.compiler.reset()
     install.enable_from_environment()
     try:
-        with pytest.raises(Exception, match="ConfigError: OVERLAP_INDUCTOR_MACHINE=.*cannot be read"):
+        with pytest.raises(ConfigError, match="OVERLAP_INDUCTOR_MACHINE=.*cannot be read"):
             torch.compile(lambda x: x + 1)(torch.ones(2))
     finally:
         overlap_inductor.disable()

@@ -12,6 +12,7 @@ from tests.support.fake_group import fake_group
 from tests.support.fake_group import reports_of
 from tests.support.golden import check_golden
 from tests.support.sequence_blocks import BLOCKS
+from tests.support.sequence_blocks import file_of
 
 TORCH = "2.13"
 """The golden files are for this torch version."""
@@ -62,7 +63,7 @@ def test_golden(name: str) -> None:
     assert {r.code for s in stretches for r in s.reasons} == codes and stretches
     assert not any(r.failures for r in found)
     if torch.__version__.startswith(TORCH):
-        check_golden(text(found), f"sequence/{name.replace(' ', '_')}.txt")
+        check_golden(text(found), file_of(name))
 
 
 @pytest.mark.parametrize(("world_size", "name"), ON_RANKS)

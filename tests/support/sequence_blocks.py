@@ -179,3 +179,8 @@ BLOCKS: dict[str, tuple[Callable[..., Any], Make]] = {
     "dropout": (dropout, lambda n: _floats((1, 4 * n, H), (H, H), (H,), _UP)),
     "few tokens": (one_layer, lambda n: _floats((1, 1, H), *_LAYER)),
 }
+
+
+def file_of(name: str) -> str:
+    """The golden file of the block ``name``."""
+    return f"sequence/{name.replace(' ', '_')}.txt"
