@@ -34,6 +34,8 @@ class ExchangePlan:
         groups: this rank's names of the process groups that the steps call g0, g1, ...; one tuple for each joined plan.
             Not in the digest.
         parts: the plans that ``joined`` made this one from; empty for the plan of a single graph.
+        inputs: digests of the parameters and buffers that must be the same on all ranks for this exchange to be right,
+            by name of the graph's input (``runtime.same_inputs``).
     """
 
     version: str
@@ -43,11 +45,13 @@ class ExchangePlan:
     config: Mapping[str, Any] = field(default_factory=dict, compare=False)
     groups: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
     parts: tuple[ExchangePlan, ...] = field(default=(), compare=False)
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:
         """The first 16 hex digits of a SHA-256. Ranks whose exchanges match have the same digest."""
-        text = json.dumps([self.version, list(self.steps), "off" if self.mode == "off" else "on"])
+        inputs = [sorted(self.inputs.items())] if self.inputs else []
+        text = json.dumps([self.version, list(self.steps), "off" if self.mode == "off" else "on", *inputs])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
@@ -71,6 +75,7 @@ class ExchangePlan:
         value = {
             "config": {k: list(v) if isinstance(v, tuple) else v for k, v in self.config.items()},
             "groups": [list(names) for names in self.groups],
+            **({"inputs": dict(self.inputs)} if self.inputs else {}),
             "mode": self.mode,
             "overlap_inductor": self.version,
             "overlaps": self.overlaps,
@@ -85,7 +90,7 @@ class ExchangePlan:
         value = json.loads(text)
         version = str(value.get("overlap_inductor", "?"))
         steps, config = value.get("steps", ()), value.get("config", {})
-        groups = value.get("groups", ())
+        groups, inputs = value.get("groups", ()), value.get("inputs", {})
         return cls(
             version=version,
             mode=str(value.get("mode", "on")),
@@ -93,6 +98,7 @@ class ExchangePlan:
             overlaps=bool(value.get("overlaps", True)),
             config=config if isinstance(config, dict) else {},
             groups=tuple(map(tuple, groups)) if isinstance(groups, list) else (),
+            inputs={str(k): str(v) for k, v in inputs.items()} if isinstance(inputs, dict) else {},
         )
 
     @classmethod
@@ -125,6 +131,13 @@ def _one_difference(mine: ExchangePlan, other: ExchangePlan) -> str:
     parts = []
     if len(mine.steps) != len(other.steps):
         parts.append(f"{len(mine.steps)} transfers here and {len(other.steps)} there")
+    if mine.steps == other.steps:
+        names = [k for k in sorted({*mine.inputs, *other.inputs}) if mine.inputs.get(k) != other.inputs.get(k)]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return (
+            f"{', '.join(names[:3])}{more} must be the same on all ranks, because the ranks divide the tokens, and has"
+            " other values here than there"
+        )
     number = next(
         (i for i, (a, b) in enumerate(zip(mine.steps, other.steps)) if a != b), min(len(mine.steps), len(other.steps))
     )

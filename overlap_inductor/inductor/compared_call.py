@@ -18,6 +18,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from overlap_inductor.runtime import same_inputs
 from overlap_inductor.runtime.workspace import prepare
 from overlap_inductor.torch_compat.distributed import is_fake
 from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.torch_compat.storages import ByStorage
 
 log = logging.getLogger("overlap_inductor")
 
@@ -83,8 +85,17 @@ class ComparedCall:
         self.needs = [(name, need[0], need[1]) for r in reports for name, need in r.groups.items() if need]
         self.names = list(dict.fromkeys(name for r in reports for name in r.groups))
         self.on_accelerator = on_accelerator
-        self.comparison: agreement.Comparison | None = None
-        self.groups: list[dist.ProcessGroup] = []
+        self.groups: list[dist.ProcessGroup] | None = None
+        same = [(*entry[:3], entry[3] and len(self.names) == 1) for r in reports for entry in r.same_inputs]
+        self.in_plan = [(index, name) for index, name, _, in_plan in same if in_plan]
+        """Parameters and buffers whose digests are part of the plan: index among the inputs, and name. All ranks that
+        compare the plan need the same, so the graph has one group."""
+        self.apart_from_plan = [(index, name, group) for index, name, group, in_plan in same if not in_plan]
+        """The other inputs that must be the same on all ranks of a group."""
+        self.by_inputs: ByStorage[agreement.Comparison] = ByStorage()
+        """The comparison for each set of ``in_plan`` inputs that the graph was called with."""
+        self.by_digest: dict[str, agreement.Comparison] = {}
+        """The same comparisons by their plan's digest. Sets of inputs with the same values share one."""
         self.overlaps = any(p.overlaps for p in self.plans)
         self.ready = not self.overlaps
         """True if ``overlapped`` may run as soon as all ranks agree: its workspace exists, or it needs none."""
@@ -92,7 +103,7 @@ class ComparedCall:
         self._boxed_call = True
 
     def __call__(self, inputs: list[Any]) -> Any:
-        comparison = self._comparison()
+        comparison = self._comparison(inputs)
         if self.ready and comparison.count():
             return self.overlapped(inputs)
         outcome = comparison.call()
@@ -105,32 +116,41 @@ class ComparedCall:
                 "a group's backend is fake: kernels that reach into their peers' memory have none, and the graph runs"
                 " without overlap",
             )
-        if outcome.overlapped and not self.ready:
-            failure = self._prepare(inputs) or (self._inputs_differ(inputs) if outcome.fresh else "")
+        if outcome.overlapped and (outcome.fresh or not self.ready):
+            failure = "" if self.ready else self._prepare(inputs)
+            failure = failure or (self._inputs_differ(inputs) if outcome.fresh else "")
             # If this rank alone compiled an agreed plan again, the others are not here, and all slots exist.
             outcome = comparison.also(failure) if outcome.fresh or failure else outcome
-            self.ready = outcome.overlapped
+            self.ready = self.ready or outcome.overlapped
         if outcome.overlapped:
             return self.overlapped(inputs)
         if outcome.difference:
             reporting.fell_back(self.reports, outcome.difference, self.dump)
         return self._plain()(inputs)
 
-    def _comparison(self) -> agreement.Comparison:
-        """The comparison for the groups that have the graph's group names now. It is made again if a group was
-        destroyed and another one has its name."""
+    def _comparison(self, inputs: Sequence[Any]) -> agreement.Comparison:
+        """The comparison for the groups that have the graph's group names now, and for these inputs. All comparisons
+        are made again if a group was destroyed and another one has its name."""
         groups = [resolve_group(name) for name in self.names]
-        if self.comparison is None or any(a is not b for a, b in zip(groups, self.groups, strict=True)):
+        if self.groups is None or any(a is not b for a, b in zip(groups, self.groups, strict=True)):
             self.groups, self.ready = groups, not self.overlaps
-            self.comparison = agreement.Comparison(
-                ExchangePlan.joined(self.plans), groups, every_call=not self.on_accelerator
-            )
-        return self.comparison
+            self.by_inputs, self.by_digest = ByStorage(), {}
+        tensors = [inputs[index] for index, _ in self.in_plan]
+        comparison = self.by_inputs.get(tensors)
+        if comparison is None:
+            digests = {name: same_inputs.lasting_digest(inputs[index]) for index, name in self.in_plan}
+            plan = replace(ExchangePlan.joined(self.plans), inputs=digests)
+            comparison = self.by_digest.get(plan.digest)
+            if comparison is None:
+                comparison = agreement.Comparison(plan, groups, every_call=not self.on_accelerator)
+                self.by_digest[plan.digest] = comparison
+            self.by_inputs.put(tensors, comparison)
+        return comparison
 
     def _prepare(self, inputs: Sequence[Any]) -> str:
         """Make the workspace that the graph's sites share with their peers, all ranks of a group together. Returns
         ``""``, or why it failed, the same text on all ranks of the group."""
-        for group in self.groups:
+        for group in self.groups or ():
             for plan in self.plans:
                 agreement.accept(group, plan)
         for name, requests, limit in self.needs:
@@ -145,10 +165,10 @@ class ComparedCall:
         return ""
 
     def _inputs_differ(self, inputs: Sequence[Any]) -> str:
-        """Which inputs that the graph takes to be the same on all ranks of a group are not; ``""`` if there are none.
-        The same text on all ranks of the group."""
+        """Which of the inputs ``apart_from_plan`` are not the same on all ranks of their group; ``""`` if there are
+        none. The same text on all ranks of the group."""
         same: dict[str, dict[str, torch.Tensor]] = {}
-        for index, name, group in (entry for r in self.reports for entry in r.same_inputs):
+        for index, name, group in self.apart_from_plan:
             same.setdefault(group, {})[name] = inputs[index]
         for group, tensors in same.items():
             if failure := same_inputs.difference(resolve_group(group), tensors):

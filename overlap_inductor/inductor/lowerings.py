@@ -15,6 +15,8 @@ for ``aten.cat``, where the offsets are constant::
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +24,9 @@ import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor import lowering
+from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
 
 from overlap_inductor.errors import OverlapError
 from overlap_inductor.inductor.rank_symbol import rank_symbol
@@ -103,8 +107,38 @@ def _after(piece: Any, token: Any) -> Any:
     piece.realize()
     token.realize()
     kernel = V.graph.get_buffer(piece.get_name()).get_defining_op()
-    V.graph.additional_buffer_deps[kernel.get_operation_name()].add(token.get_name())
+    V.graph.additional_buffer_deps[kernel.get_operation_name()].add(_remaining(token.get_name()))
     return piece
+
+
+def _remaining(name: str) -> str:
+    """The name of a buffer that the kernel of buffer ``name`` writes and that Inductor keeps.
+
+    A step's token is an output of its kernel that no kernel reads. Inductor removes such an output, and with it each
+    scheduling edge from it. So the edge starts at an argument that the step writes in place.
+    """
+    buffer = V.graph.get_buffer(name)
+    if isinstance(buffer, ir.MultiOutput):
+        written = getattr(buffer.inputs[0], "mutation_outputs", ())
+        return written[0].get_name() if written else name
+    return name
+
+
+def _with_remaining_edges(lower: Callable[..., Any]) -> Callable[..., Any]:
+    """Around Inductor's lowering of ``control_deps``: edges from tokens start at a buffer that remains."""
+
+    @functools.wraps(lower)
+    def lower_and_move_edges(*args: Any) -> Any:
+        first = len(V.graph.operations)
+        result = lower(*args)
+        edges = V.graph.additional_buffer_deps
+        for operation in V.graph.operations[first:]:
+            if names := edges.get(operation.get_operation_name()):
+                edges[operation.get_operation_name()] = OrderedSet(map(_remaining, names))
+        return result
+
+    lower_and_move_edges.overlap_inductor = True  # type: ignore[attr-defined]
+    return lower_and_move_edges
 
 
 def _gather_step(*args: Any) -> Any:
@@ -205,3 +239,6 @@ def register_lowerings() -> None:
     ):
         if op not in lowering.lowerings:
             lowering.register_lowering(op, type_promotion_kind=None)(function)
+    theirs = lowering.lowerings[control_deps]
+    if not hasattr(theirs, "overlap_inductor"):
+        lowering.lowerings[control_deps] = _with_remaining_edges(theirs)

@@ -29,6 +29,7 @@ from overlap_inductor.passes.sequence_parallel import rewritten
 from overlap_inductor.passes.snapshot import copy_into
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.sites.collectives import find_collectives
+from overlap_inductor.torch_compat.graph_inputs import nested_region
 from overlap_inductor.torch_compat.plain_errors import shown_plainly
 
 SETTINGS = {POST_GRAD: "post_grad_custom_post_pass", JOINT: "joint_custom_post_pass"}
@@ -73,9 +74,10 @@ class OverlapPass(_Base):
             is_inference is None and self.slot == POST_GRAD
         ):  # torch 2.11, or a chain that calls its passes with the graph alone
             is_inference = scope is not None and scope.is_inference
-        context = GraphContext(
-            config, is_inference, compile_scope.current_graph_name() or "graph", compile_scope.refusal_context()
-        )
+        refusal = compile_scope.refusal_context()
+        if self.slot == JOINT:
+            refusal = refusal or nested_region(graph)
+        context = GraphContext(config, is_inference, compile_scope.current_graph_name() or "graph", refusal)
         if self.slot == JOINT:
             from torch._inductor.pattern_matcher import stable_topological_sort
 

@@ -102,6 +102,7 @@ def _find_and_rewrite(
 ) -> OverlapReport:
     if not any(True for _ in find_collectives(graph)):
         return OverlapReport(**about, world_size=1, **_exchange_of(graph, config, None))
+    sequence_parallel.erase_unread(graph)
     before = readable(graph)
     stretches, failed = sequence_parallel.stretches_of(graph), sequence_parallel.failures_of(graph)
     sequence_parallel.note_divided(graph)

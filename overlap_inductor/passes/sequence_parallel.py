@@ -54,6 +54,7 @@ from overlap_inductor.sites.collectives import find_collectives
 from overlap_inductor.sites.collectives import group_name
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.graph_inputs import freezing
+from overlap_inductor.torch_compat.graph_inputs import is_parameter
 from overlap_inductor.torch_compat.guards import decide
 
 log = logging.getLogger("overlap_inductor")
@@ -313,6 +314,20 @@ def note_divided(graph: fx.Graph) -> None:
         graph.output_node().meta[DIVIDED] = list(found.values())
 
 
+def erase_unread(graph: fx.Graph) -> None:
+    """Erase all-gathers of rewritten stretches that nothing in ``graph`` reads.
+
+    The partitioner copies a gather that only the backward reads into the forward too: it takes a collective for a node
+    with side effects.
+    """
+    for node, kind, _ in list(find_collectives(graph)):
+        ours = node.meta.get(META, {}).get("status") == "rewritten"
+        if ours and kind == "all_gather" and not any(user.users for user in node.users):
+            for user in list(node.users):
+                graph.erase_node(user)
+            graph.erase_node(node)
+
+
 def stretches_of(graph: fx.Graph) -> list[StretchFacts]:
     """The stretches that the collectives of a forward, backward or inference graph belong to, each once."""
     found = {n.meta[META]["id"]: n.meta[META] for n in graph.nodes if META in n.meta}
@@ -325,9 +340,9 @@ def rewritten(graph: fx.Graph) -> bool:
 
 
 def same_inputs_of(graph: fx.Graph) -> list[list[Any]]:
-    """``[index, name, group]`` of each input of the graph that must be the same on all ranks of the group."""
+    """``OverlapReport.same_inputs`` of a forward, backward or inference graph."""
     inputs = enumerate(graph.find_nodes(op="placeholder"))
-    return [[index, node.name, node.meta[SAME]] for index, node in inputs if SAME in node.meta]
+    return [[i, node.name, node.meta[SAME], is_parameter(node) is True] for i, node in inputs if SAME in node.meta]
 
 
 def failures_of(graph: fx.Graph) -> list[Failure]:

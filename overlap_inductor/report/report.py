@@ -62,8 +62,8 @@ class OverlapReport:
             that has any.
         notices: things the user should know that belong to no site (another pass took the sites, a limit was hit...).
         failures: errors inside the pass, with their tracebacks; empty if all went well.
-        same_inputs: ``[index, name, group]`` of each graph input that must be the same on all ranks of the group,
-            because a stretch that was rewritten reads it.
+        same_inputs: ``[index, name, group, lasting]`` of each graph input that must be the same on all ranks of the
+            group, because a stretch that was rewritten reads it. ``lasting``: it is a parameter or buffer.
         stretches: what the sequence-parallel rewrite did, for each stretch that has a collective in the graph.
     """
 

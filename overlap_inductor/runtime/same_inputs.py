@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare inputs of a graph that the sequence-parallel rewrite takes to be the same on all ranks of a group.
 
-A graph cannot show that a norm's weight is the same on all ranks (``passes.sequence.same_values``). So at the graph's
-first run each rank hashes these inputs, and compares with the group's first rank::
+A graph cannot show that a norm's weight is the same on all ranks (``passes.sequence.same_values``). So each rank hashes
+these inputs. There are two kinds:
+
+- *Parameters and buffers* stay in their memory from call to call. Their digests are part of what ranks compare before
+  they run the graph (``ExchangePlan.inputs``), for each set of parameters that the graph is called with. A compiled
+  block that serves several layers has one set for each layer. A digest is taken once, when the process first sees the
+  memory. So all later graphs of a model have the same digests, also after training steps.
+- *Arguments* of a call change from call to call. ``difference`` compares them in the call in which the ranks agree upon
+  a plan. It also compares the parameters of a graph with several groups: a parameter may be the same on all ranks of
+  one group only, and the plan is compared in all groups. ::
 
     rank 0                    rank 1                          rank 2
     writes digests            reads them; all are its own     reads them; "primals_7" is not its own
     verdict: "rank 2 cannot ..."   -> all ranks run the plain program
 
-Reading the inputs waits for the device. Later runs compare nothing.
+Reading the inputs waits for the device. Later calls hash nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +28,7 @@ import json
 import threading
 from collections.abc import Iterator
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +40,7 @@ from overlap_inductor.runtime.all_or_none import all_or_none
 from overlap_inductor.runtime.group_state import Kind
 from overlap_inductor.runtime.group_state import Owner
 from overlap_inductor.torch_compat.distributed import group_store
+from overlap_inductor.torch_compat.storages import ByStorage
 
 
 class InputsDiffer(OverlapError):
@@ -73,10 +83,25 @@ def difference(group: dist.ProcessGroup, inputs: Mapping[str, torch.Tensor]) -> 
     return ""
 
 
+_LASTING: ByStorage[dict[tuple[Any, ...], str]] = ByStorage()
+
+
+def lasting_digest(tensor: torch.Tensor) -> str:
+    """The ``digest`` that a parameter or buffer had when it was first asked for in this process."""
+    with _LOCK:
+        digests = _LASTING.get([tensor])
+        if digests is None:
+            _LASTING.put([tensor], digests := {})
+        layout = tensor.dtype, tuple(tensor.shape), tensor.stride()
+        if layout not in digests:
+            digests[layout] = digest(tensor)
+        return digests[layout]
+
+
 def digest(tensor: torch.Tensor) -> str:
     """The first 16 hex digits of a hash of a tensor's shape, dtype and bytes."""
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
     if flat.numel():
-        found.update(flat.view(torch.uint8).numpy().tobytes())
+        found.update(flat.view(torch.uint8).numpy())
     return found.hexdigest()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells which inputs of a graph are parameters and buffers of a module."""
+"""Tells which inputs of a graph are parameters and buffers of a module, and whether ranks can compare the inputs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ def freezing() -> str | None:
 
     if config.freezing and not torch.is_grad_enabled():
         return "torch._inductor.config.freezing is on: it makes constants of the weights that ranks would compare"
+    return None
+
+
+def nested_region(graph: fx.Graph) -> str | None:
+    """Why the inputs of ``graph`` cannot be compared between ranks if it is a subgraph, such as that of
+    ``torch.compiler.nested_compile_region``: only the whole graph's inputs are seen when it is called. Else ``None``.
+
+    AOTAutograd puts a description into the metadata of each input of a graph that it traced. Inputs of subgraphs have
+    none.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    if inputs and not any("desc" in node.meta for node in inputs):
+        return "this all-reduce is in a nested compile region, whose inputs the ranks cannot compare"
     return None
 
 

@@ -126,6 +126,22 @@ def test_chunks_are_read_in_place() -> None:
     assert events(lines).count("pointwise") == 1
 
 
+@pytest.mark.parametrize("reduces", [False, True], ids=["gather", "reduction"])
+def test_a_kept_collective_stays_behind_the_steps(reduces: bool) -> None:
+    """All ranks must call them in one order. Catches an edge from a step that Inductor removes together with the step's
+    unread result, because a pass of Inductor's then moves the collective before the steps."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = reduce_scatter(x @ w, "sum", 0, world()) if reduces else all_gather(x, 0, world()) @ w
+        return y, all_gather(h, 0, world())
+
+    options = {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": ["raise_comms"]}
+    lines = lines_of(fn, (16, 32), (32, 24), (3, 5), options=options)
+    kept = next(i for i, line in enumerate(lines) if "all_gather_into_tensor.default(" in line and line[0] != "#")
+    last = max(i for i, line in enumerate(lines) if "gather_step.default(" in line or "exchange_send.default(" in line)
+    assert kept > last
+
+
 def test_max_autotune_applies_to_the_chunks() -> None:
     """The user's options reach the chunks' matmuls, and autotuning must not change the order."""
     fn = lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, world()), w))  # noqa: E731

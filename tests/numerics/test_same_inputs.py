@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A norm's weight that differs between the ranks: the graph whose tokens were divided would compute something else, so
-all ranks run the plain program."""
+all ranks run the plain program. The weight is an argument of the call, or a module's parameter."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 import overlap_inductor
 from overlap_inductor.errors import OverlapError
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.runtime import same_inputs
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
@@ -86,3 +88,106 @@ def test_a_training_graph_has_no_plain_program() -> None:
     """What its forward saves for its backward was changed. So all ranks raise, and the error names the switch."""
     texts = run_ranks(2, _train)
     assert all("OVERLAP_INDUCTOR_SEQUENCE_PARALLEL=off" in text for text in texts), texts
+
+
+class Layer(torch.nn.Module):
+    """``_layer`` with parameters."""
+
+    def __init__(self, rank: int, number: int, differs: bool, grad: bool = False) -> None:
+        super().__init__()
+        own, same = (torch.Generator().manual_seed(seed) for seed in (100 * number + rank, 7000 + number))
+        for name, shape in (("a", (8, H)), ("b", (H, 8))):
+            setattr(self, name, torch.nn.Parameter(torch.randn(shape, generator=own), requires_grad=grad))
+        norm = torch.rand(H, generator=own if differs else same)
+        self.norm = torch.nn.Parameter(norm, requires_grad=grad)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> Any:
+        residual = residual + ReduceForward.apply(x @ self.a)
+        return rms_norm(residual, self.norm) @ self.b, residual
+
+
+def _tensors(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's features and a residual that is the same on all ranks."""
+    own, same = torch.Generator().manual_seed(rank), torch.Generator().manual_seed(100)
+    return torch.randn(8, 8, generator=own), torch.randn(8, H, generator=same)
+
+
+def _off(found: Any, expected: Any) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+def _one_graph_serves_layers(rank: int, world_size: int) -> dict[str, Any]:
+    compile_anew()
+    heard = Heard()
+    layers = [Layer(rank, number, differs) for number, differs in ((1, False), (2, True), (3, False))]
+    x, residual = _tensors(rank)
+    reporting.forget_reports()
+    with torch.no_grad(), overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+        compiled = torch.compile(Layer.forward, dynamic=False)
+        off = [_off(compiled(m, x, residual), m(x, residual)) for _ in range(2) for m in layers]
+    return {
+        "off": max(off),
+        "graphs": [[s.status for s in r.stretches] for r in reporting.all_reports()],
+        "texts": heard.texts,
+    }
+
+
+def test_each_layer_that_a_graph_serves_is_compared() -> None:
+    """Catches a comparison of the first layer's weights alone."""
+    results = run_ranks(2, _one_graph_serves_layers)
+    for result in results:
+        assert result["off"] < 1e-4 and result["graphs"] == [["rewritten"]], result
+    assert [len(result["texts"]) for result in results] == [1, 0] and "other values" in results[0]["texts"][0], results
+
+
+def _second_graph(rank: int, world_size: int) -> list[float]:
+    compile_anew()
+    x, residual = _tensors(rank)
+    off = []
+    with torch.no_grad(), overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+        for number, differs in ((1, False), (2, True), (3, False)):
+            torch.compiler.reset()
+            layer = Layer(rank, number, differs)
+            off.append(_off(torch.compile(layer, dynamic=False)(x, residual), layer(x, residual)))
+    return off
+
+
+def test_a_later_graph_with_the_same_plan_is_compared() -> None:
+    for off in run_ranks(2, _second_graph):
+        assert max(off) < 1e-4, off
+
+
+def _train_and_recompile(rank: int, world_size: int, lone: int) -> dict[str, Any]:
+    """Train a layer. Compile it again on the ranks below ``lone``, after its weights have changed."""
+    compile_anew()
+    heard, layer, hashed = Heard(), Layer(rank, 1, False, grad=True), []
+    plain = Layer(rank, 1, False, grad=True)
+    digest = same_inputs.digest
+    same_inputs.digest = lambda tensor: hashed.append(tuple(tensor.shape)) or digest(tensor)  # type: ignore[assignment]
+    x, residual = _tensors(rank)
+    off = []
+    reporting.forget_reports()
+    with overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+        for step in range(4):
+            if step == 2 and rank < lone:
+                torch.compiler.reset()
+            compiled = torch.compile(layer, dynamic=False)
+            for one, call in ((layer, compiled), (plain, plain)):
+                out, kept = call(x, residual)
+                (out.square().mean() + kept.square().mean()).backward()
+                dist.all_reduce(one.norm.grad)
+                with torch.no_grad():
+                    for p in one.parameters():
+                        p -= 0.01 * p.grad
+                        p.grad = None
+            off.append(_off(layer.parameters(), plain.parameters()))
+    return {"off": max(off), "hashed": hashed, "graphs": len(reporting.all_reports()), "texts": heard.texts}
+
+
+@pytest.mark.parametrize("lone", [1, 2], ids=["one rank compiles again", "all ranks compile again"])
+def test_weights_are_hashed_once(lone: int) -> None:
+    """A graph that is compiled after training steps has the digests of the first one. So a rank that compiles again
+    alone does not wait for the others."""
+    for rank, result in enumerate(run_ranks(2, _train_and_recompile, lone)):
+        assert result["off"] < 1e-5 and result["texts"] == [], result
+        assert result["hashed"].count((H,)) == 1 and result["graphs"] == (4 if rank < lone else 2), result

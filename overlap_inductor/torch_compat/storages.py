@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ByStorage``: values that belong to the memory of tensors, not to the tensor objects. A parameter that is a tensor
+subclass, and a tensor that was saved for backward, are new objects at each call in the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic
+from typing import TypeVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+T = TypeVar("T")
+
+
+class ByStorage(Generic[T]):
+    """A dictionary whose keys are sequences of tensors, compared by storage and address.
+
+    An entry keeps none of the tensors' memory alive. It ends when one of its storages is freed: the next ``put`` drops
+    it, and until then ``get`` cannot find it, because its weak references keep torch from using the identities again.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, ...], tuple[T, list[StorageWeakRef]]] = {}
+
+    def get(self, tensors: Sequence[torch.Tensor]) -> T | None:
+        entry = self._found.get(_places(tensors))
+        return entry[0] if entry is not None else None
+
+    def put(self, tensors: Sequence[torch.Tensor], value: T) -> None:
+        for key in [k for k, (_, weak) in self._found.items() if any(w.expired() for w in weak)]:
+            del self._found[key]
+        self._found[_places(tensors)] = value, [StorageWeakRef(t.untyped_storage()) for t in tensors]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    # The storage's identity tells memory that was freed and used again. The address tells views of one storage.
+    return tuple([n for t in tensors for n in (t.untyped_storage()._cdata, t.data_ptr())])

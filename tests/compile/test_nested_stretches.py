@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sequence-parallel rewrite in graphs that hold other graphs, and in the two halves of a training graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import overlap_inductor
+from overlap_inductor.report import publish
+from overlap_inductor.report.report import OverlapReport
+from tests.support.fake_group import fake_group
+from tests.support.gloo_ranks import compile_anew
+from tests.support.sequence_blocks import ReduceForward
+from tests.support.sequence_blocks import rms_norm
+
+
+def _layer(x: torch.Tensor, a: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, b: torch.Tensor) -> Any:
+    residual = residual + ReduceForward.apply(x @ a)
+    return rms_norm(residual, norm) @ b, residual
+
+
+def _reports(fn: Any, trains: bool) -> list[OverlapReport]:
+    compile_anew()
+    publish.forget_reports()
+    shapes = ((8, 8), (8, 16), (8, 16), (16,), (16, 8))
+    with fake_group(2), overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+        out, kept = torch.compile(fn, dynamic=False)(*(torch.randn(s).requires_grad_(trains) for s in shapes))
+        if trains:
+            (out.sum() + kept.sum()).backward()
+    return publish.all_reports()
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
+def test_a_nested_compile_region_is_not_rewritten(trains: bool) -> None:
+    """The ranks cannot compare its inputs, and the plain program is kept for the whole graph alone. Its sites are
+    overlapped all the same."""
+    region = torch.compiler.nested_compile_region(_layer)
+
+    def twice(x: torch.Tensor, *weights: torch.Tensor) -> Any:
+        x, residual = region(x * 2, *weights)
+        return region(x, weights[0], residual, *weights[2:])
+
+    found = [s for r in _reports(twice, trains) for s in r.stretches]
+    assert found and all(s.status == "refused" for s in found)
+    (reason,) = found[0].reasons
+    assert reason.code == "backend_not_supported" and "nested compile region" in reason.text
+
+
+def test_the_forward_holds_no_gather_that_only_the_backward_reads() -> None:
+    """The norm's gradient needs twice its input. The forward saves rows of it, and the backward gathers them."""
+    forward, backward = _reports(_layer, True)
+    assert [s.status for s in forward.stretches] == ["rewritten"]
+    assert "overlap_inductor.gather_start" in backward.after
+    gathers = [line for line in forward.before.splitlines() if "all_gather_into_tensor.default" in line]
+    waits = [line.split(":")[0] for line in forward.before.splitlines() if "wait_tensor.default" in line]
+    assert gathers and all(forward.before.count(name) > 1 for name in waits), forward.before
