@@ -117,7 +117,7 @@ def left_out(gm: fx.GraphModule | None, names: Sequence[str]) -> dict[str, torch
 
 
 def known_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``keywords`` that Inductor's ``compile_fx_inner`` takes."""
+    """The part of ``keywords`` that are parameters of Inductor's ``compile_fx_inner``."""
     from torch._inductor.compile_fx import _CompileFxKwargs
 
     known = {*_CompileFxKwargs.__annotations__, "compile_region_name"}

@@ -196,7 +196,7 @@ class Graph:
                 _function("cuGraphDestroy", ctypes.c_void_p)(graph)
         self._launch = _function("cuGraphLaunch", ctypes.c_void_p, ctypes.c_void_p)
         self._made = made.value
-        # Not destroyed at the process's exit, because the driver may be gone by then.
+        # The graph is not destroyed at the process's exit, because the driver may have shut down already.
         weakref.finalize(self, _function("cuGraphExecDestroy", ctypes.c_void_p), made).atexit = False
 
     def launch(self, stream: int) -> None:

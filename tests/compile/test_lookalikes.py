@@ -84,7 +84,7 @@ def sliced(spans: Sequence[tuple[int, int]], dim: int = 1) -> HandGraph:
 
 @pytest.mark.parametrize("end", ["exact", "open"])
 def test_spelling_d_slices_are_a_gather(end: str) -> None:
-    """This is the spelling for sizes that are only known at run time. The last slice may be open-ended."""
+    """torch writes a gather in slices if sizes are known only at run time. The last slice may have no end."""
     with fake_group(3):
         report = sliced([(0, 2), (2, 4), (4, 6 if end == "exact" else 2**63 - 1)]).run()
     assert summary(report) == [(GATHER, 1, ["mm M"], "overlapped")]
@@ -122,7 +122,7 @@ def test_a_cat_of_another_tensor_is_not_a_near_miss() -> None:
 
 
 def test_the_order_of_splits_matters_too() -> None:
-    """As for slices: only pieces in the ranks' order are a gather."""
+    """The pieces of a split are a gather only if they are joined in the order of the ranks."""
     for order, expected in (((0, 1, 2), [GATHER]), ((0, 2, 1), [])):
         with fake_group(3):
             made = HandGraph()

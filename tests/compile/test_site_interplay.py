@@ -233,7 +233,8 @@ def test_an_output_gathered_in_another_order() -> None:
 
 
 def test_a_gathers_matmul_stays_with_its_gather_if_it_is_added_to_another_one() -> None:
-    """Both sites are overlapped: the product of the first is the bias of the second."""
+    """Both the gather and the reduction are overlapped. The product of the gather's matmul is the bias of the
+    reduction's matmul."""
     with fake_group(2) as group:
 
         def layer(x: torch.Tensor, a: torch.Tensor, y: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -385,14 +386,14 @@ def test_a_site_is_refused_if_a_node_that_moves_up_reads_one_that_moves_down() -
     assert report.notices == []
 
 
-@pytest.mark.parametrize("kind", ["its operand, too", "twice", "a size known when it runs"])
+@pytest.mark.parametrize("kind", ["its operand, too", "twice", "an unbacked size"])
 def test_a_bias_that_is_not_a_term(kind: str) -> None:
     """A product that is read twice is not a term of the sum, because it would be computed more than once. An unbacked
     size in the bias's matmul is not a reason to refuse the site."""
     with fake_group(2):
         made = HandGraph()
         x, a, b = made.input(8, 6), made.input(6, 6, name="a"), made.input(6, 6, name="b")
-        if kind == "a size known when it runs":
+        if kind == "an unbacked size":
             u = made.unbacked_input(8, name="u")
             bias = made.mm(made.call(aten.permute.default, u, [1, 0]), u)
             x, a = made.input(8, 6, name="y"), made.input(6, 8, name="v")

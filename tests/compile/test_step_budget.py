@@ -282,7 +282,8 @@ def test_ops_after_the_matmul_that_looping_reductions_compute(kind: str, status:
         report = made.output(made.scatter(terms[kind]()), *([y] if "elsewhere" in kind else [])).run(step_node_budget=1)
     assert [f[2] for f in facts(report)] == [status] and report.notices == []
     if "another result" in kind:
-        # Both matmuls are computed in pieces, or only one is, and pieces of the other one's result are added.
+        # Either both matmuls are computed in pieces, or only one of them. In the second case, pieces of the other
+        # result are added.
         operands, bias = (
             ("[x, x], [v, w], [None, None]", False)
             if kind == "another result added"
