@@ -3,7 +3,7 @@
 
     torchrun --nproc-per-node 8 -m bench.agreement [--out bench/results/agreement.jsonl]
 
-Ranks are gloo processes that do nothing else. Figures are microseconds a call, the maximum over ranks::
+Ranks are gloo processes that do nothing else. Figures are microseconds for one call, the maximum over ranks::
 
     own        a rank's own time if all ranks have already published the call (median of 9 times 63 calls)
     together   time from call to call if all ranks call at once, so that each waits for the slowest (9 times 2000 calls)
@@ -57,7 +57,7 @@ def main() -> int:
             raise SystemExit("the ranks differ")
 
     def ahead() -> None:
-        """Publish this rank's next calls, and wait until all ranks have published theirs."""
+        """Publish this rank's next calls, and wait until all other ranks have published their next calls."""
         for number in range(1, CALLS // 2):
             page.publish(state.calls + number, text)
         dist.barrier()

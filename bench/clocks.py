@@ -6,13 +6,13 @@ The scaled times show whether a provider is slower because it waits, or because 
     torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 --schedules chunked
     fused/copy_engine --out rows.jsonl
 
-A matmul of large matrices takes a GPU to its power limit, and the clock rate then depends on what ran before. It falls
-further on a GPU that multiplies all the time than on one that waits for NCCL between two matmuls. Each provider runs in
-three ways: ``single`` (one call, the host hidden), ``row`` (``CALLS`` calls one after the other, the host hidden) and
-``compiled`` (as many calls of compiled graphs, the host in the loop). A kernel before each sample and another one after
-it store the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``). Each provider and way gets one JSON row
-with medians of the repeats: the maximum over ranks of the time, and the minimum over ranks of the clock rate. Results
-are compared with fp32 before anything is timed.
+A matmul of large matrices takes a GPU to its power limit. The clock rate then depends on the work that ran before. It
+falls further on a GPU that multiplies all the time than on one that waits for NCCL between two matmuls. Each provider
+runs in three ways: ``single`` (one call, the host hidden), ``row`` (``CALLS`` calls one after the other, the host
+hidden) and ``compiled`` (as many calls of compiled graphs, the host in the loop). Before and after each sample, a
+kernel stores the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``). Each provider and way gets one JSON
+row with medians of the repeats: the maximum over ranks of the time, and the minimum over ranks of the clock rate.
+Results are compared with fp32 before anything is timed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from overlap_inductor.passes.patterns import PATTERNS
 CALLS = 8
 """Calls of one sample in ways ``row`` and ``compiled``."""
 BLOCKS_AN_SM = 4
-"""Blocks of ``_stamp`` for each SM: enough that every SM runs at least one."""
+"""Blocks of ``_stamp`` for each SM. They are enough that every SM runs at least one."""
 
 
 @triton.jit
@@ -60,7 +60,8 @@ def _stamp(out):
 
 
 class StampedClock(Clock):
-    """A clock that also measures the GPU's clock rate: ``mhz`` is that of the last sample, the median over SMs."""
+    """A clock that also measures the GPU's clock rate. ``mhz`` is the rate during the last sample, the median over
+    SMs."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -100,8 +101,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measured(case: Case, names: Sequence[str], clock: StampedClock, repeats: int) -> list[dict[str, Any]]:
-    """A row for each way and provider, and for the matmul alone. All ranks call it together. Raises ``ValueError`` if a
-    result is wrong."""
+    """Returns a row for each way and provider, and for the matmul alone. All ranks call this function together. Raises
+    ``ValueError`` if a result is wrong."""
     site = Site(case, clock.device)
     expected, names = site.expected(), chosen(names, [], case, clock.device)
     hidden, compiled = (providers(site, names, [], setting, {}) for setting in ("hidden", "compiled"))

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU time of a compile with the pass on, against plain ``torch.compile``. One process.
+"""Measure the CPU time of a compile with the pass on, against plain ``torch.compile``. One process.
 
     python -m bench.compile_cost [--layers 32] [--repeats 3] [--out bench/results/compile_cost.jsonl]
     python -m bench.compile_cost --profile ring --repeats 1 [--phases training] [--sort tottime]
 
 The model is a Hugging Face Llama of 32 layers, sharded by ``tp_plan="auto"``. The process group is torch's fake one,
-and this process is its rank 0. It compiles what rank 0 would compile, and runs none of it. Two programs are compiled:
-the forward without gradients (``inference``), and forward and backward (``training``). Settings: ``plain`` (our hooks
-are not installed), ``auto``, ``ring`` (forced; the default budget limits how many sites are unrolled), ``looping``
-(every ring is one op). Each compile is cold and single-threaded, and goes from Dynamo to generated code. Settings take
-turns. A row is the repeat with the least CPU time.
+and this process is its rank 0. It compiles the graphs that rank 0 would compile, and runs no compiled code. Two
+programs are compiled: the forward without gradients (``inference``), and forward and backward (``training``). Settings:
+``plain`` (our hooks are not installed), ``auto``, ``ring`` (forced; the default budget limits how many sites are
+unrolled), ``looping`` (every ring is one op). Each compile uses no cache and one thread, and runs from Dynamo to the
+generated code. Settings take turns. A row is the repeat with the least CPU time.
 
 ``seconds``: CPU time of this process. ``compiler_seconds``: CPU time of the C++ compiler that it starts.
 ``pass_seconds``, ``lowering_seconds``, ``hook_seconds``: the parts of ``seconds`` spent in ``run_overlap_pass``, in our
@@ -212,8 +212,8 @@ def measured(
 
 
 def with_ratios(found: dict[tuple[str, str], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows, each with ``ratio``: its CPU time over that of the plain compile of its phase. A row has no ``ratio``
-    if that compile was not measured."""
+    """The rows. ``ratio`` is the CPU time of a row over that of the plain compile of the same phase. A row has no
+    ``ratio`` if that plain compile was not measured."""
     for (_, phase), row in found.items():
         plain = found.get(("plain", phase))
         yield row if plain is None else row | {"ratio": round(row["seconds"] / plain["seconds"], 3)}
@@ -235,7 +235,7 @@ def main() -> None:
     reports = instrument(clock)
     settings = [arguments.profile] if arguments.profile else arguments.settings
     with sharded_llama(2, arguments.world_size) as model:
-        # These compiles are not counted. They do what a process does only once, such as imports.
+        # These compiles are not counted. They do one-time work of the process, such as imports.
         for setting in settings:
             for phase in arguments.phases:
                 measured(model, setting, phase, clock, reports)
@@ -267,7 +267,7 @@ def main() -> None:
 
 
 def cpu_name() -> str:
-    """The processor's name in ``/proc/cpuinfo``, or its architecture if that has none."""
+    """The processor's name in ``/proc/cpuinfo``. If that file has no name, the processor's architecture."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

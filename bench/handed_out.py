@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the cost of an op that also returns the gathered tensor, for the gradient of a weight. One torchrun.
+"""Measure what it costs if an op also returns the gathered tensor, which the gradient of a weight needs. One torchrun.
 
     torchrun --nproc-per-node 2 -m bench.handed_out [--tokens 2048 8192] --out bench/results/handed_out.jsonl
 
 A tensor ``[tokens, 8192]`` is gathered and multiplied by three weights of 4096 columns each (q, k and v). Each schedule
-is timed without returning the gathered tensor and with it (``handed out``). ``keep``: NCCL and three matmuls; it has
-the gathered tensor in any case. ``copy``: a copy of the gathered tensor alone. Before anything is timed, results are
-compared with those of ``keep``, and gathered tensors bit for bit. Figures are microseconds with the host hidden: the
-median of calls in turn, the maximum over ranks.
+is timed twice: without returning the gathered tensor, and with returning it (``handed out``). ``keep``: NCCL and three
+matmuls, which always have the gathered tensor. ``copy``: only a copy of the gathered tensor. Before the timing, results
+are compared with those of ``keep``. Gathered tensors must be bitwise equal. Figures are microseconds with the host
+hidden: the median of calls in turn, the maximum over ranks.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def measure(tokens: int) -> list[dict[str, Any]]:
         **{f"{s}{', handed out' * used}": op_call(s, a, weights, used) for s in PLANS for used in (False, True)},
     }
     expected = keep()
-    # All ranks must time the same calls, so they decide together which calls are right.
+    # All ranks must time the same calls, so they agree on which calls are right.
     right = {
         name: greatest(float(not all(is_right(call(), expected) for _ in range(4)))) == 0
         for name, call in calls.items()

@@ -24,7 +24,7 @@ Outputs = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a Llama. ``prompt``: tokens in the cache before a step of decode."""
+    """Sizes of a Llama. ``prompt``: the number of tokens in the cache before a decode step."""
 
     layers: int
     hidden: int
@@ -42,9 +42,9 @@ class Program:
 
     Attributes:
         phase: a key of ``PHASES``.
-        batch, tokens: sequences, and new tokens of each.
-        model: what is compiled.
-        step: runs the model, or what it was compiled to, once, and returns what is compared.
+        batch, tokens: the number of sequences, and the number of new tokens in each.
+        model: the module that is compiled.
+        step: runs the model or its compiled form once, and returns the results to compare.
         cuda_graphs: whether it is compiled with CUDA graphs, if it runs on GPUs.
     """
 
@@ -57,7 +57,7 @@ class Program:
 
 
 def saved(folder: Path, sizes: Sizes, dtype: torch.dtype, device: str) -> Path:
-    """The folder of a Llama with random weights (seed 0), which the first rank makes."""
+    """The folder of a Llama with random weights (seed 0). The first rank writes it."""
     from transformers import LlamaConfig
     from transformers import LlamaForCausalLM
 
@@ -97,7 +97,8 @@ def forward(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dt
 
 
 def decode(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
-    """One token after ``sizes.prompt`` tokens that a static cache holds. Each step goes back to the same position."""
+    """One new token for each sequence. A static cache holds ``sizes.prompt`` earlier tokens. Each step starts at the
+    same position."""
     from transformers import StaticCache
 
     model, ids = _llama(folder, dtype), _ids(sizes.vocabulary, batch, sizes.prompt + tokens, device)
@@ -140,7 +141,7 @@ def _blocks(sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: s
 
 
 def blocks_forward(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
-    """Inference of sequence-parallel MLP blocks, whose collectives are gathers and scatters as written."""
+    """Inference of MLP blocks that are written as sequence-parallel, with gathers and scatters."""
     model, x = _blocks(sizes, batch, tokens, dtype, device)
 
     def step(function: Any) -> Outputs:

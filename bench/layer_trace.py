@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a step goes on this rank: waits for a peer, sends, matmuls and the rest, in all and for each site.
+"""Divides the time of a step on this rank among waits for a peer, sends, matmuls and the rest: in total, and for each
+site.
 
 ``bench.layers --trace FOLDER`` profiles some steps of each variant. The profiler's ranges of overlap ops carry the
-site's id. A matmul counts for the site whose first op ran last before it, until the site's last op.
+site's id. A site is open from its first op to its last op. A matmul counts for the site that was opened last and is
+still open.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ KINDS = {
     "aten::addmm": "matmul",
     "aten::bmm": "matmul",
 }
-"""What an op does with the rank's time, by the first word of its name. Looping ops (one op for a site) are ``loop``."""
+"""The kind of time that an op takes, by the first word of the op's name. Looping ops (one op for a site) have the kind
+``loop``."""
 OUTSIDE = "outside of sites"
 
 
@@ -48,9 +51,10 @@ class Span:
 
 
 def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
-    """``{site: {kind: milliseconds}}``; ``OUTSIDE`` has what is in no site.
+    """``{site: {kind: milliseconds}}``. ``OUTSIDE`` is the key for time outside all sites.
 
-    ``span``: from the site's first op to its last one. Ranges inside a range that counts already are left out.
+    ``span``: from the site's first op to its last one. A range inside a range that is counted already is not counted
+    again.
     """
     ordered = sorted(spans, key=lambda s: (s.begin, -s.end))
     bounds: dict[str, list[float]] = {}

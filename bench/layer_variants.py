@@ -29,7 +29,7 @@ class Variant:
 
     Attributes:
         switches: fields of ``OverlapConfig``; ``None``: plain ``torch.compile``.
-        right: whether its results are compared. They are wrong without collectives.
+        right: whether the results are compared. Without collectives they are wrong, and are not compared.
     """
 
     name: str
@@ -42,7 +42,7 @@ def variants(schedule: str, machine: str, switches: Mapping[str, str]) -> list[V
 
     Args:
         schedule: the schedule of the variants that are not named ``auto``.
-        machine: what ``auto`` is told (switch ``machine``); empty if it is told nothing.
+        machine: the value of switch ``machine`` for ``auto``; empty if the switch is not set.
         switches: further switches of every variant with overlap.
     """
     found = [Variant(PLAIN)]
@@ -59,7 +59,7 @@ def variants(schedule: str, machine: str, switches: Mapping[str, str]) -> list[V
 
 
 def compiled(variant: Variant, model: Any, cuda_graphs: bool) -> Any:
-    """``model`` compiled in this way. With CUDA graphs, as ``mode="reduce-overhead"`` makes them."""
+    """``model`` compiled in this way. With ``cuda_graphs``, it also gets the options of ``mode="reduce-overhead"``."""
     options: dict[str, Any] = dict(torch._inductor.list_mode_options("reduce-overhead")) if cuda_graphs else {}
     if variant.switches is not None:
         options |= {"mode": "on", "notice": "off", **variant.switches}
@@ -110,8 +110,8 @@ def sites(reports: Sequence[OverlapReport]) -> dict[str, int]:
 
 
 def stretches(reports: Sequence[OverlapReport]) -> list[dict[str, Any]]:
-    """What the sequence-parallel rewrite made of each stretch, and its estimates. A stretch of a training step has
-    collectives in the forward and in the backward graph."""
+    """For each stretch, the outcome of the sequence-parallel rewrite and its estimates. A stretch of a training step
+    has collectives in the forward and in the backward graph."""
     found = {s.id: s for r in reports for s in r.stretches}
     return [
         {

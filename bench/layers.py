@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole layers, forward and training: an unchanged Hugging Face Llama and sequence-parallel MLP blocks, under plain
-``torch.compile`` and with overlap.
+"""Time whole layers, forward and training: an unchanged Hugging Face Llama and sequence-parallel MLP blocks, under
+plain ``torch.compile`` and with overlap.
 
     sudo .venv/bin/python -m bench.layers                    # gloo ranks on a slow link: 2, then 4
     torchrun --nproc-per-node 8 -m bench.layers --device cuda
 
 Variants of a program are compiled, compared with the eager program in fp32 on random data, and then timed in turn, in a
 new order each round. Times are milliseconds of a step: median, 20th and 80th percentile, each the maximum over ranks.
-``no collectives``: the program with local ops in place of its collectives, which is a bound. Its results are wrong and
-not compared. Rows are added to ``bench/results/layers_slow_link.jsonl`` or ``layers.jsonl``; the slow link's table and
-picture are made from them (``python -m bench.report``, ``python tools/make_docs.py``).
+``no collectives``: the program with local ops in place of its collectives. Its time is a lower bound. Its results are
+wrong and are not compared. Rows are added to ``bench/results/layers_slow_link.jsonl`` or ``layers.jsonl``. The table
+and the picture of the slow link are made from these rows (``python -m bench.report``, ``python tools/make_docs.py``).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def settings_of(options: argparse.Namespace, megabits: int | None) -> Settings:
-    """What each rank is asked for, on a slow link of ``megabits`` Mbit/s or on GPUs."""
+    """The settings of each rank, on a slow link of ``megabits`` Mbit/s or on GPUs."""
     cpu = options.device == "cpu"
     told = {f.name: getattr(options, f.name) for f in dataclasses.fields(Sizes)}
     sizes = dataclasses.replace(CPU if cpu else CUDA, **{k: v for k, v in told.items() if v is not None})
@@ -108,8 +108,9 @@ def settings_of(options: argparse.Namespace, megabits: int | None) -> Settings:
 
 
 def told_about(megabits: int) -> str:
-    """What ``auto`` is told about ranks on a slow link: the link's rate, and the rate of this CPU's matmuls on one
-    thread, in two digits. The fastest of some matmuls counts, because other programs may use the CPU."""
+    """The value of switch ``machine`` for ranks on a slow link: the link's rate, and the rate of this CPU's matmuls on
+    one thread, rounded to two digits. The rate is that of the fastest of several matmuls, because other programs may
+    use the CPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -122,7 +123,7 @@ def told_about(megabits: int) -> str:
 
 
 def cases_of(options: argparse.Namespace, default: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """``(phase, sequences, tokens)`` of the phases, sequences and tokens that are asked for."""
+    """``(phase, sequences, tokens)`` of each program that the options request."""
     found = []
     for phase in options.phases or dict.fromkeys(phase for phase, _, _ in default):
         usual = [case for case in default if case[0] == phase] or [(phase, 1, 1 if phase == "decode" else 1024)]
@@ -148,7 +149,7 @@ def on_slow_link(options: argparse.Namespace) -> None:
                     rows.append(out, found[-1:])
 
             settings = json.dumps(dataclasses.asdict(settings_of(options, megabits)))
-            # A cache of its own, so that compiling is measured, unless the caller names one.
+            # Unless the caller names a cache, the ranks use a new one, so that compiling is measured.
             environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), **rank_environment("cpu")}
             environment["PYTHONPATH"] = str(ROOT)
             try:
@@ -184,7 +185,7 @@ def on_gpus(options: argparse.Namespace) -> None:
                 print(json.dumps(row), flush=True)
                 rows.append(out, [row])
         dist.barrier()
-    # Destroying a communicator waits for the CUDA graphs that hold calls of it.
+    # To destroy a communicator, NCCL waits until no CUDA graph holds a call of it. So the graphs are dropped first.
     torch._dynamo.reset()
     torch.cuda.synchronize()
     finish_rank()
@@ -192,7 +193,7 @@ def on_gpus(options: argparse.Namespace) -> None:
 
 def main() -> None:
     options = parsed()
-    # Otherwise a stopped run would leave its ranks and its link behind.
+    # On SIGTERM, the exit stops the ranks and removes the link. Otherwise both would stay after the run.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     on_gpus(options) if options.device == "cuda" else on_slow_link(options)
 

@@ -43,26 +43,26 @@ from overlap_inductor.report import publish as reporting
 FLOOR = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 """Largest error of a variant, relative to a tensor's largest element, if plain ``torch.compile`` is exact."""
 SLACK = 1.5
-"""Largest error of a variant, as a multiple of that of plain ``torch.compile``."""
+"""Largest error of a variant, as a multiple of the error of plain ``torch.compile``."""
 
 
 class Wrong(RuntimeError):
-    """A variant's results are not those of the program."""
+    """The results of a variant differ from those of the program."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``bench.layers`` asks of each rank.
+    """The settings that ``bench.layers`` passes to each rank.
 
     Attributes:
         cases: ``(phase, sequences, tokens)`` of each program.
         schedule, machine, switches: see ``layer_variants.variants``.
         only: names of variants; empty: all of them.
-        link: words for the link between the ranks.
-        repeats: most rounds of samples.
+        link: a description of the link between the ranks.
+        repeats: the largest number of rounds of samples.
         seconds: about how long each program may be timed.
-        trace, trace_steps: the folder for where the time of steps goes (``bench.layer_trace``), and their number;
-            empty: nowhere.
+        trace, trace_steps: the folder for the traces (``bench.layer_trace``), and the number of steps to trace. If the
+            folder is empty, nothing is traced.
     """
 
     device: str
@@ -102,8 +102,8 @@ def error(found: Outputs, reference: Outputs) -> float:
 
 
 def memory_of(program: Program, function: Any, device: str) -> tuple[float, float]:
-    """``(most, more)`` in MiB: the most memory of one step, and how much more that is than before the step. On GPUs,
-    memory of the allocator; else resident memory of the process."""
+    """``(most, more)`` in MiB: the peak memory of one step, and the peak minus the memory before the step. On GPUs it
+    is the memory of the allocator. On CPUs it is the resident memory of the process."""
     gc.collect()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -112,7 +112,7 @@ def memory_of(program: Program, function: Any, device: str) -> tuple[float, floa
         torch.cuda.synchronize()
         most = torch.cuda.max_memory_allocated() / 2**20
     else:
-        # What earlier steps freed is given back, and the highest mark is forgotten.
+        # Return the memory that earlier steps freed, and reset the recorded peak.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         before = _resident("VmRSS")
@@ -188,8 +188,8 @@ def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Ite
 
 @contextmanager
 def _on_one_core(device: str) -> Iterator[None]:
-    """On a CPU: keep this thread on a core of its own, if there are enough. Inductor compiles in other processes, which
-    must not inherit that."""
+    """On a CPU, keep this thread on a core of its own if there are enough cores. Afterwards it may use all cores again,
+    because the processes in which Inductor compiles inherit the setting."""
     cores = sorted(os.sched_getaffinity(0))
     if device == "cpu":
         os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
@@ -202,7 +202,7 @@ def _on_one_core(device: str) -> Iterator[None]:
 def _first_run(
     variant: Variant, program: Program, function: Any, reference: Outputs, settings: Settings
 ) -> dict[str, Any]:
-    """Compile by a first step. Returns the row's fields that are no times of steps."""
+    """Run a first step, which compiles. Returns the fields of the row that are not times of steps."""
     reporting.forget_reports()
     dist.barrier()
     begin = time.perf_counter()
@@ -210,7 +210,7 @@ def _first_run(
     first = time.perf_counter() - begin
     begin = time.perf_counter()
     found = program.step(function)
-    # What is not compiling of the first step takes as long as the second one.
+    # The first step compiles and then runs. The run takes as long as the second step.
     first -= time.perf_counter() - begin
     off = error(found, reference)
     reports = reporting.all_reports() if variant.switches is not None else []
@@ -229,7 +229,7 @@ def _first_run(
 
 
 def run(settings: Settings, folder: Path, where: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows of all programs, as they come. All ranks of a started job run this together."""
+    """Yield the rows of all programs, one after the other. All ranks of a started job run this together."""
     torch._dynamo.config.recompile_limit = 64
     device = torch.device(settings.device, torch.cuda.current_device() if settings.device == "cuda" else None)
     shared = {"ranks": dist.get_world_size(), "link": settings.link, **vars(settings.sizes), **rows.environment(device)}

@@ -38,7 +38,7 @@ def measure(
     seconds: float,
     where: Mapping[str, Any],
 ) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each setting. All ranks call it together.
+    """Returns the rows of each setting. All ranks call this function together.
 
     Raises:
         WrongResult: on all ranks, naming the provider.

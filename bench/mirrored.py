@@ -6,11 +6,12 @@
 
 Each GPU plays rank 0 of ``--world-size`` ranks, and the other GPU plays all of its peers. A GPU multiplies, sends and
 receives exactly what it would in the larger group, over the same NVLink. (The links of a GPU end in a switch, so one
-peer can use the GPU's whole bandwidth.) To a receiver ``p`` ranks ahead, rank 0 is ``p`` ranks behind. So what rank 0
-sends to peer ``p`` is written into the other GPU's workspace at the place of rank ``world_size - p``.
+peer can use the GPU's whole bandwidth.) From the view of a receiver that is ``p`` ranks ahead, rank 0 is ``p`` ranks
+behind. So the rows that rank 0 sends to peer ``p`` are written into the other GPU's workspace at the place of rank
+``world_size - p``.
 
 Three things are missing: delays of single peers, contention at receivers, and NCCL's collective. So there is no row for
-``keep``; times are compared with the matmul alone.
+``keep``, and times are compared with the matmul alone.
 
 Accuracy as one of 8 ranks, against 8 GPUs. From 2048 tokens on, the times of gathers and scatters are within 5 %. On 8
 GPUs, all-reduces of ``fused`` take 6 to 13 % longer than here. All-reduces of ``chunked`` in bands take 25 to 37 %
@@ -85,9 +86,9 @@ class MirroredBuffer:
 def mirrored(
     buffer: symmetric.SymmetricBuffer, world_size: int, shift: int, margin: int = 0, turned: bool = False
 ) -> MirroredBuffer:
-    """Make two GPUs' ``buffer`` look like the buffers of ``world_size`` ranks to rank 0.
+    """Make ``buffer``, which two GPUs share, look to rank 0 like the buffers of ``world_size`` ranks.
 
-    What rank 0 writes at peer ``p`` as source 0 reaches the place of source ``world_size - p`` in the other GPU's
+    Rank 0 writes to peer ``p`` as source 0. The write reaches the place of source ``world_size - p`` in the other GPU's
     memory. So a GPU receives from its peers in the order in which it would in the larger group.
 
     Args:
@@ -248,7 +249,7 @@ parameters override the tuned ones."""
 
 def measure(site: Site, variants: dict[str, tuple[str, dict[str, Any]]], repeats: int) -> list[dict[str, Any]]:
     """Check and time each variant. Returns a row for the matmul alone, then a row for each variant. ``us`` is the
-    median of ``repeats`` samples on the slower GPU; it is missing if the result was wrong."""
+    median of ``repeats`` samples on the slower GPU. A row has no ``us`` if the result was wrong."""
     rows: list[dict[str, Any]] = []
     known: dict[int, torch.Tensor] = {}
     alone = worst(statistics.median(timed({"matmul": site.matmul}, repeats)["matmul"]))
@@ -269,7 +270,7 @@ def measure(site: Site, variants: dict[str, tuple[str, dict[str, Any]]], repeats
             found = run()
             torch.cuda.synchronize()
             error = float((found.float() - known[bands]).abs().max() / known[bands].abs().max())
-            # ``max`` of a number and NaN would be the number.
+            # ``max`` of a number and NaN may return the number, so NaN is handled apart.
             off = max(off, error) if error == error else float("inf")
             dist.barrier()
         off = worst(off)

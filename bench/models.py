@@ -7,9 +7,9 @@
 
 Each number of ``--tokens`` is the length of one sequence (prefill), run with the host in the loop. Each number of
 ``--batches`` is a number of sequences of one token, run as CUDA graphs (``triton.cudagraphs``); such a call has the
-matmuls and collectives of a decode step. ``graphs_made`` in a row: the number of CUDA graphs made of sites' launches
-(``runtime.replay``). Before a shape is timed, its logits are compared with eager ones. Times are milliseconds: the
-median of the samples, the maximum over ranks.
+matmuls and collectives of a decode step. ``graphs_made`` in a row: the number of CUDA graphs that were captured of the
+launches of sites (``runtime.replay``). Before a shape is timed, its logits are compared with those of the eager model.
+Times are milliseconds: the median of the samples, the maximum over ranks.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def main() -> None:
             if arguments.out:
                 with open(arguments.out, "a") as file:
                     file.write(json.dumps(row) + "\n")
-    # Destroying a communicator waits for the CUDA graphs that hold calls of it.
+    # To destroy a communicator, NCCL waits until no CUDA graph holds a call of it. So the graphs are dropped first.
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.synchronize()

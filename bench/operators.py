@@ -9,10 +9,10 @@
         --set fused.parts=1 fused.parts=2,pushers=8
 
 A case is a pattern of a layer at a token count. Its providers are built, compared with fp32 on random data, and timed
-in turn, round after round, in two settings: ``hidden`` (a device sleep hides the host) and ``compiled`` (compiled
-graphs with the host in the loop; ``keep`` is plain Inductor). Figures are medians over rounds, the maximum over ranks.
-A wrong result ends the benchmark. Rows are appended to the file after each case and setting (``bench.rows``).
-``python -m bench.report`` makes tables and plots from them.
+in turn, round after round. There are two settings: ``hidden`` (a device sleep hides the host) and ``compiled``
+(compiled graphs with the host in the loop; ``keep`` is plain Inductor). Figures are medians over rounds, the maximum
+over ranks. A wrong result ends the benchmark. Rows are appended to the file after each case and setting
+(``bench.rows``). ``python -m bench.report`` makes tables and plots from them.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(arguments: argparse.Namespace, world_size: int) -> list[Case]:
-    """All cases, those with the most tokens first, so that the others fit into the workspace of these."""
+    """All cases. The cases with the most tokens come first, so that the others fit into their workspace."""
     sizes = itertools.product(sorted(arguments.tokens, reverse=True), arguments.shapes, arguments.patterns)
     return [Case(shape, pattern, tokens, world_size, arguments.dtype) for tokens, shape, pattern in sizes]
 
@@ -128,8 +128,8 @@ def left_out(arguments: argparse.Namespace, all_cases: Sequence[Case], device: t
 
 
 def run(arguments: argparse.Namespace, device: torch.device, start: float) -> list[dict[str, Any]]:
-    """The rows of all cases that fit into the budget, which counts from ``start``. Each is appended to the file at
-    once. All ranks call it together."""
+    """The rows of all cases that fit into the time budget, which begins at ``start``. Each row is appended to the file
+    at once. All ranks call this function together."""
     clock, world_size, where = Clock(device), dist.get_world_size(), rows.environment(device)
     found: list[dict[str, Any]] = []
     all_cases = cases(arguments, world_size)
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace, device: torch.device, start: float) -> li
     for number, case in enumerate(all_cases):
         if case.why_not():
             continue
-        # All ranks must begin the same cases, so the slowest rank's clock decides.
+        # All ranks must begin the same cases, so the clock of the slowest rank decides.
         before = greatest(time.monotonic() - start)
         if found and before + longest > arguments.budget_seconds:
             say(
@@ -175,18 +175,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         device = torch.device("cuda", torch.cuda.current_device())
         dist.init_process_group("nccl", device_id=device, timeout=GROUP_TIMEOUT)
-        # Async TP's op needs it.
+        # The op of async TP needs symmetric memory of the group.
         symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
     torch.manual_seed(dist.get_rank())
-    # Beyond the limit Dynamo would run a function uncompiled.
+    # At the limit of recompiles, Dynamo would run a function uncompiled. With this setting it raises an error.
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     try:
         found = run(options, device, start)
     except WrongResult as error:
-        # All ranks raise it together. Rows of earlier cases are already stored.
+        # All ranks raise this error together. The rows of earlier cases are already stored.
         say(error)
         raise SystemExit(1) from error
     if dist.get_rank() == 0:

@@ -46,7 +46,7 @@ def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
     for axis in (left, right):
         axis.set_xlabel("matmul time / transfer time")
         axis.set_xscale("log")
-        # The default labels of a range of one decade, "2 x 10^-1" and so on, run into each other.
+        # For a range of one decade, the default labels ("2 x 10^-1" and so on) overlap.
         axis.xaxis.set_major_locator(ticker.FixedLocator([0.125, 0.25, 0.5, 1.0, 2.0]))
         axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         axis.xaxis.set_minor_locator(ticker.NullLocator())
@@ -60,7 +60,7 @@ def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
 def layers(rows: list[dict[str, Any]], path: Path) -> None:
     """Speed-up of each variant over plain ``torch.compile``, in groups of bars. The line on a bar goes from the 80th
     percentile of the time to the 20th. A mark shows the program without its collectives. The rows are stored in the
-    file as its description, as ``headline`` does."""
+    file as its description, so that a test can compare them."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -156,9 +156,9 @@ HEADLINE_NAMES = {"auto": "overlap_inductor (schedule auto)", "async_tp": "PyTor
 
 
 def headline(found: list[dict[str, Any]], path: Path) -> None:
-    """README's picture: bars of speed-up over plain ``torch.compile`` by tokens, a panel for each pattern, and the
-    limit as a mark above them. The rows (``summaries.headline_rows``) are stored in the file as its description, so
-    that a test can compare them."""
+    """Draw README's picture: bars of the speed-up over plain ``torch.compile`` by tokens, a panel for each pattern, and
+    the limit as a mark above the bars. The rows (``summaries.headline_rows``) are stored in the file as its
+    description, so that a test can compare them."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -178,7 +178,7 @@ def headline(found: list[dict[str, Any]], path: Path) -> None:
         axis.plot(
             range(len(rows)), [row["limit"] for row in rows], "_", color="black", markersize=26, markeredgewidth=2
         )
-        # The line lies behind the bars. In front, it would strike through the numbers of bars that end near 1.
+        # The line is drawn behind the bars. In front of them, it would cross the numbers of bars that end near 1.
         axis.axhline(1.0, color="grey", linewidth=0.8, zorder=0)
         axis.set_xticks(range(len(rows)), [str(row["tokens"]) for row in rows])
         axis.set_xlim(-0.6, len(rows) - 0.4)

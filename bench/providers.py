@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The providers of a case, which are the things that compute it: ``keep``, Inductor's async TP, every schedule over
-each of its transports, ``auto``, and schedules with other parameters.
+"""The providers of a case. A provider is one way to compute the case: ``keep``, Inductor's async TP, every schedule
+over each of its transports, ``auto``, or a schedule with other parameters.
 
-A provider is a call. In setting ``hidden``, a schedule that is one op per site is called as that op; the ring and
-``auto`` are compiled graphs; ``keep`` runs eagerly. In setting ``compiled``, all providers are compiled graphs except
-async TP, whose op is called as Inductor's output code calls it.
+In setting ``hidden``, a schedule that writes a site as one op is called as this op. The ring and ``auto`` are compiled
+graphs. ``keep`` runs eagerly. In setting ``compiled``, all providers are compiled graphs except async TP, whose op is
+called as Inductor's output code calls it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ASYNC_TP = ("all_gather_matmul", "matmul_reduce_scatter")
 """The patterns that Inductor's async TP has ops for."""
 LIMIT_MIB = 1 << 16
 RING_PARTS = 1
-"""Sub-chunks of a shard. Over NCCL, one was best (bench/results/ring_nccl.jsonl)."""
+"""The number of sub-chunks of a shard. Over NCCL, one sub-chunk was fastest (bench/results/ring_nccl.jsonl)."""
 
 
 def provider_names() -> list[str]:
@@ -51,14 +51,14 @@ def provider_names() -> list[str]:
 
 
 def kinds_of(offered: Sequence[str]) -> list[str]:
-    """The schedules of the providers ``offered``, and the providers that are no schedule, except ``keep``."""
+    """The schedules of the providers ``offered``. Providers without a schedule also count, except ``keep``."""
     return list(dict.fromkeys(name.split("/")[0] for name in offered if name != "keep"))
 
 
 @dataclass(frozen=True)
 class Provider:
-    """``call`` computes the case. ``runs``: the schedule that it runs; ``parameters``: the schedule's settings;
-    ``held``: bytes of symmetric memory that it needs."""
+    """``call`` computes the case. ``runs``: the schedule that the call runs. ``parameters``: the schedule's settings.
+    ``held``: the bytes of symmetric memory that the call needs."""
 
     name: str
     call: Callable[[], torch.Tensor]
@@ -69,7 +69,7 @@ class Provider:
 
 @dataclass(frozen=True)
 class Variant:
-    """A schedule with other parameters than the plan's. ``text``: the parameters as on the command line."""
+    """A schedule with parameters that differ from the plan's. ``text``: the parameters as on the command line."""
 
     schedule: str
     text: str
@@ -154,7 +154,8 @@ def keep(site: Site) -> Provider:
 
 
 def async_tp(site: Site) -> Provider:
-    # Its workspace holds one shard for a gather, and two for a reduce-scatter (torch.distributed._symmetric_memory).
+    # The workspace of async TP holds one shard for a gather and two shards for a reduce-scatter
+    # (torch.distributed._symmetric_memory).
     case = site.case
     shards, width = (1, case.inner) if site.example.first else (2, case.columns)
     return Provider("async_tp", site.async_tp, "async_tp", {}, shards * case.shard_rows * width * case.dtype.itemsize)
@@ -187,14 +188,14 @@ def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) ->
 
 
 def compiled(site: Site, name: str, **switches: Any) -> Provider:
-    """The case as a model computes it, compiled and called once, as a provider. Our backend compiles it if there are
-    ``switches``; otherwise plain Inductor does. All ranks call this together.
+    """A provider that computes the case as a model does. It is compiled and called once. Our backend compiles it if
+    there are ``switches``, and otherwise plain Inductor does. All ranks call this together.
 
     Raises:
         RuntimeError: the graph does not hold exactly one site, another schedule than the one asked for was compiled, or
             the site has no workspace.
     """
-    # A compiled function is cached by its code, so each provider gets code of its own.
+    # Dynamo caches compiled functions by code object, so each provider gets a code object of its own.
     namespace: dict[str, Any] = {"function": plain(site.example, site.group)}
     exec("def layer(*operands): return function(*operands)", namespace)
     if switches:
@@ -278,6 +279,6 @@ def providers(
 
 
 def _planned(schedule: str, case: Case, transport: str) -> dict[str, Any]:
-    """The settings that a plan would choose for the case; empty for a schedule that is not one op."""
+    """The settings that a plan would choose for the case. They are empty for a schedule that is not one op."""
     op = schedule_named(schedule).single_op
     return {} if op is None else op.settings_of(_call(case), transport)

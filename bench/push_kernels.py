@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that push a shard to every peer, for ``bench.transfers``: by ordinary stores, and by bulk copies through
-shared memory."""
+"""Two kernels of ``bench.transfers`` that push a shard to every peer. One uses ordinary stores, the other uses bulk
+copies through shared memory."""
 
 from __future__ import annotations
 

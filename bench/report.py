@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write tables and plots of the stored rows of ``bench.operators``.
 
-The output folder gets ``operators.md``, and two plots for each machine, shape and dtype. From the default rows, the
-pictures of README and ``docs/`` are drawn as well.
+The output folder gets ``operators.md``, and two plots for each machine, shape and dtype. If the rows are the default
+ones, the pictures of README and ``docs/`` are also drawn.
 
     python -m bench.report [--rows bench/results/operators.jsonl] [--out bench/results]
 """
@@ -25,7 +25,8 @@ PICTURES: dict[Path, tuple[Callable[[], list[summaries.Row]], Callable[[list[sum
     _ASSETS / "slow_link.png": (summaries.slow_link_rows, plots.slow_link),
     _ASSETS / "layers.png": (summaries.layers_rows, plots.layers),
 }
-"""Pictures of README and ``docs/``: the stored rows of each, and what draws them."""
+"""The pictures of README and ``docs/``. Each has a function that reads its stored rows and a function that draws
+them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of measurements, one JSON object per line: what a row holds, where it was measured, and how files are read."""
+"""Rows of measurements, one JSON object per line. This module makes rows, adds the machine and versions to them, and
+reads files of rows."""
 
 from __future__ import annotations
 
@@ -72,13 +73,13 @@ def rows_of(
     extra_bytes: Mapping[str, float | None],
     where: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """One row for each provider. ``times`` also holds ``keep``, ``matmul`` and ``collective``, with which providers are
-    compared.
+    """One row for each provider. ``times`` also holds the times of ``keep``, ``matmul`` and ``collective``, for
+    comparison.
 
     Times are in microseconds, and each figure is the maximum over ranks. ``bound_us``: the longer of matmul and
     collective. ``ratio``: the provider's time over ``bound_us``. ``efficiency``: see ``overlap_efficiency``. ``error``:
-    relative to the largest element. ``peak_extra_bytes``: memory beyond operands and result, including symmetric
-    memory.
+    the largest error, relative to the largest element. ``peak_extra_bytes``: memory beyond operands and result,
+    including symmetric memory.
     """
     matmul, collective, keep = (times[name].median for name in ("matmul", "collective", "keep"))
     bound = max(matmul, collective)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of the benchmarks: a case is one pattern of a model's layer at one size."""
+"""The cases of the benchmarks. A case is one pattern of a model's layer at one size."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Layer:
 
     Attributes:
         hidden: K of the column-parallel matmul, N of the row-parallel one.
-        wide: N of the column-parallel matmul (one projection up; q, k and v together).
-        narrow: K of the row-parallel matmul (the projection down; o).
+        wide: N of the column-parallel matmul (one up-projection, or q, k and v together).
+        narrow: K of the row-parallel matmul (the down-projection, or o).
     """
 
     hidden: int
@@ -104,7 +104,8 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Rows of a rank's left operand. If the collective comes first, they are the rows before it."""
+        """Rows of a rank's left operand. If the pattern begins with the collective, they are the rows before the
+        collective."""
         return self.shard_rows if self.example.first and self.example.shards_tokens else self.tokens
 
     @property
@@ -112,7 +113,7 @@ class Case:
         return -(-self.tokens // self.world_size)
 
     def why_not(self) -> str | None:
-        """Why this case does not exist; ``None`` if it does."""
+        """The reason why this case does not exist. ``None`` if it exists."""
         layer = SHAPES[self.shape]
         if self.example.shards_tokens and self.tokens % self.world_size:
             return f"{self.tokens} tokens cannot be cut in {self.world_size} equal shards"

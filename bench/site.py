@@ -16,8 +16,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.t()``. With ``scales``, the operands are fp8 and the result is bf16; the scales are those of rows
-    and columns, or one for each operand, and the library sums in its fastest way (``use_fast_accum``)."""
+    """``x @ weight.t()``. With ``scales``, the operands are fp8 and the result is bf16. The scales are one for each row
+    and column, or one for each operand. The library sums with fast accumulation (``use_fast_accum``)."""
     if not scales:
         return torch.nn.functional.linear(x, weight)
     return torch._scaled_mm(x, weight.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -47,9 +47,10 @@ class Site:
     Attributes:
         a: ``[case.rows, K]``, in ``case.dtype``.
         weight: ``[N, K]``, in ``case.dtype``. ``b`` is its transpose.
-        scales: for fp8 those of all tokens and of ``weight``, in fp32; else none.
-        left: what the matmul reads. If the collective comes first, this is its result; else it is ``a``.
-        moved: what ``collective`` moves.
+        scales: for fp8, the scales of all tokens and of ``weight``, in fp32. Empty for other dtypes.
+        left: the left operand of the matmul. If the pattern begins with the collective, this is the collective's
+            result. Otherwise it is ``a``.
+        moved: the tensor that ``collective`` moves.
     """
 
     def __init__(self, case: Case, device: torch.device) -> None:
@@ -62,7 +63,7 @@ class Site:
         self.scales = [torch.rand(shape, device=device) + 0.5 for shape in case.scale_shapes]
         self.operands = (self.a, self.weight, *self.scales)
         self.left = self._exchanged() if self.example.first else self.a
-        # A collective may sum in place, and other values would grow from call to call. Zeros stay zeros.
+        # The tensor is all zeros, because a collective may sum in place. Other values would grow from call to call.
         self.moved = as_sent(self.a) if self.example.first else torch.zeros(len(self.left), case.columns, **kind)
 
     def _exchanged(self) -> torch.Tensor:
@@ -75,7 +76,7 @@ class Site:
         self.example.eager(self.moved, self.group)
 
     def keep(self) -> torch.Tensor:
-        """NCCL (gloo on a CPU) and the vendor's matmul, one after the other."""
+        """Run the collective of NCCL (gloo on a CPU) and the vendor's matmul, one after the other."""
         if self.example.first:
             return product(self._exchanged(), self.weight, *self.scales)
         return self.example.eager(self.matmul(), self.group)
@@ -88,7 +89,7 @@ class Site:
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(self.a, self.b, "sum", 0, name)
 
     def expected(self) -> torch.Tensor:
-        """The right result, computed in fp32 (fp64 for fp32 operands). The group's backend does the collective."""
+        """The right result, computed in fp32 (fp64 for fp32 operands) with the collective of the group's backend."""
         wide = torch.float64 if self.case.dtype == torch.float32 else torch.float32
         left = self._exchanged() if self.example.first else self.a
         exact = left.to(wide) @ self.b.to(wide)
@@ -97,8 +98,8 @@ class Site:
         return exact if self.example.first else self.example.eager(exact, self.group)
 
     def error(self, found: torch.Tensor, expected: torch.Tensor) -> float:
-        """The largest error relative to the largest element; infinite if a shape or dtype is wrong or an element is not
-        finite."""
+        """The largest error, relative to the largest element. It is infinite if a shape or dtype is wrong or an element
+        is not finite."""
         if found.shape != expected.shape or found.dtype != self.case.result or not bool(torch.isfinite(found).all()):
             return float("inf")
         return float((found.to(expected.dtype) - expected).abs().max() / expected.abs().max())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the slow-link benchmark: it times the plain graph, the ring, the matmul and the collective, in turn.
 
-Times are milliseconds: the median over calls of the maximum over ranks. Before each call, the ranks meet at a barrier.
-Before a case is timed, the ring's result on random data is compared with that of the plain graph.
+Times are in milliseconds: the median over calls of the maximum over ranks. A barrier precedes each call. Before a case
+is timed, the ring's result on random data is compared with that of the plain graph.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@ RMSNorm. One torchrun.
     torchrun --nproc-per-node 4 -m bench.small_message [--tokens 1 8 16 64 128] [--seconds 80] --out
     bench/results/small_message.jsonl
 
-``keep`` is what a compiled graph runs: ``torch.mm``, NCCL's all-reduce, and one Inductor kernel for residual and norm.
-Every provider is compared with fp32 on random data, before the timing and after it, because some errors appear only
-when calls follow each other. The ranks' results must also be equal bit for bit. Only those of ``keep`` need not be,
+``keep`` runs the same ops as a compiled graph: ``torch.mm``, NCCL's all-reduce, and one Inductor kernel for residual
+and norm. Every provider is compared with fp32 on random data, before and after the timing, because some errors appear
+only when calls follow each other. The results of all ranks must also be bitwise equal, except those of ``keep``,
 because Inductor tunes the norm on each rank.
 
-Providers are timed in turn, round after round. Figures are microseconds a call: medians, the maximum over ranks.
-``us``: one call after a device sleep that hides the host (``bench.timing``). ``graph_us``: a captured CUDA graph of 20
-calls. ``speedup`` and ``graph_speedup`` are over ``keep`` of the same run.
+Providers are timed in turn, round after round. Figures are microseconds for one call: the median over rounds, the
+maximum over ranks. ``us``: one call after a device sleep that hides the host (``bench.timing``). ``graph_us``: one call
+in a captured CUDA graph of 20 calls. ``speedup`` and ``graph_speedup`` are over ``keep`` of the same run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def variants(world_size: int, tokens: int) -> dict[str, SmallParameters]:
     planned = small_plan.settings_for(world_size, tokens, COLUMNS, 2)
     found = {"planned": SmallParameters(**planned)}
     for two_shot in (False, True) if world_size > 2 else (False,):
-        # One-shot sends all tokens to each peer. 128 tokens to each of 7 peers would be too much.
+        # One-shot sends all tokens to each peer. With 7 peers, 128 tokens are too many.
         if two_shot or tokens * (world_size - 1) <= 448:
             for segment, warps in SEGMENTS:
                 if COLUMNS // segment * world_size <= 32 * warps:
@@ -66,7 +66,7 @@ def variants(world_size: int, tokens: int) -> dict[str, SmallParameters]:
 
 
 class Site:
-    """One token count: operands, workspace, and what each provider runs."""
+    """The operands, the workspace and the calls of all providers for one token count."""
 
     def __init__(self, tokens: int, arena: WorkspaceArena, faults: FaultRecord) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -83,7 +83,7 @@ class Site:
         name = f"decode {tokens}"
         arena.prepare([Request(name, max(n[0] for n in needs), max(n[1] for n in needs), HALVES)])
         self.launch = Launch(rank, world_size, arena.slot(name, HALVES), faults, faults.number(name), PATIENCE_NS)
-        # A compiled model's graph runs no Python between its kernels, so this function must run none either.
+        # A compiled model runs no Python code between these kernels. So this function must not run any either.
         self.add_and_norm = torch.compile(self._add_and_norm, dynamic=False)
 
     def _add_and_norm(
@@ -104,7 +104,7 @@ class Site:
 
     def parts(self) -> dict[str, Callable[[], Any]]:
         product = torch.mm(self.a, self.b)
-        # The sum is in place, and other values would grow from call to call. Zeros stay zeros.
+        # The tensor is all zeros, because the sum is in place. Other values would grow from call to call.
         zeros = torch.zeros_like(product)
         planned = self.parameters["planned"]
         return {
@@ -134,7 +134,7 @@ def error(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], a
     least, most = bits.clone(), bits.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    # NCCL's maximum of NaN and a number is not NaN.
+    # NCCL's maximum of NaN and a number is the number, so NaN is handled before.
     return greatest(float("inf") if off != off or alike and not torch.equal(least, most) else off)
 
 
@@ -152,7 +152,7 @@ def measure(site: Site, repeats: int) -> list[dict[str, Any]]:
     providers |= {name: lambda p=p: site.small(p) for name, p in site.parameters.items()}
     errors = {}
     for name, function in list(providers.items()):
-        # Three calls use both halves of the workspace and the first one again.
+        # Three calls use both halves of the workspace, and then the first half again.
         found = [function() for _ in range(3)]
         errors[name] = max(error(f, expected, name != "keep") for f in found)
         gave_up = greatest(float(site.launch.faults.error() is not None))
@@ -238,7 +238,7 @@ def main() -> None:
             if arguments.out:
                 with open(arguments.out, "a") as file:
                     file.writelines(json.dumps({"tokens": tokens, **row, **environment}) + "\n" for row in rows)
-        # Graphs hold addresses of the site's tensors, so both are freed together when nothing runs.
+        # Graphs hold addresses of the site's tensors. So both are freed together, when no work is running.
         torch.cuda.synchronize()
         del site
     dist.barrier()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short markdown tables of stored rows, for ``docs/performance.md``: one function a table."""
+"""Short markdown tables of stored rows, for ``docs/performance.md``. Each function makes one table."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ HEADLINE = {"world_size": 8, "shape": "llama3-70b-mlp", "dtype": "bfloat16", "se
 
 
 def headline_rows() -> list[Row]:
-    """For each pattern and token count, the speed-ups of ``auto`` and async TP over ``keep``, and the limit: the
-    speed-up if the shorter of matmul and collective were wholly hidden. ``async_tp`` is ``None`` if PyTorch has no
-    async TP for the pattern."""
+    """For each pattern and token count, the speed-ups of ``auto`` and async TP over ``keep``, and their limit. The
+    limit is the speed-up if the shorter of matmul and collective were wholly hidden. ``async_tp`` is ``None`` if
+    PyTorch has no async TP for the pattern."""
     found = []
     for (pattern, tokens), same in groups(_operators(**HEADLINE), "pattern", "tokens").items():
         of = {row["provider"]: row for row in same}
@@ -130,13 +130,13 @@ def fp8() -> str:
 
 
 def without_peers() -> str:
-    """Groups of waves and the ring on 2 GPUs whose NCCL may not use peer access, by tokens."""
+    """Groups of waves and the ring on 2 GPUs without peer access (``NCCL_P2P_DISABLE=1``), by tokens."""
     found = [row for row in _read("operators_without_peers") if row["provider"] != "keep"]
     return _by_tokens(found, ("pattern", "provider"), lambda row: f"{row['median_us']:.0f} ({row['speedup']:.2f})")
 
 
 def _by_tokens(found: list[Row], keys: tuple[str, ...], cell: Callable[[Row], str]) -> str:
-    """A line for each value of ``keys``, a column for each token count."""
+    """A table with a line for each combination of values of ``keys`` and a column for each token count."""
     tokens = sorted({row["tokens"] for row in found})
     lines = []
     for values, same in groups(found, *keys).items():
@@ -146,7 +146,8 @@ def _by_tokens(found: list[Row], keys: tuple[str, ...], cell: Callable[[Row], st
 
 
 def small_message() -> str:
-    """A matmul with all-reduce, residual and norm, as CUDA graphs: microseconds by GPUs and tokens, of the last run."""
+    """A matmul with all-reduce, residual and norm, in CUDA graphs: microseconds by GPUs and tokens, from the last
+    run."""
     found = {
         (r["world_size"], r["tokens"], r["provider"]): r
         for r in _read("small_message")
@@ -161,7 +162,7 @@ def small_message() -> str:
 
 
 def models() -> str:
-    """An unchanged Hugging Face Llama, by layers, GPUs and tokens, every run."""
+    """An unchanged Hugging Face Llama, by layers, GPUs and tokens. The table has every run."""
     lines = []
     for row in _read("models"):
         sites = ", ".join(f"{count} {name}" for name, count in row["sites"].items())
@@ -174,7 +175,7 @@ def models() -> str:
 
 
 def training() -> str:
-    """Training steps of two sequence-parallel blocks on 2 GPUs, every run."""
+    """Training steps of two sequence-parallel blocks on 2 GPUs. The table has every run."""
     lines = [
         [row["hidden"], row["tokens"], row["provider"], f"{row['ms']:.1f}", f"{row['speedup']:.2f}", row["note"]]
         for row in _read("training")
@@ -183,7 +184,7 @@ def training() -> str:
 
 
 def handed_out() -> str:
-    """A gather whose gathered tensor is read elsewhere, too, on 2 GPUs: microseconds."""
+    """A gather on 2 GPUs whose gathered tensor is also read outside the site: microseconds."""
     return _by_tokens(_read("handed_out"), ("provider",), lambda row: f"{row['us']:.0f}")
 
 
@@ -201,7 +202,8 @@ def ring_nccl() -> str:
 
 
 def turns() -> str:
-    """Copy engines of 8 GPUs that send to all at once: GB/s with turns and without, by the size of a piece."""
+    """Copy engines of 8 GPUs of which each sends to all others at once: GB/s with turns and without, by the size of a
+    piece."""
     found = {
         (r["rounds"], r["megabytes"], r["provider"]): r["gb_per_s"]
         for r in _read("turns")
@@ -215,7 +217,8 @@ def turns() -> str:
 
 
 def compile_cost() -> str:
-    """CPU time of a compile of a Llama of 32 layers, every run, and its ratio to the plain compile of that run."""
+    """CPU time of a compile of a Llama of 32 layers, and its ratio to the plain compile of the same run. The table has
+    every run."""
     lines, plain = [], {}
     for row in _read("compile_cost"):
         both = [row["seconds"], row["seconds"] + row["compiler_seconds"]]
@@ -229,8 +232,8 @@ def compile_cost() -> str:
 
 
 def host() -> str:
-    """Host time of one call, of the last run of each case: the op by itself, the compiled graph with it, the plain
-    compiled graph."""
+    """Host time of one call, from the last run of each case: of the op alone, of the compiled graph with the op, and of
+    the plain compiled graph."""
     lines = {}
     for row in _read("host"):
         for pattern, found in row["found"].items():
@@ -254,7 +257,7 @@ def host() -> str:
 
 
 def agreement() -> str:
-    """Host time of comparing plans at one call, by ranks."""
+    """Host time that one call needs to compare plans, by the number of ranks."""
     lines = [
         [row["ranks"], f"{row['own']:.1f}", f"{row['together']:.1f}", f"{row['store']:.0f}"]
         for row in _read("agreement")
@@ -273,7 +276,7 @@ def slow_link() -> str:
 
 
 def layers_rows() -> list[Row]:
-    """The stored rows of ``bench.layers`` on a slow link: of each program on each link the last run."""
+    """The stored rows of ``bench.layers`` on a slow link, from the last run of each program on each link."""
     program = ("ranks", "link", "phase", "batch", "tokens")
     return [
         row

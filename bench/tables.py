@@ -11,7 +11,8 @@ SETTING_WORDS = {"hidden": "the host hidden", "compiled": "compiled graphs, the 
 
 
 def overlap_efficiency(serial: float, overlapped: float, matmul: float, collective: float) -> float:
-    """The hidden share of what can be hidden: ``(serial - t) / (serial - max(matmul, collective))``; times in one unit.
+    """The part of the hideable time that is hidden: ``(serial - t) / (serial - max(matmul, collective))``. All times
+    have the same unit.
 
     Raises:
         ValueError: nothing can be hidden (``serial`` is not more than the longer of the two).
@@ -90,7 +91,7 @@ def _collectives(counts: dict[str, int]) -> str:
 
 
 def groups(rows: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """Rows by the values of ``keys``, in the order of their first ones."""
+    """Group rows by their values of ``keys``. Groups are in the order of their first rows."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault(tuple(row[k] for k in keys), []).append(row)
@@ -103,18 +104,18 @@ def provider_names(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def as_planned(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows without those of schedules with other parameters (``--set``)."""
+    """The rows, without those of schedules with other parameters (``--set``)."""
     return [row for row in rows if " " not in row["provider"]]
 
 
 def heading(row: dict[str, Any]) -> str:
-    """The heading of a table: what its rows have in common."""
+    """The heading of a table: the values that all its rows share."""
     return f"{row['world_size']} x {row['gpu']}, {row['shape']}, {row['dtype']}, {SETTING_WORDS[row['setting']]}"
 
 
 def operators(rows: Sequence[dict[str, Any]], details: bool = False) -> str:
-    """Rows of ``bench.operators`` as tables, one for each kind of machine, shape and setting: microseconds, the
-    speed-up over ``keep`` of the same run in brackets.
+    """Rows of ``bench.operators`` as tables, one for each kind of machine, shape and setting. A cell has microseconds
+    and, in brackets, the speed-up over ``keep`` of the same run.
 
     ``best``: the fastest provider except ``keep``, with its speed-up, ratio to ``max`` (the bound) and overlap
     efficiency. ``details``: after each table, add one with every row, including schedules with other parameters.
@@ -143,7 +144,8 @@ def _overview(rows: Sequence[dict[str, Any]]) -> str:
     )
     for (pattern, tokens), same in groups(_in_order(rows), "pattern", "tokens").items():
         of = {row["provider"]: row for row in same}
-        # A provider's speed-up is over ``keep`` of its own run. The bounds shown are those of the last run of ``keep``.
+        # The speed-up of a provider is over ``keep`` of the same run. The bounds in the table are those of the last run
+        # of ``keep``.
         standard = of.get("keep", same[0])
         bounds = [f"{standard[k]:.0f}" for k in ("matmul_us", "collective_us", "sum_us", "bound_us")]
         best = max((row for row in same if row["provider"] != "keep"), key=lambda row: row["speedup"], default=None)
@@ -157,7 +159,7 @@ def _overview(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By pattern in the order measured, then by tokens."""
+    """Sort by pattern, in the order of measurement, and then by tokens."""
     patterns = list(groups(rows, "pattern"))
     return sorted(rows, key=lambda row: (patterns.index((row["pattern"],)), row["tokens"]))
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times several calls in turn, on all ranks together: microseconds of device time, and of host time.
+"""Times several calls in turn, on all ranks together. Results are microseconds of device time and of host time.
 
 With the host *hidden*, the device sleeps before each call. Meanwhile the host launches the call, so only device time
-counts. With the host *in the loop*, a sample is several calls in a row without a sleep. The fastest call runs as often
-as it can in about ``LOOP_MS``, and the others as often as the fastest. A call then takes its device time or its host
-time, whichever is longer. One call before them is not counted, because the device is idle while the host launches it.
-The tensors of a call get the addresses that the call before used, as in the steps of a compiled model. On a CPU, both
-times are wall-clock time.
+counts. With the host *in the loop*, a sample is several calls in a row without a sleep. All calls run the same number
+of times, which is chosen so that the fastest takes about ``LOOP_MS``. A call then takes its device time or its host
+time, whichever is longer. One call before the sample is not counted, because the device is idle while the host launches
+it. The tensors of a call get the addresses that the previous call used, as in the steps of a compiled model. On a CPU,
+both times are wall-clock time.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Call = Callable[[], Any]
 
 
 def worst(values: Sequence[float]) -> list[float]:
-    """The maximum over ranks of each value. All ranks call this together and get the same list, so they may decide by
-    it."""
+    """The maximum over ranks of each value. All ranks call this together and get the same list, so decisions that
+    depend on it are the same on all ranks."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     tensor = torch.tensor(list(values), device=device, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
@@ -97,7 +97,7 @@ class Clock:
         return start.elapsed_time(end) * 1e3 / calls, host
 
     def mark(self) -> torch.cuda.Event:
-        """Record an event at the beginning or the end of a sample."""
+        """Record an event, which marks the beginning or the end of a sample."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -110,8 +110,8 @@ class Clock:
         return (time.perf_counter() - begin) / calls * 1e6
 
     def with_extra_bytes(self, call: Call) -> tuple[Any, float | None]:
-        """Make one call. Returns its result, a tensor, and its extra bytes: the most memory allocated during the call,
-        less what was allocated before it and the result's own bytes. On a CPU, ``None`` instead of the bytes."""
+        """Make one call. Returns its result, a tensor, and its extra bytes. The extra bytes are the peak memory during
+        the call, minus the memory before the call and minus the bytes of the result. On a CPU, they are ``None``."""
         if self.device.type != "cuda":
             return call(), None
         torch.cuda.synchronize()
@@ -141,7 +141,7 @@ class Timing:
         median, p20, p80: median, 20th and 80th percentile of the device time.
         host: median of the host time.
         repeats: samples on each rank.
-        fastest: the shortest device time. On a machine that other programs use, it says more than the median.
+        fastest: the shortest device time. If other programs use the machine, this is more reliable than the median.
     """
 
     median: float
@@ -156,13 +156,13 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
     """Time each call once a round, in a new random order in each round. All ranks call this together.
 
     Args:
-        hidden: whether the host is hidden; else it is in the loop.
-        most: most rounds, at least 2.
+        hidden: whether the host is hidden. If not, it is in the loop.
+        most: the largest number of rounds, at least 2.
         seconds: there are fewer rounds if ``most`` would take longer than this, but not fewer than ``LEAST_REPEATS``.
     """
     number = 1 if hidden else CALLS_IN_LOOP[0]
-    # Two samples of each call are not counted. The first loads kernels, allocates and prepares. The second tells how
-    # long a call takes.
+    # The first two samples of each call are not counted. The first loads kernels and allocates memory. The second shows
+    # how long a call takes.
     for call in calls.values():
         clock.sample(call, number, SLEEP_MS if hidden else 0.0)
     begin = time.perf_counter()
@@ -177,7 +177,8 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
     samples: list[list[tuple[float, float]]] = [[] for _ in calls]
     order, chance = list(zip(samples, calls.values(), sleeps)), random.Random(0)
     for _ in range(repeats):
-        # A call is faster after one that left the GPU cool, so the order changes. All ranks draw the same order.
+        # A call is faster after a call that did not heat the GPU, so each round has a new order. All ranks draw the
+        # same order.
         chance.shuffle(order)
         for mine, call, sleep in order:
             mine.append(clock.sample(call, number, sleep))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the time to send one shard to every peer, by size of the shard. Compared are NCCL's all-gather, copy engines,
-stores by SMs (``sm_push``) and bulk copies by SMs (``bulk``). Each measurement is one JSON row.
+"""Measure the time to send one shard to every peer, by size of the shard. The benchmark compares NCCL's all-gather,
+copy engines, stores by SMs (``sm_push``) and bulk copies by SMs (``bulk``). Each measurement is one JSON row.
 
     torchrun --nproc-per-node 4 -m bench.transfers --out rows.jsonl
 

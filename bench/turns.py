@@ -44,7 +44,7 @@ LIMIT = 1 << 34
 
 class Legs:
     """``LEGS`` transfers of shards of ``shard_rows`` rows, one after the other on the side stream. Shards of at least
-    ``turns_from`` bytes take turns; with ``None``, none do."""
+    ``turns_from`` bytes take turns. If ``turns_from`` is ``None``, no shards take turns."""
 
     def __init__(self, shard_rows: int, turns_from: int | None, name: str) -> None:
         group, self.device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
@@ -67,7 +67,7 @@ class Legs:
         self.came = launch.slot.data.local[:nbytes].view(torch.bfloat16).view(LEGS, self.world_size, shard_rows, WIDTH)
 
     def send(self) -> None:
-        """Send and wait, without ending the call."""
+        """Make the transfers and wait for the peers' rows. The call does not end here."""
         side = side_stream(self.device)
         with side:
             credit_kernel(self.launch)()

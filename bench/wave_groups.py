@@ -54,7 +54,7 @@ PATTERNS = ("matmul_all_reduce", "matmul_reduce_scatter")
 
 
 class Site:
-    """One pattern at one size: operands, and what each provider runs."""
+    """The operands and the calls of all providers for one pattern at one size."""
 
     def __init__(self, pattern: str, tokens: int, layer: Layer, parameters: WaveParameters) -> None:
         self.scatters, self.group = pattern == "matmul_reduce_scatter", dist.group.WORLD
@@ -91,8 +91,8 @@ class Site:
 
 
 def error_of(function: Callable[[], torch.Tensor], expected: torch.Tensor) -> float:
-    """The largest error over ranks, relative to the largest element, of the second of two calls. The second call starts
-    from the state that the first one left."""
+    """Make two calls. Returns the largest error of the second call over all ranks, relative to the largest element. The
+    second call also shows whether the first left a wrong state."""
     function()
     return greatest(float((function().float() - expected).abs().max() / expected.abs().max()))
 
@@ -102,8 +102,8 @@ def medians(providers: dict[str, Callable[[], Any]], repeats: int) -> dict[str, 
 
 
 def some_partitions(waves: Waves, count: int) -> list[tuple[int, ...]]:
-    """All partitions if there are at most ``count``. Otherwise ``count`` of them: those into equal groups, then random
-    ones."""
+    """All partitions if there are at most ``count``. Otherwise ``count`` of them: first the partitions into equal
+    groups, then random ones."""
     first, *inner, last = cuts(waves)
     if 2 ** len(inner) <= count:
         return list(partitions(waves))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fails if a module outside of ``torch_compat`` and ``inductor`` imports or names a private part of torch, or reads a
+"""Fails if a module outside ``torch_compat`` and ``inductor`` imports or names a private part of torch, or reads a
 private attribute."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fails if a module imports a test module or a ``conftest``, or if ``bench`` imports anything from ``tests``.
 
-If other files import a test module, a change of its tests may break them, and it cannot be moved alone. Shared code
-belongs in ``tests/support`` or ``bench/support``.
+If other files imported a test module, a change of its tests might break these files, and it could not be moved alone.
+Shared code belongs in ``tests/support`` or ``bench/support``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FOLDERS = ("tests", "bench", "tools")
 
 
 def imported(source: str, module: str) -> Iterator[tuple[int, str]]:
-    """``(line, dotted name)`` of everything that ``source`` imports anywhere in it.
+    """``(line, dotted name)`` of every import in ``source``, also inside functions.
 
     Relative imports are resolved against ``module``, the dotted name of the file. ``from a import b`` gives ``a.b``,
     which may name a module or something in one.
@@ -32,7 +32,7 @@ def imported(source: str, module: str) -> Iterator[tuple[int, str]]:
 
 
 def complaint(module: str, name: str) -> str | None:
-    """Why ``module`` must not import ``name``; None if it may."""
+    """The reason why ``module`` must not import ``name``. ``None`` if it may."""
     parts = name.split(".")
     if parts[0] == "tests":
         if module.split(".")[0] == "bench":

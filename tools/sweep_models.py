@@ -9,9 +9,9 @@ multiples of the number of ranks.
     python tools/sweep_models.py --part torchtitan    # tests/support/torchtitan_models.py says what must be installed
     python tools/sweep_models.py --part programs --seeds 0 500    # the ranks differ in bias, K and padding
 
-Ranks are gloo processes, weights are random, nothing is downloaded. The ring overlaps every site, whatever it costs.
-The rewritten graphs are interpreted, because a site's generated code does not depend on the model. ``--generated`` runs
-Inductor's code instead.
+Ranks are gloo processes, weights are random, and nothing is downloaded. Schedule ``ring`` is forced, so it overlaps
+every site that it can. The rewritten graphs are interpreted, because a site's generated code does not depend on the
+model. ``--generated`` runs Inductor's code instead.
 
 ``--sequence-parallel on`` rewrites every all-reduce that may be rewritten. The rows of Hugging Face families say how
 many all-reduces the graphs have, how many of them were rewritten, and why the others were not (``left``).
@@ -25,7 +25,7 @@ Each case is one JSON row, appended to ``--out``. Its ``outcome`` is one of::
     does not run without overlap   the plain compile failed; the row has its error
     wrong                          other results, or an error that occurs only with overlap
 
-The exit status is 1 if any case is wrong. A Hugging Face family that does not run without overlap if all sizes are odd
+The exit status is 1 if any case is wrong. If a Hugging Face family with odd sizes does not run even without overlap, it
 is tried once more with only the vocabulary odd.
 """
 
@@ -71,7 +71,7 @@ TORCHTITAN = (
     (True, True, "even"),
     (False, True, "odd"),
 )
-"""Whether each block is compiled by itself, whether the loss is parallel, and the sizes of the MLP."""
+"""``(whether each block is compiled by itself, whether the loss is parallel, sizes of the MLP)``."""
 BATCH = 50
 """Programs of one row."""
 SHOWN = (
@@ -182,7 +182,7 @@ def _row(case: str, size: int, trains: bool, run: Callable[..., Any], *values: A
         if isinstance(r, str) or "could_not_be" in r
     ]
     if failures:
-        # The other ranks only report that a connection was closed.
+        # If one rank fails, the other ranks only report that a connection was closed.
         causes = [f for f in failures if "onnection closed" not in f and "onnection reset" not in f]
         return {**row, "error_text": (causes or failures)[0][-2500:]}
     worst = max(found, key=lambda r: r["error"])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs tests on every supported minor version of torch, each in an environment of its own: the unit and compile tests,
-and a DTensor block forward and backward.
+"""Runs tests on every supported minor version of torch, each in an environment of its own. It runs the unit and compile
+tests, and a DTensor block forward and backward.
 
     python tools/test_torch_versions.py [--all] [2.11.0 2.15.0]
 
@@ -23,7 +23,7 @@ from pathlib import Path
 
 VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 TESTS = ("tests/unit", "tests/compile", "tests/models/test_blocks.py")
-"""The last one also runs under activation checkpointing, but not on torch 2.12 and 2.13, which cannot compile that."""
+"""The last test also runs under activation checkpointing, but not on torch 2.12 and 2.13, which cannot compile it."""
 EVERYTHING: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
     ({}, ("tests/unit", "tests/compile")),
     ({"TRITON_INTERPRET": "1"}, ("tests/kernels",)),
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def interpreters(versions: Sequence[str]) -> list[tuple[str, str | None]]:
-    """``(label, python or None where torch cannot be installed)``."""
+    """``(label, path of python)``. The path is ``None`` if torch cannot be installed."""
     given = os.environ.get("TORCH_PYTHONS", "").split()
     if given:
         return [(path, path) for path in given]
@@ -58,7 +58,7 @@ def interpreters(versions: Sequence[str]) -> list[tuple[str, str | None]]:
             "safetensors",
         )
         installed = subprocess.run([*pip, f"torch=={version}", *needs], check=False)
-        # A build for GPUs brings the Triton that belongs to it.
+        # A build of torch for GPUs installs the Triton version that it needs.
         if (
             installed.returncode == 0
             and subprocess.run([str(python), "-c", "import triton"], capture_output=True, check=False).returncode

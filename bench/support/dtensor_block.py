@@ -70,9 +70,9 @@ class Mlp(nn.Module):
 
 
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-# The ops whose results selective checkpointing saves. Backward computes all others again. If results of scatters are
-# saved (as torchtitan does), no partial sum outlives its site. Otherwise every partial sum is an output of the forward
-# graph, and backward scatters it once more.
+# The ops whose results selective checkpointing saves. Backward recomputes all other results. If the results of scatters
+# are saved (as torchtitan does), no partial sum is needed after its site. Otherwise every partial sum is an output of
+# the forward graph, and backward scatters it once more.
 CHECKPOINTING: dict[str, set[Any]] = {
     "none": set(),
     "full": set(),
@@ -123,8 +123,8 @@ def sharded(block: Block, mesh: DeviceMesh, dim: int) -> nn.Module:
 def largest_error(
     mesh: DeviceMesh, variant: Variant, compiler: Callable[[Any], Any], dtype: torch.dtype = torch.float32
 ) -> tuple[float, str]:
-    """``(largest relative error, where)`` of the compiled block's output and gradients against fp64, on this rank; the
-    block is of ``dtype``."""
+    """``(largest relative error, where)`` of the compiled block's output and gradients against fp64, on this rank. The
+    compiled block has dtype ``dtype``."""
     torch.manual_seed(3)
     device = mesh.device_type
     block = Block(variant)
@@ -154,7 +154,7 @@ def largest_error(
         n: ((a.double() - b).abs().max() / b.abs().max()).item() if a.shape == b.shape else float("inf")
         for n, (a, b) in found.items()
     }
-    # In exact arithmetic, the gradient of this bias is zero, so a relative error of it means nothing.
+    # In exact arithmetic, the gradient of this bias is zero, so its relative error has no meaning.
     errors.pop("gradient of attention.wk.bias", None)
     where = max(errors, key=errors.__getitem__)
     return errors[where], where

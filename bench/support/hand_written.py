@@ -62,7 +62,7 @@ class RowLinear(nn.Module):
 
 
 def shard(block: Any, mesh: DeviceMesh, dim: int) -> nn.Module:
-    """Slice ``block``'s weights in place and put the collectives where they belong; parameters keep their order."""
+    """Slice ``block``'s weights in place and insert the collectives. Parameters keep their order."""
     group, size, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
 
     def cut(linear: nn.Linear, along: int) -> nn.Linear:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``overlap-inductor bugreport``: pack a dump folder into one zip file, to be sent with a bug report.
+"""``overlap-inductor bugreport``: pack a dump folder into one zip file that a user can send with a bug report.
 
-It holds what the dump says about every graph, the tracebacks of failures, the versions and the doctor's checks. It
-holds no weights. The home folder and the user's name are replaced in every file.
+The file holds the dump of every graph, the tracebacks of failures, the versions and the doctor's checks. It holds no
+weights. The home folder and the user's name are replaced in every file.
 """
 
 from __future__ import annotations
@@ -65,13 +65,14 @@ class Redaction:
     def __init__(self, home: str | None = None, user: str | None = None) -> None:
         place = Path(home) if home is not None else Path.home()
         name = _user_name() if user is None else user
-        # A home that is the root folder (a user without an entry in /etc/passwd) is left out: it begins every path.
+        # A user without an entry in /etc/passwd has the root folder as home. It is not replaced, because every path
+        # begins with it.
         homes = sorted({str(p) for p in (place, place.resolve()) if len(p.parts) > 1}, key=len, reverse=True)
         parts = [re.escape(form) + r"(?![\w-]|\.\w)" for one in homes for form in _forms(one)]
-        # Homes of other machines, on which the dump may have been written.
+        # The dump may have been written on another machine, so usual places of home folders are also replaced.
         parts.append(r"(?<![\w.-])/(?:home|Users)/(?:[^/\s\"'\\:,;)]|\\u[0-9a-f]{4})+")
         self._home = re.compile("|".join(parts))
-        # "root" names nobody, and is a common word in code.
+        # "root" does not identify a person, and is a common word in code.
         names = _forms(name) if name not in ("", "root") else []
         self._user = re.compile("|".join(rf"(?<![^\W_]){re.escape(n)}(?![^\W_])" for n in names)) if names else None
 
@@ -140,12 +141,12 @@ def _json(value: dict[str, Any]) -> str:
 
 
 def _forms(text: str) -> list[str]:
-    """``text`` as it stands in plain text and in JSON, which may escape letters."""
+    """``text`` as it is written in plain text, and as it is written in JSON, which may escape letters."""
     return list(dict.fromkeys((text, json.dumps(text)[1:-1])))
 
 
 def _user_name() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a process whose user number has no name, as in some containers
+    except (KeyError, OSError):  # the user number of the process has no name, as in some containers
         return ""

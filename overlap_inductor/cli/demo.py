@@ -2,8 +2,9 @@
 """``overlap-inductor demo``: compile and run two models on this machine with overlap, in a few minutes, and check the
 numbers.
 
-The GPUs (or two CPU ranks) compile a Hugging Face Llama and a sequence-parallel block plain, with schedule ``auto`` and
-with each schedule that serves here. CPU ranks are joined by a slow link if this process may make one.
+The ranks are the GPUs, or two CPU ranks. They compile a Hugging Face Llama and a sequence-parallel block without
+overlap, with schedule ``auto``, and with each schedule that can run here. A slow link joins CPU ranks if this process
+may make one.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class DemoOptions:
 
 @dataclass(frozen=True)
 class Setup:
-    """The options, resolved for this machine. ``megabits``: the link's rate, or ``None`` for no link; then ``no_link``
-    says why a CPU run has none."""
+    """The options, resolved for this machine. ``megabits``: the link's rate, or ``None`` if there is no link. In this
+    case, ``no_link`` says why CPU ranks have no link."""
 
     device: str
     ranks: int
@@ -142,7 +143,7 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def _estimate() -> None:
-    """Print what the block, in the size of a real layer, would gain on the first machine whose figures are known.
+    """Print the estimated gain of the block, with the sizes of a real layer, on the first machine in ``BOXES``.
 
     Raises:
         UnsupportedError: the estimate failed; the message has the end of its output.

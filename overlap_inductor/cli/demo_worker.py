@@ -43,7 +43,7 @@ Outputs = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the parent process asks for (``cli.demo``).
+    """The settings that the parent process (``cli.demo``) passes to a rank.
 
     Attributes:
         tokens: length of the whole sequence.
@@ -101,7 +101,7 @@ def quartiles_ms(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[st
 
 
 def compare(name: str, value: torch.Tensor, reference: torch.Tensor, tolerance: float) -> dict[str, Any]:
-    """Compare ``value`` with ``reference`` on all ranks; all ranks call this together. The result holds the largest
+    """Compare ``value`` with ``reference`` on all ranks. All ranks call this together. The result holds the largest
     difference, the largest value of the reference, and whether the comparison passed: ``value`` is finite, and the
     difference is at most ``tolerance`` times the largest value."""
     difference = (value.float() - reference.float()).abs().max()
@@ -120,7 +120,7 @@ class Compiled:
     """A model compiled with overlap.
 
     Attributes:
-        name: the schedule that was asked for, or ``auto``.
+        name: the requested schedule, or ``auto``.
         model: the compiled model.
         checks: a result of ``compare`` for each output.
         reports: the overlap reports of its graphs.
@@ -136,8 +136,9 @@ class Compiled:
 
 
 def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Settings) -> None:
-    """Run a model eager, compiled plain, and compiled with overlap by each schedule. Compare the outputs, and time the
-    plain model and those in which a site is overlapped. Send the results to the parent process."""
+    """Run a model eagerly, compiled without overlap, and compiled with overlap by each schedule. Compare the outputs.
+    Time the model without overlap and the models in which a site is overlapped. Send the results to the parent
+    process."""
     say(step=f"{part}: eager")
     eager = call(model)
 
@@ -177,8 +178,8 @@ def serving(settings: Settings) -> list[str]:
 
 
 def backend() -> Any:
-    """The name of our backend if the package is installed. In a source tree, which registers no backend, the backend's
-    function."""
+    """The name of our backend if the package is installed. If it runs from a source tree, no backend is registered, so
+    the backend's function is returned."""
     from importlib.metadata import entry_points
 
     if entry_points(group="torch_dynamo_backends", name="overlap_inductor"):

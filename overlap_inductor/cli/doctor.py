@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``overlap-inductor doctor``: check what this machine offers and what is switched on, and say why something is not."""
+"""``overlap-inductor doctor``: check the machine and the switches, and say why a schedule cannot run or a switch has no
+effect."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ _INSTALL = "Install the package (pip install, not only a path on PYTHONPATH), so
 
 
 def run_doctor(as_json: bool = False) -> int:
-    """Print the checks, as JSON with ``as_json``. Returns 0 if all that is needed and asked for can take effect, else
-    1."""
+    """Print the checks, as JSON with ``as_json``. Returns 0 if everything that is required or requested can take
+    effect, else 1."""
     checks = collect()
     print(json.dumps(as_dict(checks), indent=1) if as_json else as_text(checks), end="\n" if as_json else "")
     return 0 if usable(checks) else 1
@@ -53,7 +54,8 @@ def collect() -> list[Check]:
 
 
 def switches() -> list[Check]:
-    """Checks of what the environment asks for against what a plain ``torch.compile`` in this process would do."""
+    """Checks that compare the environment's switches with the effect that they have on a plain ``torch.compile`` in
+    this process."""
     checks = [*_entry_points(), *_variables()]
     try:
         config = OverlapConfig.from_environment()
@@ -61,7 +63,7 @@ def switches() -> list[Check]:
         if any(check.state == BAD for check in checks if check.name.startswith(ENVIRONMENT_PREFIX)):
             return checks
         return [*checks, Check(SWITCHES, "configuration", BAD, "not valid", f"{str(error).rstrip('.')}.")]
-    # If the variable is not set, nothing is asked for, whatever the default mode of enable() is.
+    # If the variable is not set, overlap is not requested. The default mode of enable() does not matter.
     asked = ENVIRONMENT_PREFIX in os.environ and config.mode != "off"
     if asked:
         checks += [_effective(config), *_differences(config), *_schedule(config)]
@@ -125,7 +127,7 @@ def _effective(config: OverlapConfig) -> Check:
 
 
 def _differences(requested: OverlapConfig) -> list[Check]:
-    """A check for each switch whose value in effect differs from what the environment asks for."""
+    """A check for each switch whose effective value differs from the value in the environment."""
     from overlap_inductor.inductor import probe
 
     effective = probe.config_in_slot()
@@ -141,7 +143,7 @@ def _differences(requested: OverlapConfig) -> list[Check]:
 
 
 def _schedule(config: OverlapConfig) -> list[Check]:
-    """A check of the schedule that the environment asks for by name, if it cannot run here: every site would be
+    """If the environment names a schedule that cannot run here, a check that says so, because every site would be
     refused."""
     from overlap_inductor.lowerings.registry import SCHEDULES
 
@@ -167,7 +169,7 @@ def _inductor(asked: bool) -> list[Check]:
 
     checks = [Check(SWITCHES, "Inductor's pass slot", NOTE, probe.slot_content())]
     for setting, advice in probe.hindrances():
-        # Async TP takes only some of the sites. With one of the other settings on, no site is left for the pass.
+        # Async TP takes only some of the sites. Each of the other settings leaves no site for the pass.
         blocks = asked and "micro_pipeline" not in setting
         checks.append(Check(SWITCHES, setting, BAD if blocks else NOTE, "on", advice))
     return checks

@@ -26,11 +26,11 @@ _ASCII_MARKS = {GOOD: "+", BAD: "x", NOTE: "-"}
 
 @dataclass(frozen=True)
 class Check:
-    """One fact. ``state``: ``good``; ``bad`` (something needed or asked for cannot take effect); ``note`` (absent, and
-    not needed).
+    """One fact. ``state``: ``good``; ``bad`` (something that is required or requested cannot take effect); ``note``
+    (absent, and not required).
 
-    ``advice`` is one sentence that says what to do; empty if there is nothing to do. ``answer``: ``yes``, ``no`` or
-    a number if the check answers a question; ``value`` then says why.
+    ``advice`` is one sentence that tells the user what to do. It is empty if there is nothing to do. If the check
+    answers a question, ``answer`` is ``yes``, ``no`` or a number, and ``value`` says why.
     """
 
     section: str
@@ -42,7 +42,7 @@ class Check:
 
 
 def usable(checks: Sequence[Check]) -> bool:
-    """Whether all that is needed and asked for can take effect."""
+    """Whether everything that is required or requested can take effect."""
     return not any(check.state == BAD for check in checks)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor's list of the machine facts that ``auto`` estimates with, and where each comes from."""
+"""The doctor's list of the machine facts that ``auto`` uses for its estimates, each with its source."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SECTION = "Machine facts"
 
 
 def machine_facts() -> list[Check]:
-    """A line for each rate and fixed cost of ranks on the GPUs of this machine, or on its CPUs if it has no GPU:
-    ``good`` if the switch ``machine`` tells it, a note if it is the shipped one."""
+    """A line for each rate and fixed cost of ranks on the GPUs of this machine, or on its CPUs if it has no GPU. The
+    state is ``good`` if the switch ``machine`` sets the value, and ``note`` if the value is the package's default."""
     import torch
 
     from overlap_inductor.sites.sizes import machine_between

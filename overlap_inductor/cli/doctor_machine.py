@@ -88,8 +88,8 @@ def distributed() -> list[Check]:
 
 
 def gpus() -> list[Check]:
-    """GPUs, peer access, NVLink, and what symmetric memory needs. Nothing here is ``bad``, because overlap also works
-    without it."""
+    """GPUs, peer access, NVLink, and the requirements of symmetric memory. No check here is ``bad``, because overlap
+    also works without these features."""
     import torch
 
     section = "GPUs"
@@ -148,7 +148,8 @@ def symmetric_memory() -> list[Check]:
 
 
 def handle_exchange(section: str) -> Check:
-    """How processes can share memory: by fabric handles, or by file descriptors through ``pidfd_getfd``."""
+    """The ways in which processes can share memory: by fabric handles, or by file descriptors through
+    ``pidfd_getfd``."""
     fabric = _FABRIC_CHANNELS.is_dir() and any(_FABRIC_CHANNELS.iterdir())
     refusal = pidfd_refusal()
     scope = _PTRACE_SCOPE.read_text().strip() if _PTRACE_SCOPE.exists() else "absent"
@@ -163,7 +164,8 @@ def handle_exchange(section: str) -> Check:
 
 
 def pidfd_refusal() -> str:
-    """Why this process may not duplicate a file descriptor through a pidfd, tried on itself. Empty if it may."""
+    """Try to duplicate a file descriptor of this process through a pidfd. Returns the reason why that is not allowed,
+    or an empty text if it is."""
     if not hasattr(os, "pidfd_open"):
         return "not offered by this system"
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor's list of what is registered: patterns, schedules and transports, and which schedules run here."""
+"""The doctor's list of registered patterns, schedules and transports, and of the schedules that can run here."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ HERE = "Schedules that run here"
 
 
 def registered() -> list[Check]:
-    """A line for each pattern (the collective that it starts at), each schedule (what it computes, and whether it runs
-    on this machine) and each transport (the schedules that use it)."""
+    """A line for each pattern, schedule and transport. A pattern's line names its collective. A schedule's line names
+    the patterns that it computes and its transports. A transport's line names the schedules that use it."""
     from overlap_inductor.lowerings.registry import SCHEDULES
     from overlap_inductor.passes.patterns import PATTERNS
     from overlap_inductor.transports.registry import transports

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``overlap-inductor explain script.py``: run a user's script in mode ``report`` and show what was found.
+"""``overlap-inductor explain script.py``: run a user's script in mode ``report`` and show the reports of its graphs.
 
 With ``--machine`` or ``--ranks`` the script runs in one process, as rank 0 of a group whose other ranks do not exist.
 Its graphs are planned and not run.
@@ -57,9 +57,9 @@ def explain_script(
     variables, a line says how to start it.
 
     Args:
-        machine: name of the machine that plans are made for; ``None``: this one.
-        ranks: size of the group of which this process plays rank 0. ``None``: the number of GPUs of ``machine``;
-            without ``machine``, the script runs in the group that it makes itself.
+        machine: name of the machine for which plans are made. ``None`` means this machine.
+        ranks: size of the group in which this process acts as rank 0. ``None`` means the number of GPUs of ``machine``.
+            If ``machine`` is also ``None``, the script runs in the group that it makes itself.
         short: whether to print a few lines of each report, instead of the whole report.
 
     Raises:
@@ -100,7 +100,7 @@ def _run(script: str, arguments: Sequence[str]) -> int:
     except SystemExit as ending:
         return _status(ending)
     except (RanksError, BrokenPipeError):
-        raise  # main() handles both; the pipe may be our own output, whose reader has gone away
+        raise  # main() handles both errors. The broken pipe may be our own output, whose reader has ended.
     except Exception as error:  # noqa: BLE001  (the script's own error: shown, and its reports after it)
         traceback.print_exc()
         if _lacks_a_gpu(error):
@@ -114,7 +114,7 @@ def _run(script: str, arguments: Sequence[str]) -> int:
 
 
 def _box(machine: str | None, ranks: int | None) -> Box | None:
-    """The machine that plans are made for; ``None``: this one."""
+    """The machine for which plans are made. ``None`` means this machine."""
     if machine is not None and machine not in BOXES:
         raise ConfigError(
             f"--machine {machine}: no figures of such a machine were measured; expected one of: {', '.join(BOXES)}"
@@ -137,7 +137,8 @@ def _box(machine: str | None, ranks: int | None) -> Box | None:
 
 @contextmanager
 def _elsewhere(box: Box | None, ranks: int | None) -> Iterator[None]:
-    """Inside, this process is rank 0 of ranks that do not exist, and its graphs are planned for ``box`` and not run."""
+    """In this context, this process is rank 0 of a group whose other ranks do not exist. Its graphs are planned for
+    ``box`` and not run."""
     from overlap_inductor.inductor.post_grad import stopped_before_code
     from overlap_inductor.torch_compat.fake_ranks import one_process_as
     from overlap_inductor.torch_compat.target import planning_for
@@ -179,7 +180,7 @@ def _show(reports: Sequence[OverlapReport], box: Box | None, ranks: int | None, 
 
 
 def _rows(reports: Sequence[OverlapReport]) -> list[tuple[str, ...]]:
-    """A row for each graph. Times are of its sites that have an estimate."""
+    """A row for each graph. Its times include only sites that have an estimate."""
     from overlap_inductor.report import totals
     from overlap_inductor.report import words
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start the ranks of a small job on this machine, watch them, and stop every one of them at the end."""
+"""Start the ranks of a small job on this machine, watch them, and stop all of them at the end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Rank:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that was free when asked."""
+    """A TCP port of the loopback interface that was free at the time of this call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -128,8 +128,8 @@ def _watch(ranks: list[_Rank], timeout: float, on_wait: Callable[[], None]) -> N
 
 
 def _first_to_blame(failed: list[_Rank]) -> _Rank:
-    """Of the ranks that failed, the first whose own log has a traceback that is not about a lost peer; if there is
-    none, the first."""
+    """The failed rank to report: the first whose log has a traceback that is not about a lost peer. If there is no such
+    rank, the first failed rank."""
     blamed = [r for r in failed if "Traceback" in _tail(r) and "onnection" not in _tail(r)]
     return (blamed or failed)[0]
 

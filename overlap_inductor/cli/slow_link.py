@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts joined by a slow link, on one Linux machine: a network namespace for each rank, a bridge, and a rate limit in
-each direction.
+"""Simulates hosts that a slow link joins, on one Linux machine. Each rank has a network namespace. A bridge joins them,
+with a rate limit in each direction.
 
 Needs root and Debian's iproute2. Namespaces, links and the bridge are removed at the end, also after an error.
 """
@@ -36,7 +36,8 @@ class Host:
 
 
 def why_not() -> str | None:
-    """Why this process cannot make a slow link, or ``None`` if it can. It makes one and removes it to find out."""
+    """The reason why this process cannot make a slow link, or ``None`` if it can. To find out, it makes a link and
+    removes it."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "making network namespaces needs root; run the command as root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -62,7 +63,8 @@ def slow_hosts(count: int, megabits: int) -> Iterator[list[Host]]:
     prefix = f"ovl{os.getpid() % 100000}"
     hosts = [Host(f"{prefix}h{i}", f"10.77.0.{i + 1}", f"{prefix}i{i}") for i in range(count)]
     bridge = f"{prefix}br"
-    # A burst of two full segments and a queue of 20 ms: long queues delay the acknowledgements of the other direction.
+    # The burst is two full segments, and the queue is 20 ms. A longer queue would delay the acknowledgements of the
+    # other direction.
     limit = ["rate", f"{megabits}mbit", "burst", "128kb", "latency", "20ms"]
     try:
         _run("ip", "link", "add", bridge, "type", "bridge")
@@ -92,5 +94,6 @@ def _run(*command: str) -> None:
 
 
 def _remove(*command: str) -> None:
-    """Run a command that removes something. It may fail, because after an error not everything was made."""
+    """Run a command that removes a namespace, a link or a bridge. It may fail, because after an error some of them were
+    not made."""
     subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CompileScope``: what is known about the graph that Inductor is compiling on this thread.
+"""``CompileScope`` holds the facts about the graph that Inductor is compiling on this thread.
 
 Importing this module does not import torch.
 """
@@ -80,7 +80,7 @@ def keep_as_written(gm: Any, written: Any) -> None:
 
 
 def as_written(gm: Any) -> Any:
-    """What ``keep_as_written`` remembered of ``gm``; ``None`` if there is nothing."""
+    """The graph that ``keep_as_written`` remembered for ``gm``. ``None`` if there is none."""
     return _as_written.get(gm)
 
 

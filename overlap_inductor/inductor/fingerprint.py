@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The identity of the pass: a hash of everything that can change the code compiled from a graph, and of nothing else.
 
-It is part of the cache keys of Inductor and AOTAutograd. The dump folder is not in it: reports are stored with the
-compiled graph, so a cache hit writes the same dump as the miss.
+The hash is part of the cache keys of Inductor and AOTAutograd. It does not cover the dump folder. Reports are stored
+with the compiled graph, so a cache hit writes the same dump as the miss.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def _module_hash(module: str) -> str:
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or not Path(file).is_file():
         return _THIS_PROCESS
-    # The folder of a single module may also hold files of other programs; a package's folder belongs to the entry.
+    # The folder of a package belongs to the entry as a whole. The folder of a single module may also hold files of
+    # other programs.
     folder = Path(file).parent
     return hash_sources(folder) if (folder / "__init__.py").exists() else _file_hash(Path(file))
 
@@ -82,10 +83,10 @@ _THIS_PROCESS = uuid.uuid4().hex
 def fingerprint(config: OverlapConfig | None) -> str:
     """The pass's ``uuid`` under ``config``. It is the constant ``OFF`` if the pass does nothing.
 
-    It holds the process groups, because an ``all_reduce`` names its group and not the group's size: with other ranks in
-    the group, the same graph text needs another plan. It also holds which peers' memory the GPUs reach, because fused
-    kernels depend on it. It holds the machine that plans are made for, if it is not this one. It holds whether all
-    streams share one hardware queue, because this decides whether calls are replayed. It holds the schedules, patterns
+    The hash covers the process groups, because an ``all_reduce`` names its group and not the group's size: with other
+    ranks in the group, the same graph text needs another plan. It covers which peers' memory the GPUs reach, because
+    fused kernels depend on that. It covers the machine for which plans are made, if that is another machine. It covers
+    whether all streams share one hardware queue, because calls are then not replayed. It covers the schedules, patterns
     and transports that a program registered.
     """
     if config is None or config.mode == "off":

@@ -62,8 +62,9 @@ def _sentence(reason: Any) -> str:
 
 
 def _users_line(reason: Any) -> FrameSummary | None:
-    """The innermost frame of the stack outside of torch, or ``None``. If Dynamo broke the caller's graph inside a torch
-    function, that function is compiled by itself afterwards, and the break appears again without the user's frames."""
+    """The innermost frame of the stack that is outside torch, or ``None``. If Dynamo broke the caller's graph inside a
+    torch function, that function is compiled by itself afterwards, and the break appears again without the user's
+    frames."""
     return next(
         (
             f

@@ -73,8 +73,8 @@ _local = _Local()
 
 
 class _Attached(str):
-    """Reports of a graph that this process compiled, as JSON. It pickles as a plain ``str``, so a plain ``str`` was
-    loaded from a cache. ``known``: the reports were activated."""
+    """Reports of a graph that this process compiled, as JSON. It is pickled as a plain ``str``. So if a compiled graph
+    has a plain ``str``, the graph was loaded from a cache. ``known``: the reports were activated."""
 
     known = False
 
@@ -119,7 +119,8 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
 
 
 def uninstall() -> None:
-    """Put Inductor's functions back. A wrapper that was wrapped by others stays, and only calls the original."""
+    """Restore Inductor's functions. If other code has wrapped one of our wrappers, the wrapper stays and only calls the
+    original function."""
     global _expected, _shared_pass
     with _lock:
         for owner, name, original, replacement in _wrapped:
@@ -174,7 +175,8 @@ def _compile_fx_inner(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         if scope.is_backward and scope.graph_id in _forward_configs:
             _follow_forward(scope, stack)
         stack.enter_context(compile_scope.entered(scope))
-        config = config_in_effect()  # read here, so that a bad environment fails this compile even on a cache hit
+        # This reads the environment now, so that a bad value fails the compile even on a cache hit.
+        config = config_in_effect()
         if config is not None and config.mode in ("on", "strict"):
             call_board.announce()
         result = _stopped(scope, *args[:2]) if post_grad.stops() else original(*args, **kwargs)
@@ -184,7 +186,8 @@ def _compile_fx_inner(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _stopped(scope: CompileScope, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """In place of the compile of ``gm``: run its post-grad passes, activate its reports, and return zeros."""
+    """Replaces the compile of ``gm``: run its post-grad passes, activate its reports, and return a function that
+    returns zeros."""
     post_grad.run_post_grad_passes(gm, example_inputs, scope)
     if not scope.seen:
         _warn_overwritten()
@@ -219,7 +222,7 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
     if groups and config is not None and config.mode in ("on", "strict"):
         try:
             plain = _plain_program(args[0], args[1])
-        # A graph may hold anything; without a plain program nothing is overlapped.
+        # A graph may hold an object that cannot be pickled. Without a plain program, nothing is overlapped.
         except Exception as error:  # noqa: BLE001
             scope.refusal = (
                 f"the graph cannot be kept for a run without overlap ({type(error).__name__}: {error}), which ranks"
@@ -228,7 +231,7 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
     try:
         output = original(*args, **kwargs)
     except Exception:
-        # If a graph fails to compile, the user needs its report most.
+        # Activate the report even if the compile fails, because the report may explain the failure.
         _make_known(scope.take_reports(), from_cache=False, strict=False)
         raise
     if not scope.seen:
@@ -298,7 +301,7 @@ def _post_compile(original: Callable[..., Any], graph: Any, *args: Any, **kwargs
 def _compare_calls(
     graph: Any, reports: list[OverlapReport], example_inputs: Any, constants: Any, graph_kwargs: Any
 ) -> None:
-    """Make each call of the graph begin with the comparison with the other ranks."""
+    """Make each call of the graph begin with a comparison of plans with the other ranks."""
     if not any(r.groups for r in reports) or graph.current_callable is None:
         return
     from overlap_inductor.inductor.compared_call import ComparedCall
@@ -311,8 +314,8 @@ def _compare_calls(
         kept = plain_program.of_this_process(kept, gm, example_inputs)
     if kept is not None:
         large = plain_program.left_out(gm, kept.left_out)
-        # AOTAutograd's cache passes only a few of the arguments with which a graph was compiled. The graph holds the
-        # others.
+        # AOTAutograd's cache passes only some of the arguments with which a graph was compiled. The compiled graph
+        # holds the other arguments.
         keywords = plain_program.known_keywords({**graph.fx_kwargs, **graph_kwargs})
         plain = PlainProgram(kept.data, large, keywords, plain_program.inductor_settings(), graph.output_strides)
     on_accelerator = bool(set(graph.device_types) - {"cpu", "meta"})
@@ -322,8 +325,8 @@ def _compare_calls(
 
 
 def _switched_off(groups: list[str]) -> OverlapReport:
-    """The report of a graph that was compiled with overlap off. It makes the graph's calls compare, because other ranks
-    may have overlap on."""
+    """The report of a graph that was compiled with overlap off. With this report, the graph's calls compare plans,
+    because other ranks may have overlap on."""
     plan = ExchangePlan(__version__, "off", groups=(tuple(groups),))
     return OverlapReport(
         __version__, torch.__version__, "off", "", "", 1, exchange=plan.to_json(), groups={name: [] for name in groups}
@@ -360,9 +363,9 @@ def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs:
 
 def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
     """Around ``BaseSchedulerNode.has_aliasing_or_mutation``, which Inductor calls only before it fuses. Inductor does
-    not fuse a node whose output aliases another buffer into a template. A node that writes a piece directly into its
-    place in a whole tensor may be fused: readers of the whole tensor wait for all pieces, and nothing else writes to
-    that place before.
+    not fuse a node whose output aliases another buffer into a template. But a node that writes a piece directly into
+    its place in a whole tensor may be fused. Readers of the whole tensor wait for all pieces, and no other node writes
+    to that place.
     """
     outputs = node.get_outputs()
     if (

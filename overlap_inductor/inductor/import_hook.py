@@ -21,7 +21,7 @@ _NEEDED = "overlap_inductor.inductor.pass_slot"
 """The module that the callbacks use. It may itself be the first to import the module that a callback waits for. Then
 the callback is postponed until the body of ``_NEEDED`` has run, because it cannot use the module earlier."""
 _postponed: list[_Waiting] = []
-"""Those whose callbacks ``resume`` will run."""
+"""The finders whose callbacks were postponed. ``resume`` will run them."""
 
 
 class _Waiting(MetaPathFinder):
@@ -93,5 +93,6 @@ def cancel_all() -> None:
 def resume() -> None:
     """Run the postponed callbacks, each once. The last line of module ``_NEEDED`` calls this function."""
     while _postponed:
-        # Not ``run``: the module's last line still belongs to its body, so that would postpone the callback again.
+        # This does not call ``run``. The module's last line still belongs to its body, so ``run`` would postpone the
+        # callback again.
         _postponed.pop(0).callback()

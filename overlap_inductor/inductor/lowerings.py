@@ -185,7 +185,7 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
             buffer.layout = ir.NonOwningLayout(view)
             return buffer
     written = ir.ConcatKernel.realize_into(source, view)
-    # Tells ``inductor.hooks`` that Inductor may fuse this alias into a template.
+    # With this mark, ``inductor.hooks`` lets Inductor fuse this alias into a template.
     written.overlap_piece = True
     return written
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps Inductor from padding a matmul next to a collective.
 
-Inductor pads a matmul to aligned sizes if a timing on this rank says that it pays::
+Inductor pads a matmul to aligned sizes if this was faster in a measurement on this rank::
 
     y = mm(x, w [k, 1023])   ->   y = slice(mm(x, constant_pad_nd(w) [k, 1024]))
 
-Ranks that decide differently would find different sites and wait for each other. So a matmul next to a collective is
-not padded while overlap is on.
+If ranks decided differently, they would find different sites and wait for each other. So a matmul next to a collective
+is not padded while overlap is on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import fx
 from overlap_inductor.torch_compat import operators
 
 _LIMIT = 1000
-"""Nodes visited from one matmul. If there are more, the matmul counts as next to a collective."""
+"""The largest number of nodes to visit from one matmul. If there are more, the matmul counts as next to a
+collective."""
 _COPIES = {"clone", "lift_fresh_copy", "cat", "constant_pad_nd", "_unsafe_view", "convert_element_type", "_to_copy"}
 _ROW_WISE = {"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "_softmax", "_log_softmax", "cumsum"}
 """Ops that may be between a matmul and a collective in a site, besides views, copies and pointwise ops
@@ -34,8 +35,8 @@ def beside_collective(matmul: fx.Node) -> bool:
 
     - ``matmul`` leads to a collective;
     - an all-gather or all-to-all leads to ``matmul``;
-    - an all-gather or all-to-all leads to another matmul, whose result leads to ``matmul`` (that matmul's epilogue ends
-      where its result is stored for ``matmul``).
+    - an all-gather or all-to-all leads to another matmul, whose result leads to ``matmul``. (Padding ``matmul`` would
+      change where the other matmul's epilogue ends.)
     """
     known: dict[fx.Node, bool] = {}
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps Inductor from capturing a ring's transfer in halves when it cuts a graph into partitions
-(``torch._inductor.config.graph_partition``).
+"""Inductor may cut a graph into partitions for CUDA graphs (``torch._inductor.config.graph_partition``). This module
+prevents a cut inside a ring's transfer.
 
-If no CUDA graph can contain some nodes, Inductor captures the nodes between them in graphs of their own::
+Some nodes cannot be in a CUDA graph. Inductor captures the nodes between them in separate graphs::
 
     | gather_start  mm |  .item()  | gather_step  mm |        two captures, the transfer begins in one and ends in the
                                                               other
     ->  one uncaptured graph, and a notice in its report
 
-A capture cannot end before its stream has waited for the work of all other captured streams. And the host's state of a
-transfer is created during the capture, not during a replay. So such a graph is not captured at all, as with a graph
-that mutates its inputs.
+Two captures of one transfer cannot work. A capture cannot end before its stream has waited for the work of all other
+captured streams. And the host's state of a transfer is created during the capture, but not during a replay. So such a
+graph is not captured at all, like a graph that mutates its inputs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def graph_partition(original: Callable[..., Any], scheduler: Any) -> Any:
 
 
 def should_partition(original: Callable[..., Any], scheduler: Any, node: Any) -> Any:
-    """Around ``Scheduler.should_partition``: why ``node`` is left out of CUDA graphs, or ``None``."""
+    """Around ``Scheduler.should_partition``: the reason why ``node`` cannot be in a CUDA graph, or ``None``."""
     return NOTICE if getattr(scheduler, _WHOLE, False) else original(scheduler, node)
 
 

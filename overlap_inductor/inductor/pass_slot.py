@@ -63,7 +63,8 @@ class OverlapPass(_Base):
     def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
         scope = compile_scope.current()
         if scope is not None:
-            if id(graph) in scope.seen:  # installed twice, for example by us and inside another chain
+            # The pass may be installed twice, for example by us and inside another author's chain.
+            if id(graph) in scope.seen:
                 return
             scope.seen[id(graph)] = graph
         with shown_plainly():
@@ -81,7 +82,8 @@ class OverlapPass(_Base):
         if self.slot == JOINT:
             from torch._inductor.pattern_matcher import stable_topological_sort
 
-            # Inductor sorts the joint graph behind this slot. Its patterns may have left nodes before their inputs.
+            # Inductor sorts the joint graph only after this slot. Before, some nodes may come before their inputs,
+            # because of Inductor's own patterns.
             stable_topological_sort(graph)
         written = _copy_of_inference(graph) if self.slot == JOINT else None
         for one in passes_in(self.slot):
@@ -93,7 +95,8 @@ class OverlapPass(_Base):
         _register_lowerings_of(graph)
 
     def _take(self, report: OverlapReport, config: OverlapConfig) -> None:
-        """Leave a report to be stored with the compiled graph. Outside of a compile scope, activate it now."""
+        """Leave a report in the compile scope, to be stored with the compiled graph. Outside a compile scope, activate
+        it now."""
         scope = compile_scope.current()
         if inductor_config._micro_pipeline_tp:
             report.notices.append(MICRO_PIPELINE_NOTICE)
@@ -106,7 +109,7 @@ class OverlapPass(_Base):
         reporting.activate(report, config)
 
     def uuid(self) -> str:
-        # Inductor asks for it before it reads a cache. A loaded graph calls our ops, so they must exist by then.
+        # Inductor asks for the uuid before it reads a cache. A loaded graph calls our ops, so this method defines them.
         from overlap_inductor.inductor.fingerprint import fingerprint
         from overlap_inductor.lowerings.registry import define_ops
 
@@ -120,7 +123,8 @@ class OverlapPass(_Base):
 
 
 def _copy_of_inference(graph: torch.fx.Graph) -> torch.fx.GraphModule | None:
-    """A copy of an inference graph with a collective, which ranks that differ run; ``None`` for any other graph."""
+    """A copy of ``graph`` if it is an inference graph with a collective. Ranks run the copy if their plans differ.
+    ``None`` for any other graph."""
     trains = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
     if trains or graph.owning_module is None or not any(True for _ in find_collectives(graph)):
         return None
@@ -208,7 +212,7 @@ def read(slot: str = POST_GRAD) -> Any:
 
 
 def write(value: Any, slot: str = POST_GRAD) -> None:
-    """Assign the slot on this thread, if that changes anything."""
+    """Assign the slot on this thread if its value changes."""
     if value is not read(slot):
         setattr(inductor_config, SETTINGS[slot], value)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain program of a graph: the graph as Inductor got it before any pass of ours ran, kept so that it can be
-compiled without overlap later.
+"""The plain program of a graph: the graph before any of our passes ran. It is kept so that it can be compiled later
+without overlap.
 
 ::
 
@@ -10,8 +10,8 @@ compiled without overlap later.
 
 The bytes are stored with the compiled graph, also in the caches, because a rank that loaded its graph from a cache may
 have to run without overlap too. They hold the nodes, the example inputs with their symbols, and the node metadata that
-Inductor reads. Shapes are propagated again when it is compiled. Tensors that the graph holds (frozen weights) are
-copied if they are small; large ones are taken from the graph that is loaded or compiled.
+Inductor reads. Shapes are propagated again when it is compiled. Small tensors that the graph holds (frozen weights) are
+copied. Large tensors are taken from the graph that is loaded or compiled.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Captured:
     Attributes:
         data: the graph and its example inputs.
         left_out: names of the large tensors that ``data`` does not hold.
-        process: the process in which ``data`` is valid; ``None`` for any. A graph refers to a user's Triton kernels by
-            numbers in a table of one process.
+        process: the process in which ``data`` is valid. ``None`` if it is valid in any process. A graph refers to a
+            user's Triton kernels by numbers in a table of one process.
     """
 
     data: bytes
@@ -97,8 +97,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
 
 
 def of_this_process(kept: Captured, gm: fx.GraphModule | None, example_inputs: Sequence[Any]) -> Captured | None:
-    """``kept`` if it is valid in this process. Else the plain program of ``gm``, the graph whose compiled form came
-    from a cache. Returns ``None`` if there is no ``gm``, because the cache was read before the graph was made."""
+    """``kept`` if it is valid in this process. Otherwise the plain program of ``gm``, the graph whose compiled form
+    came from a cache. Returns ``None`` if there is no ``gm``, because the cache was read before the graph was made."""
     if kept.process in (None, _PROCESS):
         return kept
     return capture(gm, example_inputs) if gm is not None else None
@@ -117,7 +117,7 @@ def left_out(gm: fx.GraphModule | None, names: Sequence[str]) -> dict[str, torch
 
 
 def known_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``keywords`` that Inductor's ``compile_fx_inner`` takes."""
+    """The part of ``keywords`` that are parameters of Inductor's ``compile_fx_inner``."""
     from torch._inductor.compile_fx import _CompileFxKwargs
 
     known = {*_CompileFxKwargs.__annotations__, "compile_region_name"}
@@ -140,8 +140,9 @@ def _attribute(gm: fx.GraphModule, name: str) -> Any:
 
 
 def _written(gm: fx.GraphModule, within: bool = False) -> _Program:
-    """``gm`` as data. ``within``: it is a subgraph, whose shapes are not propagated again, so its nodes keep their
-    values. Nodes that make unbacked sizes always keep theirs, because nothing recreates the symbols."""
+    """``gm`` as data. ``within``: ``gm`` is a subgraph. Shapes of a subgraph are not propagated again, so its nodes
+    keep their values. Nodes that make unbacked sizes always keep their values, because nothing recreates the
+    symbols."""
     places = {node: _Node(i) for i, node in enumerate(gm.graph.nodes)}
 
     def meta(node: fx.Node) -> dict[str, Any]:
@@ -243,8 +244,8 @@ def compile_plain(
 
 
 def guarded(plain: Any, examples: Sequence[Any]) -> Any:
-    """``plain`` with a check of its own guards on sizes. Its compile added these to the guards of the graph that it
-    replaces.
+    """``plain`` with a check of the guards on sizes that its compile added. The graph that it replaces does not have
+    these guards.
 
     Args:
         plain: a boxed callable.
@@ -280,7 +281,8 @@ def guarded(plain: Any, examples: Sequence[Any]) -> Any:
 
 
 def restrided(plain: Any, examples: Sequence[Any], expected: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
-    """``plain`` with results in the strides of the graph that it replaces, because a backward may be compiled for them.
+    """``plain`` with results in the strides of the graph that it replaces, because a backward may be compiled for these
+    strides.
 
     Args:
         examples: the example inputs with which ``plain`` was compiled.

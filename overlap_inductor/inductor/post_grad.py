@@ -25,7 +25,7 @@ def run_post_grad_passes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]
     Args:
         gm: the graph that AOTAutograd made; changed in place.
         example_inputs: its inputs, fake or real.
-        scope: is current while the passes run, and collects their reports.
+        scope: the current scope while the passes run. It collects their reports.
 
     Raises:
         Exception: what a pass raises.
@@ -60,7 +60,7 @@ def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[A
         if not isinstance(size, SymTypes):
             return size
         value = size.node.expr.xreplace(known)
-        # Data decides the size (nonzero, ...). Any size will do, because nothing is computed.
+        # The size depends on data (nonzero, ...). Any size is right, because nothing is computed.
         return 1 if getattr(value, "free_symbols", None) else int(value)
 
     def run(args: list[Any]) -> list[Any]:
@@ -89,8 +89,8 @@ _stops = False
 
 @contextmanager
 def stopped_before_code() -> Iterator[None]:
-    """Inside, every graph that Inductor compiles with our hooks in it stops after its post-grad passes, and what it
-    compiles to returns zeros."""
+    """In this context, Inductor's compile of a graph stops after the post-grad passes if our hooks are installed. The
+    compiled function returns zeros."""
     global _stops
     outer, _stops = _stops, True
     try:

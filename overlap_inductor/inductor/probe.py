@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks what the installed torch offers, without starting a process group. For ``overlap-inductor doctor``."""
+"""Queries features of the installed torch for ``overlap-inductor doctor``, without starting a process group."""
 
 from __future__ import annotations
 

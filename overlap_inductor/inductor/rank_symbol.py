@@ -8,10 +8,10 @@ graph.
     buf0 = 0
     extern_kernels.mm(reinterpret_tensor(x, (4, 8), (8, 1), 32*u0), w, out=buf1)
 
-A rank-rotated slice is a view whose offset holds the symbol. If a kernel says that it uses an unbacked symbol, Inductor
-orders the kernel after the symbol's definition and passes the symbol to the kernel's partition. Two kinds of kernels do
-not say so: a template (Triton's, from max-autotune) that reads such a view, and any kernel that writes into one. This
-module finds these kernels, and adds the order and the symbol for them.
+A rank-rotated slice is a view whose offset holds the symbol. If a kernel reports that it uses an unbacked symbol,
+Inductor orders the kernel after the symbol's definition and passes the symbol to the kernel's partition. Two kinds of
+kernels do not report it: a template (Triton's, from max-autotune) that reads such a view, and any kernel that writes
+into one. This module finds these kernels, and adds the order and the symbol for them.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class GroupRank(ir.ExternKernel):
 
     def codegen(self, wrapper: Any) -> None:
         wrapper.writeline(f"{self.symbol} = torch.ops.overlap_inductor.group_rank.default({self.group_name!r})")
-        # A partition for a CUDA graph gets this name besides the symbol, because its kernels are ordered after it. It
-        # is a number, because CUDA graph trees take only tensors and numbers.
+        # A partition for a CUDA graph gets this name as an input besides the symbol, because its kernels are ordered
+        # after this kernel. The value is a number, because CUDA graph trees take only tensors and numbers.
         wrapper.writeline(f"{self.get_name()} = 0")
 
 
@@ -90,7 +90,7 @@ def symbol_uses(original: Callable[..., Any], node: Any) -> Any:
 
 
 def _needed(kernel: Any) -> Iterator[GroupRank]:
-    """The ranks whose symbols the views of ``kernel`` hold."""
+    """The ``GroupRank`` of each symbol that is in a view of ``kernel``."""
     known: dict[str, GroupRank] = V.graph.__dict__.get(_KNOWN, {})
     if known and kernel is not None:
         symbols = {s for view in _views(kernel) for s in sympy.sympify(view.get_layout().offset).free_symbols}

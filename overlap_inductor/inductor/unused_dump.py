@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says at the first compile that ``OVERLAP_INDUCTOR_DUMP`` alone switches nothing on."""
+"""Warns at the first compile that ``OVERLAP_INDUCTOR_DUMP`` alone does not switch overlap on."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delay matmuls that nothing waits for, so that they run under a transfer that is not hidden otherwise.
+"""Delay matmuls on which no other matmul or transfer depends. They then run under a transfer that would be exposed.
 
-In a backward graph, only the graph's results need a weight's gradient. So its matmul may run later: while the ranks'
-partial sums of another gradient are under way (Megatron's delayed weight gradient; Qi et al., arXiv:2401.10241, section
-2, split the backward in the same way). Before and after, for the scatter of an unrolled ring::
+In a backward graph, a weight's gradient is only a result of the graph. So the matmul of this gradient may run later,
+while the ranks send partial sums of another gradient (Megatron's delayed weight gradient; Qi et al., arXiv:2401.10241,
+section 2, split the backward in the same way). Before and after, for the scatter of an unrolled ring::
 
     dw = mm(dy^T, x)                                  dx pieces: mm, exchange_send ...
     dx pieces: mm, exchange_send ...              ->  dw = after(mm(dy^T, x), last send)
     exchange_wait(buffer, [pieces])                   exchange_wait(buffer, [pieces, dw])
 
 Contract: the pass runs on a rewritten graph, before its order is fixed. It moves a matmul only downwards, together with
-the views and casts of its result, and only if no other node and no write in place is affected. What a rank moves is its
-own affair: the exchange does not change.
+the views and casts of its result, and only if no other node and no write in place is affected. Ranks may move different
+matmuls, because the exchange of data does not change.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def delay(graph: fx.Graph, exposed: Mapping[str, float], flops_per_second: float
     """Move matmuls under the transfers of ring scatters.
 
     Args:
-        exposed: for each site's id, the estimated seconds of its transfers that nothing hides.
+        exposed: for each site's id, the estimated seconds of its exposed transfers.
         flops_per_second: the rate of a matmul.
 
     Returns:
@@ -79,15 +79,15 @@ def _waits(graph: fx.Graph, exposed: Mapping[str, float]) -> Iterator[tuple[fx.N
 
 
 def _may_wait(node: fx.Node) -> bool:
-    """Whether ``node`` is a matmul of known sizes that belongs to no site."""
+    """Whether ``node`` is a matmul that belongs to no site and has static sizes."""
     if matmuls.parse(node) is None or SITE in node.meta:
         return False
     return all(isinstance(s, int) for n in (node, *tools.tensor_inputs(node)) for s in tools.shape(n))
 
 
 def _computed_from(node: fx.Node) -> list[fx.Node] | None:
-    """The views, casts and permutations that lead from ``node`` to the graph's results, in graph order; ``None`` if
-    anything else reads it."""
+    """The views, casts and permutations that lead from ``node`` to the graph's results, in graph order. ``None`` if any
+    other node reads ``node`` or one of them."""
     found: set[fx.Node] = set()
     pending = [node]
     while pending:
@@ -102,7 +102,8 @@ def _computed_from(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _may_move(node: fx.Node, behind: list[fx.Node], wait: fx.Node) -> bool:
-    """Whether ``node`` and ``behind`` may move to just before ``wait``: nothing writes what they read in between."""
+    """Whether ``node`` and ``behind`` may move to just before ``wait``. They may if no node in between writes a tensor
+    that they read."""
     inside = {node, *behind}
     read = [i for n in inside for i in n.all_input_nodes if i not in inside]
     return not tools.written_between(node, wait, read) and not any(operators.is_mutable(n) for n in inside)

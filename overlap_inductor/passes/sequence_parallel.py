@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence-parallel rewrite: all-reduces become reduce-scatters, and the token-wise work behind them runs on rows.
+"""The sequence-parallel rewrite: all-reduces become reduce-scatters, and the token-wise work after them runs on rows.
 
 Contract: ``graph`` is a joint graph (forward and backward) or an inference graph, before the partitioner. The pass
 changes it in place, and only in stretches that are legal and chosen. If the rewrite fails, the graph is restored. The
-pass does not communicate. It decides by facts that all ranks of a group share. The method is Megatron's sequence
-parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2), applied to a graph in place of a model.
+pass does not communicate. Its decisions depend only on facts that all ranks of a group share. The method is Megatron's
+sequence parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2), applied to a graph in place of a model.
 
 Pseudo-code::
 
@@ -59,7 +59,7 @@ from overlap_inductor.torch_compat.guards import decide
 
 log = logging.getLogger("overlap_inductor")
 FAILURE = "overlap_inductor_sequence_parallel_failure"
-"""Metadata of an all-reduce of a graph that could not be rewritten: the failure, as ``Failure.to_dict`` gives it."""
+"""Metadata of an all-reduce in a graph whose rewrite failed: the failure, in the form of ``Failure.to_dict``."""
 SAME = "overlap_inductor_same_on_all_ranks"
 """Metadata of an input that must be the same on all ranks of a group: the group's name."""
 Numbered = list[tuple[int, Stretch]]
@@ -72,7 +72,7 @@ def run_sequence_parallel(graph: fx.Graph, config: OverlapConfig, refusal: str |
         graph: changed in place.
         refusal: a sentence that says why this compile cannot hold overlap ops, or ``None``.
 
-    If the pass itself fails, it does not raise. The graph stays as it was, and the overlap pass reports the error.
+    If the pass itself fails, it raises no error. The graph stays unchanged, and the overlap pass reports the failure.
     """
     try:
         return _find_and_rewrite(graph, config, refusal)
@@ -100,7 +100,7 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, refusal: str | Non
     legal = [(n, s) for n, s in enumerate(finder.stretches) if facts[n].status != "refused"]
     legal = [(n, s) for n, s in legal if _divides(n, s, facts, config)]
     if any(isinstance(s.tokens.count, torch.SymInt) for _, s in legal):
-        # The guard on the number of tokens has told more about the sizes.
+        # The guard on the number of tokens gave more information about the sizes, so the stretches are found again.
         finder = _found(graph)
         legal = [(n, finder.stretches[n]) for n, _ in legal]
     chosen = _choose(graph, legal, facts, config, refusal) if legal else []
@@ -123,8 +123,9 @@ def _found(graph: fx.Graph) -> RowFinder:
 
 
 def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: OverlapConfig) -> bool:
-    """Whether a symbolic number of tokens is divisible by the number of ranks, decided by a guard: each answer has a
-    graph of its own. Without a guard if the rewrite cannot pay at the example's number of tokens in any case."""
+    """Whether the number of tokens is a multiple of the number of ranks. For a symbolic number, a guard decides, and
+    each answer has a graph of its own. No guard is added if the rewrite cannot pay at the example's number of
+    tokens."""
     tokens = stretch.tokens
     if isinstance(tokens.count, int) or tokens.even:
         return True
@@ -149,7 +150,8 @@ def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: O
 def _choose(
     graph: fx.Graph, legal: Numbered, facts: list[StretchFacts], config: OverlapConfig, refusal: str | None
 ) -> Numbered:
-    """The stretches that are rewritten. Fills in their estimates and the reasons of the others."""
+    """Choose the stretches to rewrite. Fills in the estimates of all legal stretches, and the reasons of those that are
+    kept."""
     written, rewritten = _copy(graph), _copy(graph)
     finder = _found(rewritten)
     writer = RowWriter(rewritten, finder.held, config)
@@ -194,8 +196,8 @@ def _choose(
 
 
 def _pays(number: int, stretch: Stretch, facts: list[StretchFacts], pays_at: Any) -> bool:
-    """Whether the rewrite pays for this graph's numbers of tokens. A symbolic number gets a guard where that
-    changes."""
+    """Whether the rewrite pays for the numbers of tokens that this graph serves. A symbolic number gets a guard at the
+    number of tokens from which on the rewrite pays."""
     count = stretch.tokens.count
     if isinstance(count, int):
         result, limit = pays_at(1.0), None
@@ -261,7 +263,7 @@ def _annotate(finder: RowFinder, facts: list[StretchFacts], rewritten: list[int]
 
 
 def _describe(graph: fx.Graph, stretch: Stretch) -> StretchFacts:
-    """The stretch before anything was decided."""
+    """The facts of a stretch before any decision."""
     first = stretch.sources[0].collectives[0]
     ordinals = {node: i for i, (node, _, _) in enumerate(find_collectives(graph))}
     shape, dtype = tools.shape(first.input), str(tools.dtype(first.input)).removeprefix("torch.")
@@ -288,7 +290,7 @@ def _describe(graph: fx.Graph, stretch: Stretch) -> StretchFacts:
 
 
 def _program(stretch: Stretch) -> str:
-    """``StretchFacts.program``: nodes and symbols have no names in it."""
+    """The text of ``StretchFacts.program``, which contains no names of nodes or symbols."""
     pending, computed = list(stretch.reads), set[fx.Node]()
     while pending:
         node = pending.pop()
@@ -304,8 +306,8 @@ def _program(stretch: Stretch) -> str:
 
 
 def note_divided(graph: fx.Graph) -> None:
-    """Note the rewritten stretches at the graph's output, where ``agreed_plan`` finds them after their collectives were
-    replaced."""
+    """Store the rewritten stretches in the metadata of the graph's output. ``agreed_plan`` reads them there after the
+    overlap pass has replaced their collectives."""
     found = {}
     for node in graph.nodes:
         if META in node.meta and node.meta[META]["status"] == "rewritten":

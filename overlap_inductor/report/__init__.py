@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports: what happened to a graph, as data, as text and as files."""
+"""Reports of what the pass did to a graph, as data, as text and as files."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user can do about a site or collective that is not overlapped: one sentence for each reason code.
 
-A reason says why, with its values; the advice here depends on the code alone.
+A reason's text says why, and has values. The advice here depends on the reason code alone.
 """
 
 from __future__ import annotations
@@ -59,6 +59,6 @@ ADVICE = {
 
 
 def advice_for(codes: Iterable[str]) -> list[tuple[str, str]]:
-    """``(code, what to do)`` of each code that has advice, once, in the order of ``codes``. A pattern or schedule that
-    was registered from outside may give codes without one."""
+    """``(code, advice)`` of each code that has advice, once, in the order of ``codes``. A pattern or schedule from
+    outside the package may give codes without advice."""
     return [(code, ADVICE[code]) for code in dict.fromkeys(codes) if code in ADVICE]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a folder of reports: ``<folder>/rank_<r>/<graph id>_<phase>/`` with text, JSON, both graphs and a page.
+"""Write a folder of reports. For each graph, ``<folder>/rank_<r>/<graph id>_<phase>/`` holds the text, the JSON, both
+graphs and an HTML page.
 
 These files do not depend on the time or the process, so a report that is written twice gives the same bytes twice. Two
-more files depend on both: ``run.json`` beside them, and the page over all graphs, ``<folder>/index.html``.
+more files do depend on the time and the process: ``run.json`` beside them, and the page of all graphs,
+``<folder>/index.html``.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ _warned: set[str] = set()
 
 
 def write_dump(report: OverlapReport, folder: str | os.PathLike[str], rank: int) -> Path | None:
-    """Write one graph's report below ``folder`` and return where; ``None`` if the folder cannot be written.
+    """Write one graph's report below ``folder`` and return its path. Returns ``None`` if the folder cannot be written.
 
-    The same report again overwrites its files with the same content. Another report of the same name in one process
-    gets the suffix ``_2``, ``_3``, ... in the order of the compiles, which a second run repeats. A folder that cannot
-    be written is logged once as a warning and raises no error: a report is not worth a failed compile.
+    If the same report is written again, it overwrites its files with the same content. Another report of the same name
+    in one process gets the suffix ``_2``, ``_3``, ... in the order of the compiles. A second run compiles in the same
+    order, so it gives the same names. A folder that cannot be written is logged once as a warning. It raises no error,
+    because a compile must not fail for a missing report.
     """
     digest = hashlib.sha256(report.to_json(graphs=True).encode()).hexdigest()
     dump = Path(folder).absolute()
@@ -46,7 +49,7 @@ def write_dump(report: OverlapReport, folder: str | os.PathLike[str], rank: int)
     try:
         place.mkdir(parents=True, exist_ok=True)
         texts = {**_contents(report), runs.MARK: _mark(report, place).to_json()}
-        # The page comes last: a reader that waits for index.html finds the other files complete.
+        # The page is written last, so that a reader that waits for index.html finds the other files complete.
         for name in sorted(texts, key="index.html".__eq__):
             replace_file(place / name, texts[name])
         keep_overview(dump)

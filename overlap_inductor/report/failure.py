@@ -40,7 +40,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception, stage: str, sites: list[str] | None = None) -> Failure:
-        """The failure that ``error`` stands for. Call it while ``error`` is handled or afterwards."""
+        """Make a ``Failure`` from ``error``. Call this method while ``error`` is handled or afterwards."""
         lines = "".join(traceback.format_exception(error))
         text = re.sub(r'^(\s*File )"([^"]+)"', lambda m: f'{m[1]}"{_below_import_path(m[2])}"', lines, flags=re.M)
         return cls(stage, f"{type(error).__name__}: {error}", text, sites or [])

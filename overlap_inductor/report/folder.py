@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read which reports a dump folder holds: ``<folder>/rank_<r>/<graph id>_<phase>/``, by run and by graph."""
+"""List the reports in a dump folder (``<folder>/rank_<r>/<graph id>_<phase>/``), by run and by graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ RANK = re.compile(r"rank_(\d+)")
 
 @dataclass(frozen=True)
 class Written:
-    """One rank's report of a graph: its folder. ``mark`` is ``None`` if an earlier version wrote it."""
+    """The folder of one rank's report of a graph. ``mark`` is ``None`` if an earlier version of the package wrote the
+    report."""
 
     rank: int
     place: Path
@@ -44,14 +45,14 @@ class Run:
 
 
 def rank_of(path: Path) -> int | None:
-    """3 of ``.../rank_3``; ``None`` of another folder."""
+    """The rank in the name of a folder: 3 for ``.../rank_3``. ``None`` for a folder with another name."""
     match = RANK.fullmatch(path.name or path.absolute().name)
     return int(match[1]) if match else None
 
 
 def dumps_below(place: Path) -> list[Path]:
-    """The dump folders at and below ``place``, which may also be the folder of one rank (that one is then a dump of its
-    own)."""
+    """The dump folders at and below ``place``. If ``place`` is the folder of one rank, it counts as a dump folder
+    itself."""
     if rank_of(place) is not None and any(place.glob("*/report.txt")):
         return [place]
     return sorted({file.parent.parent.parent for file in place.rglob("rank_*/*/report.txt")})

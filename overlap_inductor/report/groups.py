@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # A number counts as a layer's only if it is a whole component ("layers.3.", "layers[3]"), so that "fc1" and "fc2" stay
 # apart.
 _INDEX = re.compile(r"(?<=[.\[/])\d+(?=[.\]/]|$)|^\d+(?=[.\]/])")
-# FX numbers its nodes: mm, mm_1, mm_2. Reasons that differ only in such a number are one reason.
+# FX numbers its nodes: mm, mm_1, mm_2. Reasons that differ only in such a number count as the same reason.
 _NODE_NUMBER = re.compile(r"(?<=[A-Za-z])_\d+\b")
 _NO_MODULE = "(no module name)"
 
@@ -86,10 +86,11 @@ def template(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def common_names(names: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """The fewest readable names for ``names``, each with the positions in ``names`` that it stands for.
+    """As few common names as possible for ``names``. Each comes with the positions in ``names`` for which it stands.
 
-    A name such as ``a.{0..3}.b.{0,1}`` stands for every combination. If some are missing, the names are split by the
-    first number that varies until none is, so a name never claims a layer that is not there.
+    A name such as ``a.{0..3}.b.{0,1}`` stands for every combination. If a combination is missing, the names are split
+    by the first number that varies, until no combination is missing. So a common name never includes a layer that does
+    not exist.
     """
     by_template: dict[str, list[tuple[tuple[int, ...], int]]] = {}
     for position, name in enumerate(names):

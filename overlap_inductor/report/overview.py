@@ -19,10 +19,10 @@ from overlap_inductor.report.html.environment import render
 
 PAGE = "index.html"
 _SHARE = 20
-"""After a process has written the page, it waits this many times as long as the writing took before it writes the page
-again. So writing takes at most 5 % of a compile's time."""
+"""After a process has written the page, it waits before it writes the page again. The wait is this many times as long
+as the write took. So writing takes at most 5 % of a compile's time."""
 _TRIES = 3
-"""How often ``write_overview`` writes the page if ranks keep adding reports meanwhile."""
+"""How often ``write_overview`` writes the page at most, if ranks add reports during each write."""
 
 _lock = threading.Lock()
 _due: dict[Path, float] = {}
@@ -44,8 +44,8 @@ def write_overview(dump: Path) -> Path:
     """Write ``<dump>/index.html`` from the reports in the folder, and return its path. Raises ``OSError`` if it cannot
     be written.
 
-    Several ranks may do this at the same time; each replaces the whole file. After writing, a rank reads the folder
-    again. If a report was added meanwhile, it writes the page again, up to ``_TRIES`` times in all.
+    Several ranks may do this at the same time, because each replaces the whole file. After writing, a rank reads the
+    folder again. If a report was added meanwhile, it writes the page again, up to ``_TRIES`` times in all.
     """
     for _ in range(_TRIES):
         runs = runs_of(dump)
@@ -56,10 +56,10 @@ def write_overview(dump: Path) -> Path:
 
 
 def keep_overview(dump: Path) -> None:
-    """Write the page after a report was written, and once more when the process ends.
+    """Write the page now, and once more when the process ends. Call this function after each report.
 
-    Does nothing now if the last write was too recent (``_SHARE``), or another thread is writing the page. Raises
-    ``OSError`` if the page cannot be written.
+    It does not write the page now if the last write was too recent (``_SHARE``) or if another thread is writing the
+    page. Raises ``OSError`` if the page cannot be written.
     """
     start = time.monotonic()
     with _lock:

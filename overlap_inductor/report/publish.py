@@ -52,7 +52,7 @@ def activate(report: OverlapReport, config: OverlapConfig | None = None, *, from
     """Publish a graph's report, in the same way after a compile and after a load from a cache.
 
     Args:
-        config: the switches that are set now. They say where the report goes, which a cached report does not hold.
+        config: the switches that are set now. They hold the dump folder, which is not part of a cached report.
         from_cache: True if the graph was loaded from a cache; the log line says so.
 
     Raises:
@@ -69,8 +69,8 @@ def activate(report: OverlapReport, config: OverlapConfig | None = None, *, from
 
 
 def fell_back(reports: Sequence[OverlapReport], text: str, dump: str | None = None) -> None:
-    """Record that a graph runs without overlap because ranks differ, in the graph's reports, in the counters and in the
-    dump."""
+    """Record in a graph's reports, in the counters and in the dump that the graph runs without overlap because ranks
+    differ."""
     for report in reports:
         report.notices.append(text)
         overlapped = report.counters()["sites_overlapped"]
@@ -116,7 +116,8 @@ def _dump(report: OverlapReport, folder: str) -> str:
 
 
 def announcement(report: OverlapReport, where: str, from_cache: bool = False) -> str:
-    """``summary``, then the estimate, or the main reason if nothing is overlapped, and ``where`` the report is.
+    """The ``summary`` and the place of the report, ``where``. Between them stands the estimate, or the main reason if
+    nothing is overlapped.
 
     ``graph 0_0 forward: 2 sites found, 2 overlapped (2 ring), estimated 9.10 ms -> 7.90 ms, 1.15x; report: FILE``
     ``graph 0_0 forward: 1 site found, 0 overlapped, 1 kept (too_small): TEXT OF THE REASON; report: FILE``
@@ -177,7 +178,7 @@ def _trace(report: OverlapReport) -> None:
 
 
 _WHOLE = {"pass": "the overlap pass", "sequence_parallel": "the sequence-parallel rewrite"}
-"""By the stage of a failure that concerns a whole graph: what failed."""
+"""The name of the part that failed, by the stage of a failure that concerns a whole graph."""
 
 
 def _insist(report: OverlapReport) -> None:

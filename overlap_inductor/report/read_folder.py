@@ -17,8 +17,8 @@ from overlap_inductor.report.groups import ranges
 def read_reports(folder: str) -> str:
     """All reports below ``folder``, one after the other. Each is headed by its graph and the ranks that wrote it.
 
-    If several runs wrote to one dump folder, each run's reports stand below a line with its id and date, the oldest run
-    first. A report that a later run has overwritten belongs to the later run.
+    If several runs wrote to one dump folder, a line with the run's id and date precedes each run's reports. The oldest
+    run comes first. A report that a later run has overwritten belongs to the later run.
 
     Raises:
         OverlapError: there is no such folder, or no report below it.
@@ -34,8 +34,8 @@ def read_reports(folder: str) -> str:
 
 
 class GraphFolder(NamedTuple):
-    """One rank's folder of one graph. ``prefix``: path of the dump relative to the folder that was asked for, with a
-    slash at its end; empty if that folder is the dump itself."""
+    """One rank's folder of one graph. ``prefix``: path of the dump relative to the folder that the caller named, with a
+    slash at its end. It is empty if that folder is the dump itself."""
 
     prefix: str
     rank: int
@@ -62,7 +62,8 @@ def _prefix(dump: Path, place: Path) -> str:
 
 
 def page_folders(folder: str) -> list[Path]:
-    """The dump folders at and below ``folder`` that have a page over all their graphs. A single rank's folder has none.
+    """The dump folders at and below ``folder`` that have a page of all graphs. The folder of a single rank has no such
+    page.
 
     Raises:
         OverlapError: as ``read_reports``.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``OverlapReport``: what happened to one graph, as data. ``str()`` gives a short text, ``to_text`` the whole one.
+"""``OverlapReport``: the outcome of the pass on one graph, as data. ``str()`` gives a short text, and ``to_text`` the
+whole report.
 
 A graph's report is stored with the compiled graph and used again on a cache hit, so it holds no rank and no path.
 """
@@ -33,7 +34,7 @@ class SiteReport:
 
 @dataclass
 class NearMiss:
-    """A collective that is not a site, and why. ``module`` names where it stands."""
+    """A collective that is not a site, with the reason. ``module`` is the module in which the collective stands."""
 
     collective: Collective
     reason: Reason
@@ -60,7 +61,7 @@ class OverlapReport:
             need (JSON text) and its limit in MiB, or nothing.
         workspaces: symmetric memory that the graph's sites hold on each rank: ``{"ranks", "bytes"}`` for each group
             that has any.
-        notices: things the user should know that belong to no site (another pass took the sites, a limit was hit...).
+        notices: facts for the user that belong to no site (another pass took the sites, a limit was hit...).
         failures: errors inside the pass, with their tracebacks; empty if all went well.
         same_inputs: ``[index, name, group, lasting]`` of each graph input that must be the same on all ranks of the
             group, because a stretch that was rewritten reads it. ``lasting``: it is a parameter or buffer.
@@ -107,7 +108,8 @@ class OverlapReport:
         return counts
 
     def to_dict(self, graphs: bool = False) -> dict[str, Any]:
-        """The content of ``sites.json``. With ``graphs`` it also holds what is needed to restore the report."""
+        """The content of ``sites.json``. With ``graphs`` it also holds the fields that are needed to restore the
+        report."""
         value: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "overlap_inductor": self.overlap_inductor,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell apart the runs that write to one dump folder: each run has an id, the same on all of its ranks.
+"""Distinguish the runs that write to one dump folder. Each run has an id, which is the same on all of its ranks.
 
 The ranks do not communicate to agree on the id, because reports are written while graphs are compiled. The id is made
-of the variables that the launcher gives to all ranks alike, of the launching process if all ranks share one, and of the
-number of earlier processes that wrote for the same rank with the same variables and launching process. That number
-tells runs apart if their variables are the same, as with the defaults of ``torchrun``.
+of three parts: the launcher's variables that are the same on all ranks, the launching process if all ranks share one,
+and a number. The number counts the earlier processes that wrote for the same rank with the same variables and launching
+process. It distinguishes runs whose variables are the same, as with the defaults of ``torchrun``.
 
 ``run.json`` beside a graph's report holds the id, so a report that a later run overwrites belongs to the later run.
 """
@@ -40,7 +40,7 @@ _begun: dict[tuple[str, Path], tuple[str, str]] = {}
 
 @dataclass(frozen=True)
 class Mark:
-    """Who wrote a graph's report, and its first lines.
+    """Identifies the writer of a graph's report, and holds the report's first lines.
 
     Attributes:
         run: id of the run, the same on all ranks.
@@ -77,10 +77,10 @@ def this_process() -> str:
 
 
 def begin(rank_folder: Path) -> tuple[str, str]:
-    """``(id of this process's run, date)`` for reports below ``rank_folder``: the same at every call of a process. The
-    id is 8 hex digits, then ``-2``, ``-3``, ... if earlier processes wrote there under the same digits. The date is
-    that of the first call (UTC, ISO 8601)."""
-    # A process that was forked has its parent's table, and is another process.
+    """``(id of this process's run, date)`` for reports below ``rank_folder``. Every call of a process returns the same.
+    The id is 8 hex digits. If earlier processes wrote there under the same digits, ``-2``, ``-3``, ... follows. The
+    date is that of the first call (UTC, ISO 8601)."""
+    # A forked process inherits its parent's table, but needs an entry of its own.
     key = this_process(), rank_folder
     with _lock:
         if key not in _begun:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short form of a report: what ``str(report)`` shows, and the rows of a notebook's table."""
+"""The short form of a report: the text of ``str(report)``, and the rows of a notebook's table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def title(report: OverlapReport) -> str:
 
 
 def rows(report: OverlapReport) -> tuple[list[SiteGroup], int]:
-    """The groups of sites that the short form shows, and how many it leaves out."""
+    """The groups of sites that the short form shows, and the number of groups that it leaves out."""
     groups = group_sites(report)
     return groups[:MOST_ROWS], max(0, len(groups) - MOST_ROWS)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the stretches of a report, which the sequence-parallel rewrite looked at, as short texts for users.
+"""Describes the stretches of a report in short texts for users. The sequence-parallel rewrite found these stretches.
 
 ``report.txt`` and ``index.html`` share these texts.
 """
@@ -39,7 +39,7 @@ class Row:
 
 
 def rows(stretches: Sequence[StretchFacts]) -> list[Row]:
-    """One row for each stretch; stretches with the same outcome and reason codes that were refused are one row."""
+    """One row for each stretch. Refused stretches with the same reason codes share a row."""
     alike: dict[object, list[StretchFacts]] = {}
     for stretch in stretches:
         small = stretch.status == "refused"

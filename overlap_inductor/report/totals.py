@@ -63,7 +63,7 @@ def of_piece(piece: PlanPiece) -> Times | None:
 
 
 def moves(decision: Decision) -> bool:
-    """Whether the decision has a piece that overlaps: it does, or (mode ``report``) it would."""
+    """Whether the plan has a piece that overlaps, or, in mode ``report``, would overlap."""
     return any(piece.schedule != "keep" for piece in decision.plan)
 
 
@@ -79,13 +79,13 @@ def of_decision(decision: Decision) -> Times | None:
 
 
 def of_report(report: OverlapReport) -> Times | None:
-    """The times of all sites that are overlapped (mode ``report``: would be), at the example's sizes; ``None`` if there
-    is none, or one of them was not estimated."""
+    """The times of all sites that are overlapped (in mode ``report``: that would be), at the example's sizes. ``None``
+    if there is no such site, or if one of them was not estimated."""
     return added(of_decision(s.decision) for s in report.sites if moves(s.decision))
 
 
 def of_site(decision: Decision) -> Times | None:
-    """The times of one site, also of one that is kept because no gain is estimated; ``None`` if it was not
+    """The times of one site. The site may also be kept, because no gain is estimated. ``None`` if it was not
     estimated."""
     if moves(decision):
         return of_decision(decision)
@@ -94,7 +94,7 @@ def of_site(decision: Decision) -> Times | None:
 
 
 def of_sites(reports: Iterable[OverlapReport]) -> Times | None:
-    """The times of all sites that were estimated, also of those that are kept; ``None`` if there are none."""
+    """The times of all sites that were estimated, including kept sites. ``None`` if there are none."""
     known = (of_site(site.decision) for report in reports for site in report.sites)
     return added(times for times in known if times is not None)
 
@@ -121,7 +121,7 @@ def line(report: OverlapReport) -> str:
 def line_of_all(reports: Iterable[OverlapReport]) -> str:
     """``total of 161 sites of 2 graphs: estimated 214.72 ms -> 144.24 ms, 1.49x (32.8 % less)``; empty without sites.
 
-    Sites that are kept count with their time as written. Sites without an estimate are named as such.
+    Kept sites count with their time as written. The line also has the number of sites without an estimate.
     """
     reports = list(reports)
     sites = [site for report in reports for site in report.sites]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from overlap_inductor.report.report import OverlapReport
 
 WOULD = "would be overlapped"
-"""The status that is shown for a site which only mode ``report`` keeps."""
+"""The status to show for a site that is kept only because the mode is ``report``."""
 STATUSES = ("overlapped", WOULD, "kept", "refused", "failed")
 
 STATUS_MEANING = {
@@ -118,7 +118,8 @@ def schedule(piece: PlanPiece) -> str:
 
 
 def status(decision: Decision) -> str:
-    """The decision's status as it is shown: ``WOULD`` if only mode ``report`` keeps the site."""
+    """The status to show: ``WOULD`` if the site is kept only because the mode is ``report``, and otherwise the
+    decision's status."""
     return WOULD if any(reason.code == "report_mode" for reason in decision.reasons) else decision.status
 
 
@@ -189,7 +190,7 @@ def headline(report: OverlapReport) -> str:
 
 
 def pass_failed(report: OverlapReport) -> bool:
-    """Whether the whole pass failed on this graph, so that nothing is known of its sites."""
+    """Whether the whole pass failed on this graph, so that its sites are not known."""
     return any(failure.stage == "pass" for failure in report.failures)
 
 
@@ -201,8 +202,8 @@ def reason_codes(report: OverlapReport) -> list[str]:
 
 
 def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
-    """Every switch of the configuration as (name, requested, effective in this graph). In mode ``report``, the
-    effective value is the one that the plan would have in mode ``on``."""
+    """Every switch of the configuration as (name, requested value, effective value in this graph). In mode ``report``,
+    the effective value is the value that mode ``on`` would give."""
     effective = {
         "schedule": _tally(_main_schedule(s.decision) for s in report.sites),
         "transport": _tally(p.transport for p in _moving_pieces(report) if p.transport),

@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What belongs to a process group while it runs: agreement, workspace, order of calls, faults."""
+"""The parts that run with a process group: the agreement of its ranks, their workspace, the order of calls, and
+faults."""

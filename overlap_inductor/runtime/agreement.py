@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement: before an overlap op of a graph moves data, the ranks of a group compare what they are about to exchange.
+"""Agreement: before an overlap op of a graph moves data, the ranks of a group compare the data that they are about to
+exchange.
 
 A pass never communicates, because a rank with a cache hit does not run the pass and would leave the others waiting. So
 a graph's call starts with the comparison, before the graph reads or writes anything. Each rank counts its calls of
@@ -12,25 +13,25 @@ other ranks' digests::
               equal -> overlap ops; else the plain compile of the graph, from then on
 
 Each round passes a rejection on to the other groups of a rank. A graph with one group has one round. A graph with
-several groups has one round for each of them, and one more for a rank that was late. In that round the late rank reads
-the verdict of the ranks that gave up waiting for it. So all ranks that the graph's groups connect reach the same
+several groups has one round for each of them, and one more for a rank that was late. In the last round, the late rank
+reads the verdict of the ranks whose wait for it timed out. So all ranks that the graph's groups connect reach the same
 result. A rank that runs the plain program without comparing publishes a refusal, and no rank waits for it.
 
 Calls cannot be matched if the ranks hold different collectives in a graph, if their earlier calls held different
 numbers of collectives, or if a rank publishes nothing (overlap is off there, or it runs uncompiled). Then overlap is
-disabled for the group for good (``apart``). The rank that finds this writes the reason to the store, where waiting
-ranks see it.
+disabled for the group permanently (``apart``). The rank that finds one of these cases writes the reason to the store,
+where waiting ranks read it.
 
-At later calls an agreed plan with one group skips the rounds. A rank may recompile alone as long as its new graph
-exchanges the same, because the digest is then the same. If the new graph exchanges something else, and digests are
-still compared, all ranks run the plain program in that call. How digests are compared depends on the group:
+At later calls an agreed plan with one group skips the rounds. A rank may recompile alone if its new graph exchanges the
+same data, because the digest is then the same. If the new graph exchanges other data, and digests are still compared,
+all ranks run the plain program in that call. How digests are compared depends on the group:
 
 - Ranks of one machine compare digests at every call, in memory that all of them map (``call_page``). This ties the
   group's hosts to each other: none starts a call before all have reached it. It costs nothing while the hosts run ahead
   of their GPUs.
 - Ranks on several machines compare digests through the store. CPU groups do so at every call, because their collectives
-  block the host anyway. GPU groups do so at a plan's first run only. A rank of such a group that recompiles to another
-  exchange raises an error at its deadline.
+  block the host anyway. GPU groups do so at a plan's first run only. If a rank of such a group recompiles and its new
+  graph exchanges other data, the rank raises an error at its deadline.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Comparison:
     """Compares one compiled graph's plan with the other ranks' plans, call by call.
 
     Args:
-        plan: what this rank exchanges in the graph.
-        groups: the groups whose collectives the graph holds. Those in which nothing moves are left out.
+        plan: the data that this rank exchanges in the graph.
+        groups: the groups whose collectives the graph holds. Groups in which no data moves are ignored.
         every_call: True if ranks that share no page compare at every call (CPU groups). False if they compare at the
             first call only.
     """
@@ -80,18 +81,20 @@ class Comparison:
         self.every_call = every_call
         self.first = True
         self.withdrawn = False
-        """True if this rank runs the plain program without comparing. Set only if every rank of the groups decides
-        so."""
+        """True if this rank runs the plain program without comparing. It is set only if all ranks of the groups set
+        it."""
         self.settled: list[tuple[GroupState, str, int]] | None = None
-        """All that ``count`` needs, once the plan was agreed upon or overlaps nothing; else ``None``. For each group:
-        its state, the constant part of the values published for it, and the number of the plan's collectives in it."""
+        """The data of ``count``. ``None`` until the plan is settled: agreed upon, or known to overlap nothing. For each
+        group, it has the group's state, the constant part of the values published for the group, and the number of the
+        plan's collectives in the group."""
         self.tied = False
         """True if a settled plan is compared at every call. Such a plan has one group."""
         self.counted = False
-        """True if ``count`` has counted and published a call that ``call`` has to finish."""
+        """True if ``count`` has counted and published a call, and ``call`` must still compare it."""
 
     def count(self) -> bool:
-        """Count one call of a settled plan, with little host time. Returns False if ``call`` has to decide."""
+        """Count one call of a settled plan, with little host time. Returns True if the graph may run, and False if
+        ``call`` must first decide."""
         if self.settled is None or any(s.apart for s, _, _ in self.settled):
             return False
         for state, constant, collectives in self.settled:
@@ -106,7 +109,7 @@ class Comparison:
         return not self.counted
 
     def call(self) -> Outcome:
-        """Count one call, and compare it with the other ranks' if needed.
+        """Count one call, and, if needed, compare its plan with the plans of the other ranks.
 
         Raises:
             AgreementError: a rank has another version, died, or is inside the transfers of an earlier agreed plan; or
@@ -162,7 +165,7 @@ class Comparison:
     def _without_overlap(self, states: Sequence[GroupState], first: bool) -> Outcome:
         """Publish a plan without overlap to the other ranks, which may overlap their plans. In mode ``strict``, wait
         for their plans at the first call. Otherwise wait only if this rank alone may have left an agreed exchange."""
-        # If this rank has run the plan before, it has not left an exchange now.
+        # If this rank has run the plan before, this call does not leave an agreed exchange.
         new = any(self.plan.digest not in s.told for s in states)
         call_board.publish(self._listening(states, first), self.plan)
         strict = first and self.plan.mode == "strict"
@@ -187,11 +190,12 @@ class Comparison:
         self.tied = tied
 
     def also(self, failure: str) -> Outcome:
-        """After a call that compared equal, check that all ranks can go on. If one cannot, all ranks reject the plan.
+        """After a call in which all plans were equal, check that all ranks can go on. If one rank cannot, all ranks
+        reject the plan.
 
         Args:
-            failure: why this rank cannot go on, or ``""``. All ranks of the group in which the failure occurred pass
-                the same text. Separate rounds pass it on to the ranks of the graph's other groups.
+            failure: the reason why this rank cannot go on, or ``""``. All ranks of the group in which the failure
+                occurred pass the same text. Separate rounds tell it to the ranks of the graph's other groups.
 
         Raises:
             StrictError: a rank cannot go on, in mode ``strict``.
@@ -253,20 +257,20 @@ def accept(group: dist.ProcessGroup, plan: ExchangePlan) -> None:
 
 
 def plans_waiting(group: dist.ProcessGroup) -> str:
-    """For the error of a transfer whose partner did not come: a sentence that names the peers that run another plan, or
-    ``""``.
+    """A sentence that names the peers that run another plan, or ``""``. It is part of the error of a transfer whose
+    partner did not come.
 
-    A rank that recompiles alone to another exchange stops at its comparison, while the others go on with the agreed
-    plan.
+    If a rank recompiles alone and its new graph exchanges other data, the rank stops at its comparison, while the
+    others run the agreed plan.
     """
     state = STATES.known(group)
     if state is None or state.newest is None:
         return ""
     try:
-        # Two numbers, because only a graph that runs in Inductor's own callable has counted the call that failed.
+        # Look at two calls, because only a graph that runs in Inductor's own callable has counted the call that failed.
         plans = call_board.plans_now(state, state.newest, (state.calls, state.calls + 1))
     except RuntimeError:
-        # The store may have died with the rank that kept it.
+        # The rank that kept the store may have died.
         return ""
     why = difference(state.newest, plans)
     return f"Meanwhile another plan was compiled by {why}. " if why else ""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``all_or_none``: an attempt that counts only if it succeeds on every rank of a group, such as to allocate memory that
-all ranks map.
+"""``all_or_none``: an attempt that counts only if it succeeds on every rank of a group, for example the allocation of
+memory that all ranks map.
 
 A rank that fails alone and raises would leave the others in a collective that it never joins. So each rank makes the
 attempt, writes its result to the group's store, and waits for the verdict of the group's first rank, which reads all
@@ -12,7 +12,7 @@ results. Because one rank decides, all ranks go on or none does, with the same t
     verdict: "rank 1 cannot ..."   NotOnAllRanks("rank 1 ...")       NotOnAllRanks("rank 1 ...")
 
 Every wait has a deadline. A rank that has written nothing by then counts as failed. An attempt may itself be a
-collective, if the collective ends on the other ranks after one rank has failed in it, at the latest by its own timeout.
+collective. But if one rank fails in it, the collective must end on the other ranks, at the latest by its own timeout.
 All ranks must make the same attempts in the same order. Each attempt has its own keys in the store. No GPU is involved.
 """
 
@@ -42,8 +42,8 @@ Result = TypeVar("Result")
 
 
 class NotOnAllRanks(OverlapError):
-    """An attempt failed on a rank of the group. Raised on every rank with the same text, which names the rank and what
-    it could not do."""
+    """An attempt failed on a rank of the group. Raised on every rank with the same text, which names the rank and the
+    attempt."""
 
 
 def _keys(owner: Owner) -> Iterator[str]:
@@ -53,7 +53,7 @@ def _keys(owner: Owner) -> Iterator[str]:
 
 _KEYS = Kind("count of common attempts", _keys)
 _LOCK = threading.Lock()
-"""A generator serves one thread at a time."""
+"""Guards the generators of keys, because only one thread at a time may use a generator."""
 
 
 def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Result], seconds: float = SECONDS) -> Result:
@@ -91,7 +91,7 @@ def _verdict(group: dist.ProcessGroup, key: str, what: str, said: str, seconds: 
     store = group_store(group)
     if rank:
         store.set(f"{key}/{rank}", said)
-        # Twice as long: the first rank may wait ``seconds`` for another rank before it decides.
+        # This rank waits twice as long, because the first rank may wait ``seconds`` for another rank before it decides.
         found = _read(store, f"{key}/verdict", 2 * seconds)
         return found or _text(
             group, what, {ranks[0]: f"{FAILED}it has said nothing for {2 * seconds:.0f} s; has it died?"}

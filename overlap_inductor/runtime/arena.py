@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``WorkspaceArena``: which site holds which bytes of a group's symmetric memory. It is the only place that allocates
-symmetric memory for sites.
+"""``WorkspaceArena`` assigns bytes of a group's symmetric memory to sites. Only this module allocates symmetric memory
+for sites.
 
 A group has a few *slots*. A call of a site holds one slot from its start to its end. The sites of a graph take the
 slots in turn, in the order of the plan that all ranks have agreed upon. Sites of other graphs may share them, because
 calls of a rank run one after the other (``runtime.workspace``).
 
-A rank must not write into a slot that a peer still reads. One of two protocols ensures this, the same for all kernels
-of a slot: a credit that the peer gives when its call ends (``kernels.signals.credit_flag``), or two halves of the slot
-that are used in turn (``kernels.small_message``). Calls are counted in device memory (``Slot.calls``), never by the
-host, so the count stays right when a CUDA graph is replayed or mixed with eager calls.
+A rank must not write into a slot that a peer still reads. One of two protocols ensures this. All kernels of a slot use
+the same protocol: a credit that the peer gives when its call ends (``kernels.signals.credit_flag``), or two halves of
+the slot that are used in turn (``kernels.small_message``). Calls are counted in device memory (``Slot.calls``), never
+by the host, so the count stays right when a CUDA graph is replayed or mixed with eager calls.
 
-Sizes are planned before anything runs (``slots_for``), so ``prepare`` happens at the graph's first run, outside any
-capture. A site of dynamic sizes asks for a planned maximum and runs without overlap beyond it. Slots are never moved,
-grown or freed while the group lives, because captured graphs hold their addresses. A later graph that needs more gets
-slots of its own.
+Sizes are planned at compile time (``slots_for``). So ``prepare`` runs at the graph's first run, outside any capture. A
+site with dynamic sizes requests memory for a planned maximum. A call above the maximum runs without overlap. Slots are
+never moved, grown or freed while the group lives, because captured graphs hold their addresses. A later graph that
+needs more gets slots of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ALIGNMENT = 1024
 TILE_BYTES = 2048
 """Bytes of the smallest tile: 128 rows of 8 elements of two bytes."""
 SLOTS = 2
-"""Slots that the sites of a graph take in turn."""
+"""The largest number of slots that the sites of a graph take in turn."""
 CREDITS, HALVES = "credits", "halves"
 """Protocols that keep the calls of a slot apart: a credit of each peer, or two halves used in turn."""
 
@@ -60,7 +60,7 @@ class Request:
         site: the site's id.
         nbytes: number of bytes that peers write.
         signals: signals that each peer sends in a call.
-        protocol: what keeps the site's calls apart, ``CREDITS`` or ``HALVES``.
+        protocol: the protocol that keeps the site's calls apart, ``CREDITS`` or ``HALVES``.
     """
 
     site: str
@@ -76,8 +76,8 @@ class Slot:
     Attributes:
         data: uint8 ``[nbytes]`` on every rank.
         flags: int32 on every rank. ``credit_flag`` and ``signal_flag`` of ``kernels.signals`` say where each flag is.
-            ``calls``, ``queues`` and ``tiles`` follow the flags in the same allocation; no peer touches them. They
-            share one allocation because each allocation may fail on one rank alone and must then fail on all.
+            ``calls``, ``queues`` and ``tiles`` follow the flags in the same allocation, and no peer accesses them.
+            There is one allocation, because each allocation may fail on one rank alone and must then fail on all ranks.
         calls: int32 ``[1]`` on the device, number of this rank's calls that have used the slot.
         queues: int32 on the device, words in which blocks of a kernel claim work and count. ``QUEUE_WORDS`` words, then
             one word per rank and signal. All but the word ``ANNOUNCED`` are zero between calls.
@@ -146,7 +146,7 @@ class WorkspaceArena:
 
     Args:
         world_size: ranks of the group.
-        device: of the slots.
+        device: the device of the slots.
         allocate: ``(elements, dtype) -> Buffer`` of zeros, called by all ranks of the group together. Raises on all of
             them or on none.
         capturing: whether a CUDA graph is being captured on the current stream.
@@ -167,9 +167,9 @@ class WorkspaceArena:
         return sum(_slot_bytes(self.world_size, s.nbytes, s.signals) for s in self.slots)
 
     def prepare(self, requests: Sequence[Request], count: int = SLOTS) -> None:
-        """Give a slot to every site that has none large enough. The sites take at most ``count`` slots in turn:
-        existing slots that suffice, otherwise new ones. All ranks call this with equal arguments. If it raises, the
-        arena is as before.
+        """Give a slot to every site that has no slot or too small a slot. The sites take at most ``count`` slots in
+        turn: existing slots that suffice, otherwise new ones. All ranks call this with equal arguments. If it raises,
+        the arena is as before.
 
         Raises:
             OverlapError: memory would have to be allocated while a CUDA graph is captured, or beyond the limit.
@@ -192,7 +192,7 @@ class WorkspaceArena:
         if missing:
             self._check(missing, unknown)
         ready = [slot or self._new(*sizes, unknown[0].protocol) for sizes, slot in zip(wanted, chosen, strict=True)]
-        # Added only after all of them were made, so that all ranks hold the same slots after a failure.
+        # The slots are added only when all of them were made, so that all ranks hold the same slots after a failure.
         self.slots += [new for new, slot in zip(ready, chosen, strict=True) if slot is None]
         for i, request in enumerate(unknown):
             self._of_site[request.site, request.protocol] = ready[i % len(ready)]
@@ -205,8 +205,9 @@ class WorkspaceArena:
     def _choose(
         self, requests: Sequence[Request], count: int
     ) -> tuple[list[Request], list[tuple[int, int]], list[Slot | None]]:
-        """For requests of one protocol: the requests that have no slot of their size; the sizes of the slots that these
-        take in turn; and for each size an existing slot that suffices, or ``None``."""
+        """For requests of one protocol, returns the requests that have no slot of their size, and the sizes of the
+        slots that these requests take in turn. Also returns, for each size, an existing slot that suffices, or
+        ``None``."""
         unknown = [self._at_least_as_before(r) for r in requests if not self.holds(r)]
         wanted = slots_for(unknown, count)
         free = [s for s in self.slots if unknown and s.protocol == unknown[0].protocol]

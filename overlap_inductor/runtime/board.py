@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Board``: a page of the host's memory that all ranks of a group and their GPUs see. A rank that gives up waiting
-records there what it waited for.
+"""``Board``: a page of the host's memory that all ranks of a group and their GPUs see. A rank whose wait times out (it
+*gives up*) records there for what it waited.
 
 ::
 
@@ -9,8 +9,8 @@ records there what it waited for.
     from ``BOARD_HEAD`` on   ``FAULT_WORDS`` words per rank: its record (``kernels.layout``), written by that rank alone
 
 The order of writes is: the record, then word 0, then the abort words of the GPUs (``kernels.signals``). So a rank whose
-kernel was stopped finds the record as soon as that kernel has ended. And a host that looks at one word of its own
-memory before each call knows of every fault of the group.
+kernel was stopped finds the record as soon as that kernel has ended. And a host needs to read only one word of its own
+memory before each call to learn of every fault of the group.
 
 Ranks of one machine share a board. If the group has ranks on other machines, or its GPUs cannot reach each other, each
 rank has a board of its own that no other rank sees. The pages of a shared board are never freed, because captured
@@ -72,7 +72,7 @@ def board_words(world_size: int) -> int:
 
 def own_board(world_size: int, device: torch.device) -> Board:
     """A board that no other rank sees."""
-    # A tensor made in inference mode could not be written to outside of inference mode.
+    # A tensor that is made in inference mode cannot be written to outside inference mode.
     with torch.inference_mode(False):
         words = torch.zeros(board_words(world_size), dtype=torch.int32)
         if device.type != "cpu":
@@ -95,7 +95,7 @@ def shared_board(rank: int, exchange: Exchange, together: Together) -> Board:
 
     Args:
         rank: this process's rank in the group.
-        exchange: at least 2 words on each rank, in which the first rank tells the others the file's number.
+        exchange: at least 2 words on each rank. The first rank writes the file's number there for the other ranks.
         together: makes an attempt on every rank, and raises on all of them if it failed on one.
 
     Raises:
@@ -124,7 +124,7 @@ def shared_board(rank: int, exchange: Exchange, together: Together) -> Board:
         board: Board = together(f"map the first rank's file of {shared_file.SHARED_FOLDER}", open_it)
     finally:
         if rank == 0:
-            # The pages stay as long as a process maps them.
+            # Without its file, the memory stays as long as a process maps it.
             shared_file.path_of(number).unlink(missing_ok=True)
     return board
 
@@ -144,7 +144,7 @@ def _explained() -> Iterator[None]:
 def _opened(path: Path, world_size: int, device: torch.device) -> Board:
     """Map the first rank's file. Raises ``OSError`` or ``RuntimeError``."""
     with torch.inference_mode(False):
-        # Raises if the file is missing; ``from_file`` would make one.
+        # This raises an error if the file is missing, while ``from_file`` would make a new file.
         path.stat()
         words = torch.from_file(str(path), shared=True, size=board_words(world_size), dtype=torch.int32)
     words[1] = 1

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a group publish for each call, and how a rank waits for the others' values.
+"""The values that the ranks of a group publish for each call, and the wait for the other ranks' values.
 
 Two media carry the values: the group's store (``CallStore``), and memory that all ranks map (``call_page.CallPage``).
-For each call and rank, both hold the rank's *value* and its verdict of each round. The value says what the rank runs:
-the digest of its plan, which of the plan's groups this group is, how many collectives of the group the rank's earlier
-calls held, and ``!`` if the rank refuses to overlap.
+For each call and rank, both hold the rank's *value* and its verdict of each round. The value describes the program that
+the rank runs. It holds the digest of the rank's plan, the place of this group among the plan's groups, the number of
+the group's collectives in the rank's earlier calls, and ``!`` if the rank refuses to overlap.
 
 Keys below ``overlap_inductor/agree/<incarnation>`` in the group's store::
 
@@ -44,21 +44,21 @@ from overlap_inductor.torch_compat.distributed import moves_nothing
 log = logging.getLogger("overlap_inductor")
 
 _PASSED_CHARACTERS = 18
-"""Characters of a value that are kept free for its last number and the marks around it. The number never needs all of
-them."""
+"""Characters of a value that are reserved for its last number and the marks around this number. They are always
+enough."""
 KEPT_CALLS = 64
 """Number of newest calls whose keys stay in the store. No rank can be this many calls behind another, because each call
 holds a collective."""
 EQUAL = "1"
-"""The verdict of a rank that found nothing against the overlapped run."""
+"""The verdict of a rank that found no reason against the overlapped run."""
 _LONGEST_PAUSE = 0.25
-"""Longest pause between two looks at the other ranks' values, in seconds. The first pauses are much shorter."""
+"""Longest pause between two reads of the other ranks' values, in seconds. The first pauses are much shorter."""
 _SHORT = 2e-3
 """Seconds. Once pauses are longer than this, a rank also looks at each other rank's key and at the ``apart`` key."""
 _LOOKS = 20
-"""Number of looks at a page that a rank takes in a row before it yields its time slice."""
+"""Number of times that a rank reads a page in a row before it yields its time slice."""
 _SPIN = 2e-4
-"""Seconds for which a rank that waits on a page only yields its time slices. After that it sleeps between looks."""
+"""Seconds for which a rank that waits on a page only yields its time slices. After that it sleeps between two reads."""
 _PATIENCE = 15.0
 """Seconds after which a rank that still waits logs which ranks it waits for."""
 ABSENT = 60.0
@@ -71,7 +71,7 @@ class Outcome:
 
     Attributes:
         overlapped: every rank runs the same exchange.
-        difference: why the ranks do not; empty if they do, or if the reason was reported before.
+        difference: why the ranks do not run the same exchange. Empty if they do, or if the reason was reported before.
         fresh: True if all ranks agreed upon this plan in this call and not in an earlier one.
     """
 
@@ -130,7 +130,7 @@ class CallStore:
 
 @dataclass
 class GroupState:
-    """What this rank knows of a live group's calls and plans.
+    """This rank's knowledge of the calls and plans of a live group.
 
     Attributes:
         incarnation: see ``group_state.Owner``.
@@ -143,8 +143,8 @@ class GroupState:
         unasked: digests of agreed plans that all ranks run without comparing again.
         parts: digests of the plans of subgraphs, which are parts of agreed plans.
         overlapped: for each agreed plan, its collectives.
-        told: digests of plans whose text this rank has published, and ``here`` once it has announced itself.
-        reported: tuples of digests, this rank's and others', whose difference was reported.
+        told: digests of plans whose text this rank has published. Also ``here`` if this rank has announced itself.
+        reported: tuples of digests of this rank and of other ranks whose difference was reported.
         newest: the plan that was agreed upon last; ``None`` before the first agreement.
         apart: why overlap is disabled for the group; ``""`` if it is not.
         page: the group's call page; ``None`` before the first agreement, or if the ranks share no memory.
@@ -280,7 +280,8 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
                 return found
         if pause > _SHORT or now > deadline:
             if store.check([f"{state.prefix}/apart"]):
-                # The others may have found this call equal before one of them disabled overlap at a later call.
+                # The other ranks may have found this call's plans equal, before one of them disabled overlap at a later
+                # call.
                 if medium.all_publish(state.calls, expected):
                     return dict.fromkeys(peers(state.group), expected)
                 state.apart = store.get(f"{state.prefix}/apart").decode()
@@ -301,9 +302,9 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
 
 
 def soon(page: CallPage, call: int, text: str) -> bool:
-    """Whether all ranks publish ``text`` within ``_LOOKS`` looks in a row or the ``_SPIN`` seconds after them. A look
-    compares the entries of all ranks at once."""
-    # Ranks that run in step find each other's entries in these looks, without a system call.
+    """Whether all ranks publish ``text`` soon: within ``_LOOKS`` reads in a row, or within the ``_SPIN`` seconds after
+    these reads. Each read compares the entries of all ranks at once."""
+    # Ranks that run in step find each other's entries in these reads, without a system call.
     if any(page.all_publish(call, text) for _ in range(_LOOKS)):
         return True
     end = time.perf_counter() + _SPIN
@@ -351,7 +352,7 @@ def say(state: GroupState, number: int, text: str, kind: str = "") -> None:
         state.store.say(state.calls, f"{kind}{number}", text)
         return
     if text != EQUAL:
-        # The page has no room for the reason.
+        # The reason does not fit on the page, so it goes through the store.
         state.store.say(state.calls, number, text)
     state.page.say(state.calls, number, text[0])
 
@@ -383,7 +384,7 @@ def said(state: GroupState, rank: int, number: int, deadline: float, kind: str =
 
 
 def part(state: GroupState, why: str) -> None:
-    """Disable overlap for the group for good, and publish the reason ``why`` to the ranks that wait."""
+    """Disable overlap for the group permanently, and publish the reason ``why`` to the ranks that wait."""
     state.apart = why
     group_store(state.group).set(f"{state.prefix}/apart", why)
 

@@ -1,33 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CallOrder``: makes the calls on a device run one after the other, in the order in which this process makes them,
-whatever their streams, threads, sites and groups are.
+"""``CallOrder`` makes the calls on a device run one after the other, in the order in which this process makes them.
+Their streams, threads, sites and groups do not matter.
 
 Why. A kernel that waits for its peers fills the GPU. If two of them on two streams start in different orders on two
-ranks, they wait for each other forever. And if two of them share a slot, which counts its calls, ranks would pair a
-call with a different one. All ranks make their calls in one order; this module keeps their GPUs to that order.
+ranks, they wait for each other forever. And if two of them share a slot, which counts its calls, a rank would pair its
+call with a different call of a peer. The hosts of all ranks make their calls in one order, and this module makes the
+GPUs keep that order.
 
-How. ``with call_order(device):`` encloses all launches of a call. It waits for the *end* of the call before: an event
-that is recorded after that call's last launch. It does not wait for anything that was queued later on that call's
-stream, because such work may wait for a peer that waits for this call. ::
+How. ``with call_order(device):`` encloses all launches of a call. The new call waits for the *end* of the previous
+call: an event that is recorded after the previous call's last launch. It does not wait for work that was queued later
+on the previous call's stream, because such work may wait for a peer that waits for the new call. ::
 
     rank 0:  A on S1, recv on S1, B on S2             B waits for A, not for recv
     rank 1:  A on S1, B on S2, send after B on S1
 
-One event per device is enough. Each call records it anew, and a wait is for what was recorded last when the wait was
-issued. A call on the same stream as the call before needs no wait: the stream orders it.
+One event per device is enough. Each call records the event again. A wait refers to the last record at the time when the
+wait is issued. A call on the same stream as the previous call needs no wait, because the stream orders the two.
 
 Threads. The order of calls is the order in which threads get the lock. The lock is held from the wait to the record, so
-launches of two calls do not mix, and neither do uses of what a device has one of (its side streams, prepared kernels,
-graphs of calls). If threads call at the same time, the program must make all ranks do so in one order, as with NCCL.
+launches of two calls do not mix. The lock also guards the objects that exist once for each device: its side streams,
+prepared kernels, and graphs of calls. If threads call at the same time, the program must ensure one order on all ranks,
+as with NCCL.
 
-Captures. An event that was recorded outside a capture cannot be waited for inside it, nor the other way round. So each
-capture has an event of its own, which orders the calls in it. The replay orders a captured graph against everything
-else. A graph of ``torch.cuda.CUDAGraph`` (``torch.cuda.graph``, ``make_graphed_callables``, ``mode="reduce-overhead"``)
-that holds calls counts as one call each time it is replayed. The graph starts after the end of the call before, and the
-next call on another stream starts after the end of the graph. A capture that was begun by other means is refused,
-because its replays would not be seen. Such a replay and a call on another stream could use a slot at the same time, and
-the results of both would be wrong. (A graph whose ``raw_cuda_graph_exec`` is launched by hand is not seen either; the
-caller must order it.)
+Captures. Inside a capture, CUDA refuses a wait for an event that was recorded outside, and outside it refuses a wait
+for an event of a capture. So each capture has its own event, which orders the calls in the capture. At each replay, the
+captured graph as a whole is ordered against all other calls. A graph of ``torch.cuda.CUDAGraph`` (``torch.cuda.graph``,
+``make_graphed_callables``, ``mode="reduce-overhead"``) that holds calls counts as one call each time it is replayed.
+The graph starts after the end of the previous call, and the next call on another stream starts after the end of the
+graph. A capture that was begun by other means is refused, because this module would not notice its replays. Such a
+replay and a call on another stream could use a slot at the same time, and the results of both would be wrong. (If a
+program launches the ``raw_cuda_graph_exec`` of a graph itself, this module does not notice that either. The program
+must then ensure the order.)
 
 Graphs that ``runtime.replay`` makes of one call need no such order, because they are launched inside that call.
 """
@@ -176,8 +179,8 @@ class CallOrder:
     ) -> None:
         try:
             self._depth -= 1
-            # What a failed call has launched is ordered, too. A failed call in a capture is not recorded: the capture
-            # may have failed, and recording would then raise and hide the first error.
+            # The launches of a failed call are ordered, too. But in a capture, no event is recorded after a failed
+            # call: the capture may have failed, and the record would then raise an error and hide the first one.
             if self._depth == 0 and (kind is None or self._last is self._outside):
                 self._last.ended(self._raw, self._stream)
         finally:
@@ -192,7 +195,7 @@ class CallOrder:
             return not self._outside.event.query()
 
     def finish(self) -> None:
-        """Wait for the end of all calls. Each ends when its peers have arrived or its patience is over. Raises
+        """Wait for the end of all calls. Each call ends when its peers have arrived or when its waits time out. Raises
         ``RuntimeError`` if CUDA has failed."""
         if self._outside.raw is not None:
             with driver.beside_captures(self.device):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CallPage``: memory that all ranks of a group on one machine map. At each call each rank writes there which plan it
-runs.
+"""``CallPage``: memory that all ranks of a group on one machine map. At each call, each rank writes the plan that it
+runs into this memory.
 
 With a page, a rank sees in about a microsecond whether all others run the same plan. So plans are compared at every
 call, even for groups of GPUs. The group's store does the same in a fraction of a millisecond
@@ -15,8 +15,8 @@ call, even for groups of GPUs. The group's store does the same in a fraction of 
 
 Memory ordering: a reader accepts an entry only if its checksum fits. So an entry that is half written, or whose stores
 arrive out of order, counts as not written yet. The place of an entry is written again ``CALLS`` calls later. A rank
-that waits for the others is never that far ahead. A rank that does not wait, because it overlaps nothing, may be. Then
-``Overwritten`` is raised in the reader.
+that waits for the others is never that far ahead. A rank that overlaps nothing does not wait, so it may be that far
+ahead. Then the reader raises ``Overwritten``.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class CallPage:
     """
 
     first_pause, growth = 0.0, 1.05
-    """Seconds between the first two looks of a rank that waits, and the factor by which each pause grows."""
+    """Seconds between the first two reads of a rank that waits, and the factor by which each pause grows."""
     looks_cheaply = True
-    """Whether a rank looks at each other rank's entry in every round of waiting."""
+    """Whether a waiting rank reads the entry of each other rank every time that it looks."""
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int) -> None:
         self._memory, self._rank, self._size = memory, rank, size

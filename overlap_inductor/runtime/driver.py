@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls CUDA's driver through its documented API: to copy by address, to identify the allocation that contains an
-address, to make streams that nothing else uses, and to capture graphs.
+"""Calls CUDA's driver through its documented API. The calls copy by address, identify the allocation that contains an
+address, make streams that no other code uses, and capture graphs.
 
 A copy by address takes about 7 us on a slow host; a slice and its ``copy_`` take 13 us. With eight ranks a call makes
-fourteen copies or more. No bounds are checked here: the code that prepares a transfer has compared its size with the
-slot's. A copy on a stream that is being captured becomes a node of the graph, as with ``copy_``.
+fourteen copies or more. No bounds are checked here, because the code that prepares a transfer has compared the
+transfer's size with the size of the slot. A copy on a stream that is being captured becomes a node of the graph, as
+with ``copy_``.
 
 Graphs are not captured by ``torch.cuda.CUDAGraph``. If such a capture fails, torch's random number generator and its
 allocator behave as if the capture still ran, and the process ends (torch 2.11). A capture by the driver that fails
@@ -170,12 +171,13 @@ def beside_captures(device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            # Swaps the thread's earlier mode back.
+            # Restore the thread's earlier mode.
             exchange(ctypes.byref(mode))
 
 
 class Graph:
-    """A CUDA graph of what ``start`` launches on the current stream. It is destroyed with this object."""
+    """A CUDA graph of the work that ``start`` launches on the current stream. The graph is destroyed with this
+    object."""
 
     def __init__(self, start: Callable[[], None], stream: int) -> None:
         """``stream``: number of the current stream, which must not be the default stream. Raises what ``start`` raises,
@@ -194,7 +196,7 @@ class Graph:
                 _function("cuGraphDestroy", ctypes.c_void_p)(graph)
         self._launch = _function("cuGraphLaunch", ctypes.c_void_p, ctypes.c_void_p)
         self._made = made.value
-        # Not destroyed at the process's exit, because the driver may be gone by then.
+        # The graph is not destroyed at the process's exit, because the driver may have shut down already.
         weakref.finalize(self, _function("cuGraphExecDestroy", ctypes.c_void_p), made).atexit = False
 
     def launch(self, stream: int) -> None:

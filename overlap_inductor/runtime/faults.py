@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``FaultRecord``: reads what a group's kernels recorded when they gave up waiting, and tells every waiting kernel of
-the group to stop.
+"""``FaultRecord`` reads the records of a group's kernels that gave up (a wait timed out), and makes every waiting
+kernel of the group stop.
 
 A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's board
 (``runtime.board``) and sets the abort words of all ranks. Each abort word is in the memory of the GPU whose waiting
 kernels read it (``kernels.signals`` says why). A kernel stores the words itself. A host copies them on a stream that
 was made for this purpose before anything ran, so the copies never queue behind a kernel that waits. If a host can no
-longer reach any GPU, its peers' watchdogs read the board and stop their own waits (``stop_waits``).
+longer copy to any GPU, the watchdogs of its peers read the board and stop the waits on their own GPUs (``stop_waits``).
 
 The next call on every rank raises an error that names the site and the rank that gave up first.
 """
@@ -74,7 +74,7 @@ def abort_stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass
 class FaultRecord:
-    """The faults of one group, as this rank sees and reports them.
+    """The faults of one group, from the view of this rank.
 
     Attributes:
         ranks: global ranks of the group, in its order.
@@ -103,7 +103,7 @@ class FaultRecord:
     memory: object = None
 
     def __post_init__(self) -> None:
-        # Read before every call. Reading a tensor's element would take the host microseconds.
+        # This word is read before every call. To read an element of a tensor would take the host microseconds.
         self._given_up = ctypes.c_int32.from_address(self.board.words.data_ptr())
         if self.stop.is_cuda:
             abort_stream(self.stop.device)
@@ -136,7 +136,7 @@ class FaultRecord:
         def make() -> FaultRecord:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            # The exchange leaves out the abort word, because from now on a rank that gives up may set it.
+            # The exchange does not use the abort word, because from now on a rank that gives up may set it.
             words = memory.local[1:]
             exchange = _Behind(words, tuple(peer[1:] for peer in memory.peers))
             board = shared_board(group.rank(), exchange, together)
@@ -148,11 +148,12 @@ class FaultRecord:
                     torch.cuda.synchronize(device)
                 return cls(group.group_name, ranks, group.rank(), board, *known, memory=memory)
 
-            # Done together, so that no rank runs a kernel before the kernels of all ranks can be told to stop.
+            # All ranks do this together, so that no rank runs a kernel before the kernels of all ranks can be stopped.
             found: FaultRecord = together("tell its kernels where the board is", tell)
             return found
 
-        # On a separate thread: CUDA graph trees claim what the thread of a graph's first run allocates.
+        # This runs on a separate thread, because CUDA graph trees claim the memory that the thread of a graph's first
+        # run allocates.
         with ThreadPoolExecutor(1, "overlap_inductor shares a board") as thread:
             return thread.submit(make).result()
 
@@ -166,8 +167,8 @@ class FaultRecord:
         return number
 
     def abort(self) -> None:
-        """From now on, make every wait of the group return at once, on all ranks. The kernels' results are not valid
-        then."""
+        """From now on, make every wait of the group return at once, on all ranks. The results of the kernels are then
+        not valid."""
         self.told = True
         record = self.board.record(self.rank)
         if not record[0]:
@@ -194,7 +195,7 @@ class FaultRecord:
                 for address in addresses:
                     copy(address, self.board.one, 4, abort_stream(device).cuda_stream)
         except RuntimeError as error:
-            # The board holds the fault, and every peer's watchdog reads the board.
+            # The peers still learn of the fault, because it is on the board, and their watchdogs read the board.
             name = self.group_name
             log.warning("overlap_inductor: the GPU cannot be told that group %r was aborted (%s)", name, error)
 
@@ -229,15 +230,15 @@ class FaultRecord:
         )
 
     def _first(self) -> tuple[int, list[int]]:
-        """``(rank of the group, record)`` of the rank with the earliest record, by the clocks of those who wrote them.
-        If this rank is among several with the earliest time, this rank."""
+        """``(rank of the group, record)`` of the rank with the earliest record, by the clocks of the writers. If
+        several ranks have the earliest time and this rank is one of them, it is this rank."""
         records = {rank: self.board.record(rank) for rank in range(len(self.ranks))}
         given = {rank: record for rank, record in records.items() if record[0]}
         first = min(given, key=lambda rank: (int(given[rank][6:].view(torch.int64)), rank != self.rank))
         return first, given[first].tolist()
 
     def check(self) -> None:
-        """If there is an ``error``, note that the program was told and raise it as ``TransferError``."""
+        """If there is an ``error``, raise it as ``TransferError``, and store that the program was told."""
         error = self.error()
         if error is not None:
             self.told = True

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of what belongs to a process group. A group has one thing of each *kind*, or one per device.
+"""The registry of the objects that belong to a process group, here called *things*. A group has one thing of each
+*kind*, or one for each device.
 
-A kind holds a function that makes its things, and a function that makes a thing ready to be dropped::
+A kind has a function that makes its things, and a function that prepares a thing for being dropped::
 
     STATES = Kind("calls", lambda owner: GroupState(owner.group, owner.incarnation))
     STATES.of(group)            # made at first use, then the same one while the group lives
@@ -99,7 +100,7 @@ class Kind(Generic[Thing]):
             self._close(thing)
 
     def drop(self, owner: Owner) -> None:
-        """Forget the thing of ``owner``."""
+        """Remove the thing of ``owner`` from the registry."""
         self._things.pop((owner.group, owner.device), None)
 
     def _made(self, group: dist.ProcessGroup, device: torch.device | None) -> Thing:
@@ -135,12 +136,14 @@ def drop_destroyed() -> None:
     left = [(key, owner) for key, owner in reversed(tuple(_HELD.items())) if not is_alive(owner.group)]
     for key, owner in left:
         key[0].close(owner)
-    # Dropped only after all were closed: a call that one kind waits for may use the memory of another.
+    # Things are dropped only when all were closed, because a call for which one kind waits may use the memory of
+    # another kind.
     for key, owner in left:
         key[0].drop(owner)
         _HELD.pop(key, None)
 
 
 def held_by(group: dist.ProcessGroup) -> dict[tuple[str, torch.device | None], Any]:
-    """What is held for ``group``, by the kind's name and the device, in the order in which it was made."""
+    """The things that are held for ``group``, by the kind's name and the device, in the order in which they were
+    made."""
     return {(kind.name, device): kind.known(group, device) for kind, owner, device in tuple(_HELD) if owner is group}

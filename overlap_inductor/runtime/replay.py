@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays all launches of a call as one CUDA graph if the same call is made again with its tensors at the same
-addresses.
+"""Replays all launches of a call as one CUDA graph if the program makes the same call again with its tensors at the
+same addresses.
 
 A call of schedule ``chunked`` has 10 to 80 launches. Starting them took 240 to 690 us of host time (4 H200s, a slow
 host). A replay of the same call took 13 to 62 us, and a replay of a single kernel 3 to 6 us. A compiled model allocates
@@ -18,8 +18,8 @@ and on the allocations that hold the tensors in ``copied``. It may depend on not
     no replay is possible       start() at every call: ``replays`` is False, in the user's capture, on a CPU, with one
                                 hardware queue, or if there are too many graphs
 
-Why this is correct. A captured graph fixes only the values in its key; everything else is read at replay. The number of
-the call, which its signals carry, is read from device memory, as in a graph that a user captures. Kernels, slots and
+Why this is correct. A captured graph fixes only the values in its key. All other values are read at replay. The number
+of the call, which its signals carry, is read from device memory, as in a graph that a user captures. Kernels, slots and
 fault memory outlive the graph. The first call has loaded every kernel, so a capture waits for nothing on the device.
 Instantiating a graph may wait for earlier calls. Those end even if this call has not started on any rank. All graphs
 can share one workspace of the vendor's matmul library, because ``runtime.call_order`` runs a rank's calls one after the
@@ -103,7 +103,7 @@ def launched(
     try:
         allocations = tuple([driver.allocation(t.data_ptr()) for t in copied if t is not None]) if copied else ()
     except RuntimeError as error:
-        # Without the allocation's number, nothing tells whether a graph was captured with this memory.
+        # Without the number of the allocation, the code cannot decide whether a graph was captured with this memory.
         _say_unknown(str(error).split(",")[0])
         start()
         return
@@ -116,7 +116,7 @@ def launched(
             raise
         return
     if known is not None:
-        # The program has freed memory, probably that of other tensors, too.
+        # The program has freed memory, and probably also memory of the site's other calls.
         launch.replays.clear()
         launch.seen.clear()
     seen = launch.seen.get(key)
@@ -141,10 +141,10 @@ def _say_unknown(error: str) -> None:
 
 
 def _first_replay(launch: Launch, key: object, allocations: Allocations, start: Start, device: torch.device) -> bool:
-    """Capture a call and launch its graph. Returns False if either failed. Then the call is not captured again as long
-    as ``launch.seen`` holds it."""
-    # A new graph never replaces an older one. Otherwise, a site that alternates between more calls than the limit would
-    # capture each call again and again.
+    """Capture a call and launch its graph. Returns False if either failed. After a failure, the call is not captured
+    again as long as ``launch.seen`` holds it."""
+    # A new graph never replaces an older one. If it did, a site that alternates between more calls than the limit would
+    # capture each call repeatedly.
     replay = recorder(device).replay_of(start) if len(launch.replays) < MOST_OF_A_SITE else None
     if replay is not None:
         try:

@@ -20,12 +20,12 @@ from overlap_inductor.torch_compat import symmetric
 
 
 class SideStream:
-    """Work launched inside ``with side:`` runs after everything that the current stream holds at that point, and
-    concurrently with what the current stream is given later. ``join`` makes the current stream wait for this work.
+    """Work that is launched inside ``with side:`` runs after the work that is already on the current stream, and
+    concurrently with work that is launched there later. ``join`` makes the current stream wait for the side stream.
 
     Every use ends with ``join`` before the op returns. So tensors used on the side stream may be freed on the current
     stream, and a CUDA graph that is captured on the current stream holds the side stream's work. Two events are enough,
-    because a wait is for what an event recorded last when the wait was issued.
+    because a wait refers to an event's last record at the time when the wait is issued.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,11 +64,11 @@ class InOrder(nullcontext[None]):
 
 
 class WaitingStream:
-    """A stream for kernels that wait, so that the work that follows them starts as soon as they end.
+    """A stream for kernels that wait. With it, the work that follows such a kernel starts as soon as the kernel ends.
 
     A copy that follows a kernel on the same stream starts 12 us after the kernel's end. A copy that follows an event
-    that was reached long ago starts at once. Call ``follow`` first. Then ``before`` puts a wait in front of what the
-    current stream is given next.
+    that was reached long ago starts at once. Call ``follow`` first. Then ``before`` makes the work that is launched
+    next on the current stream wait for the kernel.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -117,7 +117,8 @@ def waiting_stream(device: torch.device) -> WaitingStream | WaitingInOrder:
 @contextlib.contextmanager
 def one_call(launch: Launch, side: SideStream | InOrder) -> Iterator[None]:
     """Encloses the launches of one call, and joins the side stream after them. If a launch fails, the group is aborted,
-    because its peers wait for what was not sent. In a capture the group is not aborted, because nothing runs."""
+    because peers wait for rows that were not sent. In a capture, the group is not aborted, because a capture runs no
+    work."""
     try:
         yield
     except BaseException:

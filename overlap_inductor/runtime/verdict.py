@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares one call of a plan among the ranks. Holds the rounds that pass a rejection on to the other groups of a rank
-(``agreement`` explains them), the reasons of a rejection, and what is logged or raised if the ranks differ.
+"""Compares one call of a plan among the ranks. This module has the rounds that pass a rejection on to the other groups
+of a rank (``agreement`` explains them). It also finds the reasons of a rejection, and logs or raises them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     """
     call_board.publish(states, plan)
     begun = time.monotonic()
-    # A known plan waits as long as any transfer. A first call may wait for compilers.
+    # For a known plan, the wait is as long as that of a transfer. At a first call, other ranks may still compile.
     limits = [seconds_to_wait(s.group, plan, known) for s in states]
     found, behind = list[dict[int, str]](), [""] * len(states)
     for number, (state, limit) in enumerate(zip(states, limits, strict=True)):
@@ -107,7 +107,7 @@ def _share_pages(
 
 def _left_behind(state: GroupState) -> str:
     """The text of the difference if a rank of the group is ``CALLS`` or more calls ahead. Such a rank does not wait for
-    the others. So it overlaps nothing, except in plans that are run without comparing (``GroupState.unasked``).
+    the others. So it either overlaps nothing, or runs plans that are not compared again (``GroupState.unasked``).
 
     Raises:
         AgreementError: the group has such plans.
@@ -168,7 +168,7 @@ def _difference(
     missing: Sequence[int],
     values: Mapping[int, str],
 ) -> str:
-    """How this rank and the group's other ranks differ, as text; ``""`` if they do not."""
+    """A text that says how this rank and the group's other ranks differ. ``""`` if they do not differ."""
     parts = [state.apart, difference(plan, {global_rank(state.group, r): p for r, p in plans.items()})]
     if missing:
         ranks = ", ".join(str(global_rank(state.group, r)) for r in missing)
@@ -192,7 +192,8 @@ def _difference(
 
 
 def _astray(state: GroupState, values: Mapping[int, str]) -> dict[int, int]:
-    """For each rank whose earlier calls held a different number of collectives than this rank's: that number."""
+    """``{rank: number of collectives in its earlier calls}``, for the ranks whose number differs from this rank's
+    number."""
     numbers = {r: call_board.passed(v) for r, v in values.items()}
     return {r: n for r, n in numbers.items() if n != state.passed}
 
@@ -208,7 +209,8 @@ def one_round(
     kind: str = "",
 ) -> tuple[str, str]:
     """Publish ``verdict``. Return the worst verdict, with its reason, among this rank and all ranks of its groups that
-    published the same value. So in each round a rejection reaches the ranks that are one group further away.
+    published the same value. So each round carries a rejection to the ranks that share a group with a rank that already
+    knows it.
 
     Args:
         found: for each group, the values that its ranks published for this call.
@@ -247,12 +249,13 @@ def _rejected(
     texts: Sequence[Mapping[int, ExchangePlan]],
     verdict: tuple[str, str],
 ) -> Outcome:
-    """Note that the ranks differ, log it once, and return the outcome. Raises ``StrictError`` in mode ``strict``."""
+    """Store and log once that the ranks differ, and return the outcome. Raises ``StrictError`` in mode ``strict``."""
     why = verdict[1]
-    # If overlap is disabled for a group already, the rank that found the reason has logged it.
+    # If overlap was already disabled for a group, the rank that found the reason has logged it.
     told = any(s.apart for s in states)
     for state, plans in zip(states, texts, strict=True):
-        # A plan that was agreed upon is not rejected: at the next call all ranks may run it again.
+        # A plan that was agreed upon before is not rejected permanently, because all ranks may run it again at the next
+        # call.
         for digest in {plan.digest, *(p.digest for p in plans.values())} - state.agreed:
             state.rejected.setdefault(digest, why)
         if verdict[0] == APART:
@@ -290,7 +293,7 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
         try:
             values = call_board.values(state, plan, time.monotonic() + seconds_to_wait(state.group, plan, known=False))
         except Overwritten:
-            # A rank so far ahead has not waited for this one, so it is not inside a shared exchange.
+            # A rank that is so far ahead has not waited for this rank, so it is not inside an exchange with it.
             continue
         plans = call_board.plans(state, values, plan)
         others = {global_rank(state.group, r): p for r, p in plans.items() if p.overlaps}
@@ -305,7 +308,8 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
 
 
 def seconds_to_wait(group: dist.ProcessGroup, plan: ExchangePlan, known: bool) -> float:
-    """Seconds to wait for the other ranks. For a known plan, the group's timeout. Else the configuration's
-    ``agreement_timeout``, at most half of the group's timeout, so that the peers' collectives still wait."""
+    """Seconds to wait for the other ranks. For a known plan, it is the group's timeout. For a new plan, it is the
+    configuration's ``agreement_timeout``, but at most half of the group's timeout, so that the collectives of peers do
+    not time out first."""
     longest = call_board.timeout(group)
     return longest if known else min(float(plan.config.get("agreement_timeout", DEFAULT_TIMEOUT)), longest / 2)

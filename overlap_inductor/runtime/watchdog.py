@@ -2,28 +2,27 @@
 """The watchdog: a daemon thread of the process that reads the fault records of its groups, so that a fault is reported
 even if no overlap op follows.
 
-The next overlap call raises a fault by itself (``FaultRecord.check``). But some programs never make that call: one that
-only replays a CUDA graph, one that is stuck elsewhere (in a collective whose peer is gone, in a stream wait), and one
-whose last call was the one that failed. A fault is handled in this order:
+The next overlap call raises a fault by itself (``FaultRecord.check``). But some programs never make that call: a
+program that only replays a CUDA graph, a program that is stuck elsewhere (in a collective whose peer is gone, in a
+stream wait), and a program whose last call failed. A fault is handled in this order:
 
 1. Within ``POLL_SECONDS``, every rank of the group logs site, group and peer. The group's waits on this GPU are
    stopped, in case the rank that gave up could not reach them. (Streams need no release: only kernels wait for peers,
    and a clock bounds each wait.)
-2. A program that was *told* goes on as it likes: ``check`` has raised the error to it, or it has aborted the group
-   itself. A program that has destroyed the group also goes on, because it can start nothing more in it. The calls that
-   it had started go on too: a destroyed group is watched until they have ended.
+2. A program that was *told* is not ended: ``check`` has raised the error to it, or it has aborted the group itself. A
+   program that has destroyed the group also goes on, because it can start nothing more in it. The destroyed group is
+   watched until the calls that the program had started have ended.
 3. Any other program is ended ``GRACE_SECONDS`` after the fault was seen, by SIGABRT, with the error and the stacks of
    all threads on standard error. ProcessGroupNCCL's watchdog ends a process in the same way on a timeout
    (``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``, its default).
 4. A program that ends without having been told gets exit status 1, because it may have used results of a kernel that
    gave up. It does not matter whether its group was destroyed. (Exit hooks that were registered before this module's
-   hook do not run then.) A fault may even come at the program's end: calls in flight have ``EXIT_SECONDS`` to end. If
-   they still wait for their peers after that, the program also gets exit status 1.
+   hook do not run then.) A fault may even come at the program's end, while calls are in flight. These calls have
+   ``EXIT_SECONDS`` to end. If they still wait for their peers after that, the program also gets exit status 1.
 
-Without a fault, a look reads one word of the host's memory per group. It makes no CUDA call, except an event query for
-a destroyed group (``runtime.driver.beside_captures``). After a fork the child watches nothing, because it cannot use
-the GPU.
-The watchdog cannot run while another thread blocks and holds Python's lock.
+Without a fault, each check by the watchdog reads one word of the host's memory for each group. It makes no CUDA call,
+except an event query for a destroyed group (``runtime.driver.beside_captures``). After a fork the child watches
+nothing, because it cannot use the GPU. The watchdog cannot run while another thread blocks and holds Python's lock.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class _Watch:
     seen: float | None = None
 
     def ended(self) -> bool:
-        """Whether no call is in flight. False if CUDA has failed, because then it cannot be known."""
+        """Whether no call is in flight. False if CUDA has failed, because the state of the calls is then not known."""
         try:
             return not self.in_flight()
         except RuntimeError:
@@ -82,7 +81,7 @@ def end_process(message: str) -> None:
     """Write ``message`` and the stacks of all threads to standard error, and end the process by SIGABRT."""
     os.write(2, f"{message}\n".encode())
     faulthandler.dump_traceback(2)
-    # Otherwise faulthandler would write the stacks again when the signal arrives.
+    # Switch faulthandler off. Otherwise it would write the stacks again when the signal arrives.
     faulthandler.disable()
     os.abort()
 
@@ -104,7 +103,7 @@ class Watchdog:
         self._closed = threading.Event()
 
     def watch(self, faults: Watched, alive: Callable[[], bool], in_flight: Callable[[], bool] = lambda: False) -> None:
-        """Watch ``faults`` too: while its group is ``alive``, and after that until nothing is ``in_flight`` on its
+        """Also watch ``faults``: while its group is ``alive``, and afterwards until no call is ``in_flight`` on its
         device.
 
         Args:
@@ -115,14 +114,15 @@ class Watchdog:
             self._watches.append(_Watch(faults, alive, in_flight))
 
     def start(self) -> None:
-        """Look every ``POLL_SECONDS`` from now on, on a daemon thread. Does nothing if it was started."""
+        """Check the records every ``POLL_SECONDS`` from now on, on a daemon thread. Does nothing if the thread was
+        started before."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="overlap_inductor watchdog", daemon=True)
                 self._thread.start()
 
     def look(self) -> None:
-        """Look at every record once."""
+        """Check every record once."""
         for watch in tuple(self._watches):
             # The group is read before its record, so that a fault from before the group's destruction is seen.
             alive, error = watch.alive(), watch.faults.error()
@@ -141,9 +141,9 @@ class Watchdog:
         program was not told of, those of destroyed groups included."""
         self._closed.set()
         if self._thread is not None:
-            # The thread may be in the middle of a look, and must not run on while the interpreter ends.
+            # The thread may be in the middle of a check, and must not go on while the interpreter ends.
             self._thread.join(5.0)
-        # Uses the real clock, whatever ``clock`` is.
+        # This uses the real clock and not ``clock``.
         deadline = time.monotonic() + EXIT_SECONDS
         while (
             waiting := [w for w in self._watches if not w.faults.told and w.untold() is None and not w.ended()]
@@ -183,8 +183,8 @@ class Watchdog:
         """Forget a destroyed group if its calls have ended without a fault, or if the program was told of the fault.
         Keep it if there is an untold fault, or while calls run.
 
-        The record is read again after the calls have ended, because a call that gave up or was stopped has left a
-        record by its end. What peers do after that does not affect this rank's results."""
+        The record is read again after the calls have ended, because a call that gave up or was stopped has written its
+        record when it ends. Later actions of peers do not affect this rank's results."""
         watch.alive = _destroyed
         if watch.faults.told or error is None and watch.ended() and watch.faults.error() is None:
             with self._lock:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GroupWorkspace``: what the sites of one process group share on this rank: the group's arena, fault record and
-patience (how long a kernel waits for a peer).
+"""``GroupWorkspace`` holds the objects that the sites of one process group share on this rank: the group's arena, fault
+record and patience (the time after which a kernel's wait for a peer times out).
 
 All ranks of the group make it together, because allocating symmetric memory is a collective. They make it at the first
 run of a graph that needs it, after they have agreed on the plan. It lives as long as the group
-(``runtime.group_state``). Calls of a rank run one after the other on its GPU, whatever their streams and threads are
+(``runtime.group_state``). Calls of a rank run one after the other on its GPU, on any streams and from any threads
 (``runtime.call_order``).
 """
 
@@ -45,15 +45,15 @@ from overlap_inductor.torch_compat.distributed import is_alive
 log = logging.getLogger("overlap_inductor")
 
 MOST_PREPARED = 64
-"""Prepared kernels that a site keeps."""
+"""The largest number of prepared kernels that a site keeps."""
 MOST_KNOWN = 2**14
-"""Number of calls that a group remembers, over all its sites. A step of a large model has hundreds of calls, and
-different ones for each token count. Each takes half a KiB."""
+"""Number of calls that a group remembers, over all its sites. A step of a large model has hundreds of calls, and other
+calls for each token count. Each remembered call takes half a KiB."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """All that a site's kernels need besides their operands.
+    """The values that a site's kernels need besides their operands.
 
     Attributes:
         rank: this process's rank in the group.
@@ -108,7 +108,7 @@ class GroupWorkspace:
         arena: the group's slots on the device.
         faults: the group's fault record.
         patience_ns: how long a kernel waits for a peer, ns: the group's timeout.
-        blocks: SMs of the device.
+        blocks: the number of SMs of the device.
         without_room: sites of plans whose workspace would have exceeded the limit. They run without overlap.
         prepared: requests of plans that ``prepare`` has handled, as JSON texts.
     """
@@ -129,9 +129,9 @@ class GroupWorkspace:
 
         Args:
             call: everything on which the result depends.
-            make: makes a launch and whatever else the op needs, or returns ``None`` if no kernel serves the call. It is
-                called once, and again after the results were dropped: when a plan is prepared, or when there are
-                ``MOST_KNOWN`` of them.
+            make: makes a launch and the other values that the op needs, or returns ``None`` if no kernel supports the
+                call. It is called once, and again after the remembered results were dropped. They are dropped when a
+                plan is prepared, or when there are ``MOST_KNOWN`` of them.
 
         Raises:
             Exception: what ``make`` raises.
@@ -158,7 +158,7 @@ class GroupWorkspace:
         request = Request(site, nbytes, signals, protocol)
         key = (request.site, request.protocol)
         if not self.arena.holds(request) and (site in self.without_room or self.arena.knows(*key)):
-            # There was no room for the site, or this call is larger than planned.
+            # The site has no slot because there was no room, or this call is larger than planned.
             return None
         slot, made = self.arena.slot(*key), self._launches.get(key)
         if made is None or made.slot is not slot:
@@ -194,13 +194,13 @@ class GroupWorkspace:
                 "overlap_inductor: %d sites of group %r run without overlap: %s",
                 len(requests), self.group.group_name, full,
             )  # fmt: skip
-        # A site may have another slot now.
+        # A site may have another slot now, so remembered launches are dropped.
         self._known.clear()
 
     def _why_no_room(self, missing: int, limit: int) -> NotOnAllRanks | None:
         """Why the group has no room for ``missing`` more bytes, or ``None``. All ranks decide together, because their
-        limits may differ. Otherwise a kernel of one rank could wait until its timeout for peers that run the collective
-        instead."""
+        limits may differ. If each rank decided alone, a kernel of one rank could wait until its timeout for peers that
+        run the collective instead."""
         if not missing:
             return None
 
@@ -286,9 +286,9 @@ def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit
         limit: bytes that all slots of the group may take on this rank.
 
     Returns:
-        ``None`` if every site has its slot, or if the slots do not fit under a ``limit``. Otherwise, if a rank has no
-        memory left, a text that names the rank and the bytes. The text is the same on every rank, and no rank has new
-        slots, so all ranks can decide alike: run without overlap, or call again later.
+        ``None`` if every site has its slot, or if the slots do not fit under a ``limit``. If a rank has no memory left,
+        a text that names the rank and the bytes. The text is the same on every rank, and no rank has new slots. So all
+        ranks make the same decision: run without overlap, or call again later.
 
     Raises:
         OverlapError: memory would have to be allocated while a CUDA graph is captured.

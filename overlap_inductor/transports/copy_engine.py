@@ -5,24 +5,25 @@ of rows, a second copy sets the receiver's flag.
 The copies occupy no SM. A copy engine moves 379 GB/s on an H200, with 3 us between two copies, on one stream or on
 several. The flag is copied from a word that holds the number of the call, which takes 2 us. A kernel that signals would
 delay the next copy by 12 us; a value written by the stream itself, by 15 to 20 us. A CUDA graph that holds the copies
-fixes no call number: ``transports.credits.credit_kernel`` writes the word in each call, once all peers have given leave
-to write into their workspace.
+fixes no call number: ``transports.credits.credit_kernel`` writes the word in each call, once it has the credits of all
+peers, which allow this rank to write into their workspace.
 
 Ordering. The copies of a stream run one after the other. A copy begins only when everything that the copy before it has
 written is visible. So a reader that acquires the flag sees the rows (``tests.gpu.check_litmus``, "copy engine, copied
 flag").
 
-Without leave. A kernel that stores checks whether it may (``kernels.signals.may_store``). A queued copy cannot check.
-The wait for leave ends without leave if its patience is over, or if the group was aborted, after which every wait ends
-at once. The copy then runs, and so do the copies of all calls that are queued by then. Three things hold in that case:
+Without a credit. A kernel that stores checks whether it may (``kernels.signals.may_store``). A queued copy cannot
+check. The wait for a credit ends without one if it times out. It also does if the group was aborted, after which every
+wait ends at once. The copy then runs, and so do the copies of all calls that are queued by then. Three things hold in
+that case:
 
 * No rank takes the copied rows for valid rows, because their flag is copied from a word that holds no call's number
   (``announce``).
 * A peer may still be in the previous call, because it is slow or was paused after its last wait. It may then read the
   copied rows in place of its own. None of them reaches the peer's program:
 
-  1. The wait that ends without leave sets every rank's abort word before its kernel ends. So the words are set before
-     any copy after that kernel starts.
+  1. The wait that ends without a credit sets every rank's abort word before its kernel ends. So the words are set
+     before any copy after that kernel starts.
   2. After its last read of the workspace, the peer's call looks at its abort word. If the word is set, the call sets
      its results to NaN (``kernels.transfer.spoil``), before any later work on its stream can read them.
 
@@ -33,13 +34,14 @@ at once. The copy then runs, and so do the copies of all calls that are queued b
 This holds alike for calls that are launched one by one, for graphs of calls, and for graphs that a program captures.
 The look is a kernel of the call. It costs nothing if the call's last kernel does it. Alternatives considered:
 
-* A wait that never ends without leave would hold back every copy. It would also hold back every later kernel of this
+* A wait that never ends without a credit would hold back every copy. It would also hold back every later kernel of this
   rank, so a program that was told of the fault could not even save its weights.
 * Conditional nodes of CUDA graphs would serve graphs only.
 * A second region for every other call does not help, because more than one call may be queued.
 
 What is sent may also depend on later waits of the call (``guarded``). Then the word is written again after those waits.
-If one of them was given up, the word becomes a number that no rank waits for, as after the wait for leave.
+If one of them timed out, the word becomes a number for which no rank waits, as after a wait for a credit that timed
+out.
 
 Turns. Each rank sends to the next rank, then to the one after that, and so on. While all ranks are in step, no two send
 to the same rank. Two ranks that do get half a link each, so a late rank's delay is paid twice. The late rank then

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for the overlap pass: it reports one site for each matmul and leaves the graph alone.
 
-The tests of installing, caching and reporting use it. They check when the pass runs and where its report goes, not what
-the pass finds.
+The tests of installing, caching and reporting use it. These tests check when the pass runs and where its report goes.
+They do not check which sites the pass finds.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def put_in_place() -> None:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Put the fake in place of the pass, with everything switched off, no cache, and no report known."""
+    """Put the fake in place of the pass. The test starts with overlap off, caches off and no stored report."""
     import overlap_inductor.passes
 
     monkeypatch.setitem(sys.modules, MODULE, substitute())
@@ -115,7 +115,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def start_again() -> None:
-    """Forget what was compiled, counted and reported, as in a new process. What is switched on stays on."""
+    """Forget compiled code, counters and reports, as in a new process. Overlap stays switched on or off as before."""
     torch.compiler.reset()
     counters.clear()
     calls.clear()
@@ -128,7 +128,7 @@ def count() -> dict[str, int]:
 
 
 def chain(error: BaseException | None) -> str:
-    """The messages of an exception and of all that led to it (Dynamo wraps what a backend raises)."""
+    """The messages of an exception and of its causes. (Dynamo wraps an exception that a backend raises.)"""
     text = ""
     while error is not None:
         text += f"{type(error).__name__}: {error}\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What schedule ``auto`` chooses on GPUs of one machine, and the sizes that its estimates rest on."""
+"""Which schedule ``auto`` chooses on GPUs of one machine, and which sizes enter its estimates."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_auto_counts_the_copy_of_a_gathered_tensor_that_is_used(monkeypatch: pyt
     )
     with fake_group(2):
         assert [more("fused", 2048), more("fused", 256)] == pytest.approx([copy, copy], abs=1)
-        # Chunks hide most of the copy behind a quarter of the matmul.
+        # The copy runs beside a quarter of the matmul, which hides most of the copy.
         assert [more("chunked", 2048), more("chunked", 256)] == pytest.approx(
             [COST.copy_exposed * copy, copy - 256 * quarter], abs=1
         )
@@ -95,7 +95,8 @@ def test_replays_can_be_switched_off(schedule: str) -> None:
 
 @pytest.mark.parametrize("role", ["M", "N"])
 def test_tiles_follow_the_tokens_wherever_they_lie(role: str) -> None:
-    """Tiles are 128 x 256. Tokens may be rows or columns (``W @ gathered.T``), and few tokens make one tile."""
+    """Tiles are 128 x 256. Tokens may be rows or columns of the result (columns in ``W @ gathered.T``). Few tokens fill
+    only one tile."""
     for example in (4096, 16):
         with fake_group(2):
             made = HandGraph()

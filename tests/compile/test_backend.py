@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.compile(model, backend="overlap_inductor")``: options, modes, lazy backward, and what it has to refuse."""
+"""``torch.compile(model, backend="overlap_inductor")``: options, modes, a backward that is compiled later, and compiles
+that the backend refuses."""
 
 from __future__ import annotations
 
@@ -118,7 +119,7 @@ def test_inductors_mode_among_the_options_is_an_error_that_says_what_works() -> 
 
 
 def test_a_modes_settings_are_taken_as_options() -> None:
-    """Checks the advice in the error that the test above checks."""
+    """The error in the test above advises users to pass a mode's settings as options. This test follows that advice."""
     note = Noting("coordinate_descent_tuning")
     settings = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
     inference(options={**settings, "schedule": "ring", SLOT: note})
@@ -205,7 +206,7 @@ def test_the_name_is_found_by_its_entry_point(tmp_path: Path) -> None:
 
 
 def test_export_is_untouched_by_enable() -> None:
-    """Export stops before Inductor: it works, and the exported program has none of our ops."""
+    """Export stops before Inductor, so the exported program has none of our ops."""
     overlap_inductor.enable()
     linear = torch.nn.Linear(2, 2)
     program = torch.export.export(linear, (torch.ones(1, 2),))

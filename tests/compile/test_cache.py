@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches: a hit is as good as a compile (report, counters, dump, strict), and anything that changes the code is a miss.
+"""Caches: a hit gives the same report, counters, dump and strict errors as a compile. A change of anything that the
+generated code depends on is a miss.
 
 Most tests use one process, because a hit loads the same files there as in another process. One test uses two processes.
 """
@@ -40,7 +41,8 @@ from tests.compile.fake_pass import start_again
 
 pytestmark = pytest.mark.usefixtures("fake", "known_vector_instructions")
 
-# Which cache answers: AOTAutograd's (with both graphs' keys), Inductor's alone, AOTAutograd's with the graphs inside.
+# The cache that is hit: AOTAutograd's (it holds the keys of both graphs), Inductor's alone, or AOTAutograd's with the
+# graphs stored inside.
 LAYERS: dict[str, dict[str, bool]] = {
     "aot": {"enable_autograd_cache": True},
     "inductor": {"enable_autograd_cache": False},
@@ -56,7 +58,7 @@ def layer(request: pytest.FixtureRequest, cache: Path) -> Iterator[str]:
 
 @pytest.fixture
 def cache(fake: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache folder, caches on."""
+    """Switch the caches on, with an empty folder."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     with inductor_config.patch(fx_graph_cache=True), functorch_config.patch(enable_autograd_cache=True):
         yield tmp_path / "cache"
@@ -120,7 +122,7 @@ def test_hit_writes_the_dump_to_the_current_folder(cache: Path, tmp_path: Path) 
 
 
 def test_hit_is_as_strict(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AOTAutograd compiles again if a load raises. Sites must not be counted twice then."""
+    """If loading a cached graph raises, AOTAutograd compiles the graph again. Its sites must not be counted twice."""
     monkeypatch.setitem(fake_pass.STATUS, "status", "refused")
     overlap_inductor.enable(mode="strict")
     outcomes = []
@@ -173,7 +175,8 @@ def test_another_switch_is_a_miss(cache: Path, change: str) -> None:
 
 
 def test_off_after_on_is_a_miss_and_on_again_a_hit(cache: Path) -> None:
-    """Code compiled with overlap must not be loaded without it, nor the other way round."""
+    """Code compiled with overlap must not be loaded while overlap is off. Code compiled without overlap must not be
+    loaded while it is on."""
     overlap_inductor.enable()
     train()
     overlap_inductor.disable()
@@ -214,7 +217,8 @@ def test_every_source_file_counts(tmp_path: Path) -> None:
 
 
 def test_other_process_groups_are_another_key() -> None:
-    """An all_reduce names its group but not the group's size, so graphs of the same text may need different plans."""
+    """An all_reduce names its group but not the group's size. So two graphs with the same text may need different
+    plans."""
     keys = [fingerprint.fingerprint(OverlapConfig())]
     for world_size in (2, 4):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -227,7 +231,7 @@ def test_other_process_groups_are_another_key() -> None:
 
 
 def test_cache_artifacts_carry_the_reports(layer: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    CacheArtifactManager.clear()  # it keeps the artifacts of everything that this process has compiled
+    CacheArtifactManager.clear()  # CacheArtifactManager holds the artifacts of earlier compiles in this process
     overlap_inductor.enable()
     train()
     first = outcome()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph that the sequence-parallel rewrite has changed and that comes from a cache has the same report, without a run
-of a pass."""
+"""The sequence-parallel rewrite and the caches: if a rewritten graph is loaded from a cache, no pass runs, and the
+report is the same as after the compile."""
 
 from __future__ import annotations
 

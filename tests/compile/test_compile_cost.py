@@ -31,7 +31,7 @@ LARGE = 10**6
 
 
 def blocks(layers: int) -> HandGraph:
-    """Layers of plain tensor parallelism, each ``x + all_reduce(relu(x @ w) @ v)``: as many sites as layers."""
+    """Layers of plain tensor parallelism, each ``x + all_reduce(relu(x @ w) @ v)``. Each layer has one site."""
     made = HandGraph()
     x = made.input(16, 16)
     weights = [[made.input(*s, name=f"{n}{i}") for n, s in (("w", (16, 8)), ("v", (8, 16)))] for i in range(layers)]
@@ -56,8 +56,8 @@ def counted(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Counter[
 
 
 def test_steps_of_every_layer_are_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Views are the exception, because each must share memory with its own base. (When every step was evaluated, 64
-    sites took two seconds.)"""
+    """Steps of equal layers share one evaluation. Views are the exception: each is evaluated, because it must share
+    memory with its own base. (In an earlier version, every step was evaluated, and 64 sites took two seconds.)"""
     found = []
     for layers in (4, 8, 16):
         with fake_group(2):
@@ -91,7 +91,7 @@ def test_steps_are_not_evaluated_again_after_the_pass(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_every_step_has_a_value_of_its_own(dynamic: bool) -> None:
-    """A step's value is the one that its fake function gives, and only its views share its memory."""
+    """A step has the value that its fake function returns, and only the step's views share memory with it."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(16, 16, dynamic=(0,) if dynamic else ())
@@ -121,7 +121,8 @@ def test_every_step_has_a_value_of_its_own(dynamic: bool) -> None:
 
 
 def test_a_value_depends_on_its_arguments() -> None:
-    """The type of a number decides the result's dtype. After an argument is replaced, the value is out of date."""
+    """The type of a number among the arguments decides the result's dtype. After an argument is replaced, the stored
+    value is out of date."""
     with fake_group(2):
         made = HandGraph()
     x, y = made.input(4, 6, dtype=torch.int64), made.input(6, 6, dtype=torch.int64, name="y")
@@ -138,7 +139,7 @@ def test_a_value_depends_on_its_arguments() -> None:
 
 
 def test_a_reader_of_a_replaced_tensor_keeps_its_value_if_that_is_right() -> None:
-    """It does not keep its value if the strides would change, or if it is a view."""
+    """The reader does not keep its value if its strides would change, or if it is a view."""
     with fake_group(2):
         made = HandGraph()
     x, alike, y = made.input(4, 6), made.input(4, 6, name="alike"), made.input(6, 4, name="y")
@@ -156,8 +157,8 @@ def test_a_reader_of_a_replaced_tensor_keeps_its_value_if_that_is_right() -> Non
 
 
 def test_collectives_are_not_searched_for_if_inductor_pads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor pads nothing on a CPU. The search walks the residual stream from each matmul, and took two seconds for
-    32 layers."""
+    """Inductor pads nothing on a CPU. The search follows the residual stream from each matmul. For 32 layers it took
+    two seconds."""
     asked: list[fx.Node] = []
     monkeypatch.setattr(hooks, "beside_collective", asked.append)
 

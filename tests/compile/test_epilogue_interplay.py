@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epilogues beside sites that could take the same nodes, move their inputs, or read their results."""
+"""Epilogues beside other sites. The other sites could take the same nodes, move the epilogues' inputs, or read their
+results."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def planned(report: OverlapReport) -> list[tuple[str, str, Any]]:
 
 
 def test_the_norm_of_a_small_message_is_not_the_epilogue_of_a_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both could take the same sum. The gather must not, because its kernel runs before the all-reduce whose result the
-    sum reads."""
+    """Both sites could compute the same sum in their kernels. The gather must not take it, because its kernel runs
+    before the all-reduce, and the sum reads the all-reduce's result."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     def f(
@@ -62,7 +63,8 @@ def test_the_norm_of_a_small_message_is_not_the_epilogue_of_a_gather(monkeypatch
     ]
     zeros[4].requires_grad_()
     with fake_group(4):
-        # (Without replays the host's launches count, so ``fused`` is faster than ``chunked`` for the gather.)
+        # (Without replays, the estimate includes the host's launches, so ``fused`` is faster than ``chunked`` for the
+        # gather.)
         forward = reports_of(f, *zeros, schedule="auto", mode="on", replay="off")[0]
     assert not forward.notices and planned(forward) == [
         ("overlapped", "small_message", True),
@@ -71,8 +73,9 @@ def test_the_norm_of_a_small_message_is_not_the_epilogue_of_a_gather(monkeypatch
 
 
 def test_a_rewrite_adds_no_epilogue_that_was_not_planned(two: None) -> None:
-    """The rewrite moves a cast before the gather, because an epilogue on the gather's pieces would read it. Only then
-    could the kernel read it, too. The second weight was planned without an epilogue and must stay without one."""
+    """The plan gives the second weight no epilogue, because the cast of ``s`` comes after the gather. The rewrite moves
+    this cast before the gather. After the move, the kernel could read it, but the second weight must stay without an
+    epilogue."""
 
     def f(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = all_gather(x, 0, torch.distributed.group.WORLD)

@@ -104,7 +104,8 @@ def test_other_breaks_are_not_reported() -> None:
 
 
 def test_a_compiled_program_reports_each_break_once() -> None:
-    """This also holds after a load from a cache. The report of the next graph does not name the break again."""
+    """The program also reports the break when it is loaded from a cache. The report of the next graph does not name the
+    break again."""
     with fake_group(2), torch.no_grad(), overlap_inductor.overlap():
         for _ in range(2):
             torch.compiler.reset()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``explain``: the reports that compiling would give, without kernels, counters, files or traces left behind."""
+"""``explain`` returns the reports that a compile would give. It runs no kernel, and leaves no counters, files or traces
+behind."""
 
 from __future__ import annotations
 
@@ -89,8 +90,8 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
 
 def test_config() -> None:
-    """The configuration is the argument, or else the one in force. Mode off is explained as mode report, since off
-    finds no site."""
+    """``explain`` uses the configuration of its argument, or else the active one. It treats mode off as mode report,
+    because mode off finds no site."""
     overlap_inductor.explain(lambda x: x @ x, torch.ones(2, 2), config=OverlapConfig(schedule="ring"))
     overlap_inductor.explain(lambda x: x @ x, torch.ones(2, 2), config=OverlapConfig(mode="off"))
     overlap_inductor.enable(sub_chunks=2)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pointwise ops after fused sites: which become an epilogue, and which are left alone. The generated code has no kernel
-for an epilogue."""
+"""Pointwise ops after fused sites: some become an epilogue, and others stay in the graph. The generated code has no
+separate kernel for an epilogue."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_of_a_model(name: str, two: None) -> None:
-    """Activations as tracing spells them become epilogues, here after a linear layer of a batch of sequences."""
+    """Traced activations become epilogues. Here each follows a linear layer on a batch of sequences."""
     function, expected = ACTIVATIONS[name]
     group = torch.distributed.group.WORLD
     ((found,),) = planned(
@@ -88,8 +88,8 @@ def test_gelu_which_takes_longer_on_tiles_is_not_an_epilogue(approximate: str, t
 
 
 def test_silu_alone_and_a_gated_product(two: None) -> None:
-    """A product of two results needs both, so Inductor computes it, and computes the activation in the same kernel at
-    no extra cost."""
+    """``silu(a) * b`` needs the results of two matmuls, so Inductor computes the product. Inductor's kernel also
+    computes the activation, at no extra cost."""
     group = torch.distributed.group.WORLD
     x, gate, up = half(ROWS, K), half(N, K), half(N, K)
     (alone,) = planned(
@@ -105,8 +105,8 @@ def test_silu_alone_and_a_gated_product(two: None) -> None:
 
 
 def test_residuals_of_layers(two: None) -> None:
-    """Each sum of a residual stream becomes an epilogue. The next norm and the next sum read it, so the kernel stores
-    it."""
+    """Each sum of a residual stream becomes an epilogue. The kernel stores the sum, because the next norm and the next
+    sum read it."""
     group = torch.distributed.group.WORLD
     weights = [half(K, N), half(N, K)]
 
@@ -194,7 +194,7 @@ def test_near_misses(name: str) -> None:
 
 
 def test_only_the_supported_part_of_a_chain_becomes_the_epilogue() -> None:
-    """The kernel stores the part's result, which a matmul and an unsupported op read."""
+    """A matmul and an unsupported op read the result of the supported part, so the kernel stores that result."""
     with fake_group(2):
         h = Hand()
         added = h.call(aten.add.Tensor, h.relu(), h.full)
@@ -204,8 +204,8 @@ def test_only_the_supported_part_of_a_chain_becomes_the_epilogue() -> None:
 
 
 def test_one_node_belongs_to_one_site() -> None:
-    """A sum of two reductions is the epilogue of the later one if the earlier one's result comes before it. Otherwise
-    it is no epilogue."""
+    """A sum adds the results of two reductions. If the relu of the first reduction comes before the second reduction,
+    the sum is part of the second reduction's epilogue. Otherwise neither reduction has an epilogue."""
     for early in (True, False):
         with fake_group(2):
             h = Hand("scatter")
@@ -258,8 +258,8 @@ def test_the_report_shows_the_epilogue() -> None:
 
 @pytest.mark.parametrize("epilogue", [True, False], ids=["as planned", "without epilogues"])
 def test_the_number_of_kernels_beside_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matmul, bias, activation and residual are one kernel, as with Inductor's templates. Without epilogues, each
-    result has one more kernel."""
+    """Matmul, bias, activation and residual run in one kernel, as in Inductor's own matmul templates. Without
+    epilogues, each result needs one more kernel."""
     from torch._inductor.utils import run_and_get_code
 
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)

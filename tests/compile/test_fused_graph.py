@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites of schedule ``fused`` in the graph: which are refused, and which graph is written for the others."""
+"""Sites of schedule ``fused`` in the graph: which sites are refused, and which graph the rewrite makes of the
+others."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def test_one_text_for_every_rank(kind: str, world_size: int) -> None:
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
 def test_a_second_wait_is_erased_with_the_site(kind: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """``wait_tensor(all_gather_tensor(x))`` waits twice, because the functional collective has waited already. If the
-    first wait stayed, it would keep the collective, and the rewrite would fail."""
+    first wait stayed in the graph, the collective would stay too, and the rewrite would fail."""
     wait = HandGraph.wait
     monkeypatch.setattr(HandGraph, "wait", lambda made, x: wait(made, wait(made, x)))
     with fake_group(8, 0):
@@ -121,8 +122,8 @@ def test_matmuls_that_an_op_leaves_are_reported_and_counted(schedule: str, monke
 @pytest.mark.parametrize("schedule", ["fused", "chunked"])
 @pytest.mark.parametrize("left_first", [True, False])
 def test_a_token_count_that_is_dynamic_only_for_the_op_stays_dynamic(schedule: str, left_first: bool) -> None:
-    """The batch is dynamic and the sequence is gathered. A batched matmul beside the op has a known number of rows, but
-    the op does not."""
+    """The batch size is dynamic, and the sequence dim is gathered. A batched matmul beside the op has a static number
+    of rows. The op's number of rows is dynamic."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.gather_on(made.input(5, 24, 16, dtype=BF16, dynamic=[0]), 1)
@@ -146,7 +147,8 @@ def test_a_token_count_that_is_dynamic_only_for_the_op_stays_dynamic(schedule: s
 
 
 def test_dynamic_tokens_that_are_columns_are_refused() -> None:
-    """The transposed product has tokens in its right operand, and a kernel's tensor map needs that operand's size."""
+    """In the transposed product, the tokens are columns of the right operand. A kernel's tensor map needs the size of
+    that operand."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(48, 16, name="x", dtype=BF16, dynamic=[0])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of two matmuls that Inductor fuses into one kernel when it autotunes: they are found as sums, and fused again if
-not overlapped."""
+"""When Inductor autotunes, it may fuse a sum of two matmuls into one kernel. The finder takes such a kernel apart into
+a sum. If the sum is not overlapped, it is fused again."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_a_sum_that_is_kept_stays_one_kernel(fields: dict[str, object]) -> None:
 
 
 def test_a_rewrite_that_fails_leaves_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph is restored from a copy, which has other nodes, and the copy must also have one kernel."""
+    """The graph is restored from a copy. The copy has its own nodes, and there the sum must be one kernel again,
+    too."""
 
     def fail(self: object, chosen: object) -> None:
         raise RuntimeError("on purpose")
@@ -82,7 +83,8 @@ def test_a_sum_beside_no_collective_stays_one_kernel() -> None:
 
 @pytest.mark.parametrize("schedule", ["ring", "keep"])
 def test_gathered_operands_are_found(schedule: str) -> None:
-    """The gathered tensor is multiplied by a weight, and by the two weights of an adapter."""
+    """The gathered tensor is multiplied by a weight and by the first matrix of an adapter. Both matmuls belong to one
+    site."""
 
     def adapted(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         gathered = all_gather(x, 0, world())
@@ -107,7 +109,8 @@ def test_it_compiles_and_runs_as_kept() -> None:
 
 
 def test_a_sum_that_cannot_be_taken_apart_leaves_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two sums cannot be split. Then the first one is fused into one kernel again."""
+    """The second of two sums cannot be split. Then the first sum, which was split already, is fused into one kernel
+    again."""
     computed: list[object] = []
     plain = fused_sums.computed
 

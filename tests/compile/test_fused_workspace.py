@@ -28,8 +28,8 @@ pytestmark = pytest.mark.usefixtures("reachable")
 
 def workspace_of(report: OverlapReport, made: HandGraph) -> dict[str, list[list[int]]]:
     agree = next(n for n in made.graph.nodes if n.target is torch.ops.overlap_inductor.agree.default)
-    # The plan that ranks compare does not hold the bytes of each group, because ranks name their other groups
-    # differently.
+    # The plan that ranks compare holds no bytes per group, because a group that one rank is in may have another name on
+    # another rank.
     assert set(json.loads(agree.args[1])) == {
         "overlap_inductor",
         "mode",
@@ -44,8 +44,8 @@ def workspace_of(report: OverlapReport, made: HandGraph) -> dict[str, list[list[
 
 
 def test_the_plan_requests_workspace() -> None:
-    """Bytes: the gathered tensor for a gather; every source's shard in whole tiles of 128 rows for a scatter, and twice
-    that for an all-reduce. Signals: one for each band, or for each slice of a gather."""
+    """Bytes: a gather needs the gathered tensor. A scatter needs one shard for each source rank, rounded up to tiles of
+    128 rows. An all-reduce needs twice as much. Signals: one for each band, or, for a gather, one for each slice."""
     for site, numbers in (
         (gather_site, [48 * 16 * 2, 4]),
         (scatter_site, [256 * 40 * 2, 1]),
@@ -83,8 +83,8 @@ def test_a_dynamic_token_count_holds_workspace_up_to_the_planned_maximum(monkeyp
     with fake_group(2):
         (site,) = dynamic_site(8192).run(schedule="auto", patterns=("matmul_all_reduce",), max_tokens=9000).sites
         (small,) = dynamic_site(16).run(schedule="auto", max_tokens=9000).sites
-    # The plan names a schedule for few and one for many tokens, whatever the example's count is. (16 rows are one tile
-    # of 128.)
+    # For any token count of the example, the plan names one schedule for few tokens and one for many tokens. (16 rows
+    # need one tile of 128.)
     assert (
         [p.schedule for p in site.decision.plan]
         == ["small_message", "keep", "fused", "keep"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor's code for a ring's steps: their order, the ops that are fused into a chunk, and that no buffer in flight is
-freed or reused."""
+"""The code that Inductor generates for a ring's steps: the order of the steps, the ops that are fused into a chunk, and
+the life of buffers. No buffer may be freed or reused while a transfer uses it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVENTS = {
     "exchange_wait.default(": "wait",
     "extern_kernels.mm(": "mm",
     "extern_kernels.addmm(": "mm",
-    "extern_kernels.bias_addmm(": "mm",  # autotuning chooses it if it was faster in that run
+    "extern_kernels.bias_addmm(": "mm",  # the autotuner may choose this kernel in place of addmm
     "cpp_fused": "pointwise",
 }
 
@@ -65,8 +65,8 @@ def world() -> Any:
 
 
 def test_bias_and_activation_are_fused_into_each_chunk() -> None:
-    """Each chunk has one matmul (with its bias) and one pointwise kernel, which run under the next hop. They write into
-    the result, so no kernel is left for the end."""
+    """Each chunk has one matmul (with its bias) and one pointwise kernel, which run under the next hop. They write
+    directly into the result, so no kernel has to join the chunks at the end."""
     lines = lines_of(
         lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, world()), w)) * 2, (16, 32), (32, 24), (24,)
     )
@@ -76,8 +76,8 @@ def test_bias_and_activation_are_fused_into_each_chunk() -> None:
 
 
 def test_gated_mlp_in_chunks() -> None:
-    """``silu(gate) * up`` needs both matmuls of a chunk. If the halves are saved for backward, they are also written in
-    place."""
+    """``silu(gate) * up`` needs both matmuls of a chunk. Where backward needs the results of both matmuls, the chunks
+    are also written directly into these results."""
 
     def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gathered = all_gather(x, 0, world())
@@ -91,15 +91,15 @@ def test_gated_mlp_in_chunks() -> None:
 
 
 def test_an_op_that_is_fused_elsewhere_stays_there() -> None:
-    """A scale before a softmax costs nothing in the softmax's kernel. In the chunks, it would read and write the memory
-    once more."""
+    """A scale before a softmax costs nothing in the softmax's kernel. Computed in the chunks, the scale would need one
+    more read and write of the whole tensor."""
     lines = lines_of(lambda x, w: torch.softmax(all_gather(x, 0, world()) @ w * 2, 1), (16, 32), (32, 24))
     assert events(lines) == ["start", "mm", *["step", "mm"] * (WORLD_SIZE - 1), "pointwise"]
 
 
 def test_order_of_a_reduction() -> None:
-    """Each partial sum is sent before the next is computed. The rank's own partial sum comes last, and only the
-    addition follows it."""
+    """Each partial sum is sent before the next one is computed. The rank's own partial sum is computed last, and only
+    the addition follows."""
     lines = lines_of(lambda x, w: reduce_scatter(x @ w, "sum", 0, world()), (128, 32), (32, 24))
     assert events(lines) == ["start", *["mm", "send"] * (WORLD_SIZE - 1), "mm", "wait", "pointwise"]
 
@@ -143,7 +143,8 @@ def test_a_kept_collective_stays_behind_the_steps(reduces: bool) -> None:
 
 
 def test_max_autotune_applies_to_the_chunks() -> None:
-    """The user's options reach the chunks' matmuls, and autotuning must not change the order."""
+    """The user's option ``max_autotune`` also applies to the chunks' matmuls. Autotuning must not change the order of
+    the steps."""
     fn = lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, world()), w))  # noqa: E731
     lines = lines_of(
         fn, (16, 32), (32, 24), (24,), options={"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}
@@ -152,8 +153,8 @@ def test_max_autotune_applies_to_the_chunks() -> None:
 
 
 def branches(collective: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A function with work of the same sizes beside the site: buffers that the allocator could reuse, and kernels that
-    the scheduler could move."""
+    """A function that does other work, of the same sizes, beside the site. The allocator could reuse the buffers of
+    this work, and the scheduler could move its kernels."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         early = torch.sin(z @ v)

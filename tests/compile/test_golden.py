@@ -29,14 +29,15 @@ from tests.support.structures import STRUCTURES
 
 TORCH = "2.13"
 RANKS = {2: (0, 1), 3: (1,), 8: (0, 7), 64: (40,)}
-"""``{number of ranks: ranks whose text is compared}``: among them a first one, a last one and one in the middle."""
+"""``{number of ranks: ranks whose text is compared}``. The first rank, the last rank and, in larger groups, one in the
+middle are compared."""
 GRAPHS: dict[str, tuple[Function, tuple[Make, ...]]] = {
     **{f"spelling {k}": v[:2] for k, v in SPELLINGS.items()},
     **{f"spelling {k}": v for k, v in KEPT.items()},
     **STRUCTURES,
 }
 WITHOUT_OVERLAP_TOO = {"spelling D of unbacked sizes on dim 1": "2.12"}
-"""``{graph: torch version}``. That version cannot trace the graph for any backend."""
+"""``{graph: torch version}``. That torch version cannot trace the graph, even without overlap."""
 WHOLE = {"spelling A", "spelling G"}
 """Graphs whose golden files hold the graph for groups of every size."""
 

@@ -82,7 +82,8 @@ def test_kept_collectives_of_the_group_are_chained() -> None:
 
 
 def test_a_kept_collective_after_a_looping_op() -> None:
-    """A looping op returns several values. Without an edge from one of them, later ops may overtake it on some rank."""
+    """A looping op returns several values. The kept collective needs an edge from one of them. Without the edge, some
+    rank could run the collective before the looping op."""
     with fake_group(1024):
         made = HandGraph()
         y = made.mm(made.gather(made.input(4, 16)), made.input(16, 8, name="w"))
@@ -93,8 +94,8 @@ def test_a_kept_collective_after_a_looping_op() -> None:
 
 
 def test_every_group_agrees_before_any_data_moves() -> None:
-    """Two groups in one graph: the second group's ranks must not find that they differ after the first group has begun
-    to move data."""
+    """One graph uses two groups. Both groups compare their plans before any op moves data. Otherwise the second group
+    could find a difference when the first group has already begun to move data."""
     with fake_group(8, 3), torch.no_grad():
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
@@ -127,8 +128,8 @@ def test_sites_of_one_group_share_one_chain() -> None:
 
 
 def test_ids_differ_and_stay() -> None:
-    """Reports, traces and graphs are joined by the id. Two equal layers must not share one, and it must not change from
-    run to run."""
+    """Readers match reports, traces and graphs by the site's id. Two equal layers must have different ids, and an id
+    must not change from run to run."""
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return all_reduce(all_reduce(x @ w, "sum", world()).relu() @ w, "sum", world())
@@ -138,7 +139,7 @@ def test_ids_differ_and_stay() -> None:
 
 
 def test_a_collective_without_a_matmul_is_not_changed() -> None:
-    """It keeps its arguments, although the group has an overlapped site."""
+    """The collective keeps its arguments, although its group also has an overlapped site."""
     with fake_group(4):
         made = HandGraph()
         started = made.call(c10d.all_gather_into_tensor.default, made.input(3), 4, made.group)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switching on and off: the pass runs once in each graph in which it should, in no other, and beside other authors'
-passes."""
+"""Switching overlap on and off: the pass runs once in each graph that is compiled while overlap is on, and in no other
+graph. It works beside passes of other authors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class UserPass(custom_graph_pass.CustomGraphPass):
 
 
 def training() -> torch.Tensor:
-    """Run a forward. ``.backward()`` of its result compiles the backward."""
+    """Run a forward. A call of ``.backward()`` on the result then compiles the backward graph."""
     weight = torch.ones(2, 2, requires_grad=True)
     return torch.compile(lambda x: x @ weight @ weight)(torch.ones(2, 2)).sum()
 
@@ -142,7 +142,7 @@ def said_by(caplog: pytest.LogCaptureFixture, switch: Callable[[], Any]) -> list
 
 
 def test_enable_names_functions_that_are_already_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    """Such a function would keep running without overlap, unnoticed."""
+    """Without the warning, the user would not notice that such a function keeps running without overlap."""
     compiled = torch.compile(compiled_here)
     compiled(torch.ones(2, 2))
     (text,) = said_by(caplog, lambda: overlap_inductor.enable(schedule="ring"))
@@ -277,7 +277,7 @@ def test_there_is_no_warning_if_the_pass_ran(caplog: pytest.LogCaptureFixture) -
 
 
 def test_installed_twice_runs_once_a_graph() -> None:
-    """It may be installed by enable() and by the backend, or another pass may call it twice."""
+    """Both enable() and the backend may install the pass, or another author's pass may call it twice."""
     overlap_inductor.enable()
     torch.compile(lambda x: x @ x, backend=backend)(torch.ones(2, 2))
     assert len(calls) == 1
@@ -303,7 +303,7 @@ def test_the_pass_runs_inside_an_overlap_block_only() -> None:
 
 
 def test_backward_after_the_block_follows_its_forward() -> None:
-    """The backward is compiled at its first run, when the block and its configuration have ended."""
+    """The backward is compiled when it first runs. By then, the block and its configuration have ended."""
     with overlap_inductor.overlap(schedule="ring"):
         loss = training()
     loss.backward()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int8 matmuls on a GPU need more than 16 rows and multiples of 8 in the other sizes: a piece may be too small although
-the whole matmul is not."""
+"""int8 matmuls on a GPU need more than 16 rows, and multiples of 8 in the other sizes. So a piece may be too small
+although the whole matmul is large enough."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _columns_gathered(rows: int) -> Callable[[HandGraph], fx.Node]:
     ids=["rows", "a row left over", "few rows", "rows scattered", "few scattered", "sub-chunks of rows", "of few rows"],
 )
 def test_pieces_are_large_enough(program: Callable[[HandGraph], fx.Node], status: str) -> None:
-    """There are two sub-chunks for each rank. Catches a last row that is multiplied alone because two ranks do not
-    divide the rows, and sub-chunks of only 16 rows in a matmul with gathered columns."""
+    """Each rank's shard has two sub-chunks. The test catches a last row that is multiplied alone, because the number of
+    rows is not a multiple of two. It also catches sub-chunks of only 16 rows in a matmul with gathered columns."""
     with fake_group(2):
         made = HandGraph()
         (site,) = made.output(program(made)).run(sub_chunks=2).sites

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs that only look like a gather or a scatter, and gathers of bits under another dtype."""
+"""Graphs that look like a gather or a scatter but are none, and gathers of fp8 tensors viewed as bytes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_fp8_before_a_scatter(row_wise: bool) -> None:
     assert summary(report) == [(SCATTER, 0, ["scaled_mm M"], "overlapped")]
 
 
-# Slices in hand-made graphs: what is a plain gather and what is not.
+# Slices in hand-made graphs: some are a plain gather, others only look like one.
 
 
 def sliced(spans: Sequence[tuple[int, int]], dim: int = 1) -> HandGraph:
@@ -84,7 +84,7 @@ def sliced(spans: Sequence[tuple[int, int]], dim: int = 1) -> HandGraph:
 
 @pytest.mark.parametrize("end", ["exact", "open"])
 def test_spelling_d_slices_are_a_gather(end: str) -> None:
-    """This is the spelling for sizes that are only known at run time. The last slice may be open-ended."""
+    """torch writes a gather in slices if sizes are known only at run time. The last slice may have no end."""
     with fake_group(3):
         report = sliced([(0, 2), (2, 4), (4, 6 if end == "exact" else 2**63 - 1)]).run()
     assert summary(report) == [(GATHER, 1, ["mm M"], "overlapped")]
@@ -122,7 +122,7 @@ def test_a_cat_of_another_tensor_is_not_a_near_miss() -> None:
 
 
 def test_the_order_of_splits_matters_too() -> None:
-    """As for slices: only pieces in the ranks' order are a gather."""
+    """The pieces of a split are a gather only if they are joined in the order of the ranks."""
     for order, expected in (((0, 1, 2), [GATHER]), ((0, 2, 1), [])):
         with fake_group(3):
             made = HandGraph()
@@ -148,7 +148,8 @@ def test_scatter_by_slices(starts: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("steps", [(2, 1), (1, 1)])
 def test_scatter_by_slices_with_gaps(steps: tuple[int, int]) -> None:
-    """A slice of every other row has as many rows as the first half, and the same first row."""
+    """A slice of every other row is not a shard, although it starts at the same row and has as many rows as the first
+    half."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(8, 16), made.input(16, 8, name="w"))
@@ -188,7 +189,8 @@ def test_scatter_of_padded_pieces(value: int, short: int, bias: bool, found: lis
     ids=["in each of two", "one row in each of two", "columns beside the rows"],
 )
 def test_scatter_of_padded_rows_of_a_batch(shape: tuple[int, ...], code: str | None) -> None:
-    """Rows that are appended to the middle dim come between the matmul's rows, after the rows of each batch."""
+    """If rows are appended along the middle dim, each batch entry ends with padding. So the padding lies between rows
+    of the matmul."""
     with fake_group(2):
         made = HandGraph()
         x, w = made.call(aten.reshape.default, made.input(*shape), [-1, 16]), made.input(16, 8, name="w")
@@ -204,7 +206,8 @@ def test_scatter_of_padded_rows_of_a_batch(shape: tuple[int, ...], code: str | N
 
 
 def test_rows_appended_to_an_unknown_number_of_rows() -> None:
-    """It is not known which ranks have fewer rows, so the graph is left unchanged."""
+    """The number of rows is symbolic, so the pass cannot tell which ranks have fewer rows. The graph stays
+    unchanged."""
     with fake_group(2) as group:
         (report,) = reports_of(
             lambda x, w: reduce_scatter(torch.nn.functional.pad(x @ w, (0, 0, 0, 1)), "sum", 0, group),
@@ -217,7 +220,7 @@ def test_rows_appended_to_an_unknown_number_of_rows() -> None:
 
 
 def test_rows_cut_from_an_unknown_number_of_rows() -> None:
-    """For pieces of known size of a tensor of unknown size, the pass adds no guard."""
+    """The tensor's size is symbolic, and its pieces have fixed sizes. The pass adds no guard for them."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(9, 16, dynamic=[0]), made.input(16, 8, name="w"))
@@ -244,8 +247,8 @@ def test_padded_factor(scatters: bool) -> None:
 
 
 def test_trim_of_uneven_shards() -> None:
-    """Spelling E, by hand: rows that are cut off the gathered tensor's end are cut off the result, and not computed
-    from other rows."""
+    """Spelling E, written by hand: the graph cuts rows off the end of the gathered tensor. The same rows must be cut
+    off the result. The remaining rows must not be computed from other rows."""
     with fake_group(3):
         made = HandGraph()
         gathered = made.gather(made.input(4, 16))

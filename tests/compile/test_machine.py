@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switch ``machine`` where it acts: what ``auto`` decides with told facts, and a bad file at the first compile."""
+"""The switch ``machine``: how ``auto`` decides with the user's facts about the machine, and the error for a bad file at
+the first compile."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def decision(machine: str | None, rows: int = 64, inner: int = 1024, columns: in
 
 @pytest.mark.usefixtures("two")
 def test_auto_overlaps_on_a_slow_link_that_is_told(tmp_path: Path) -> None:
-    """64 x 1024 fp32 take 0.3 ms at 1 GB/s, which steps cost, and 4 ms at 62.5 MB/s, which the matmul hides."""
+    """A transfer of 64 x 1024 fp32 takes 0.3 ms at 1 GB/s. The steps of a ring cost as much, so the site is kept. At
+    62.5 MB/s the transfer takes 4 ms, and the matmul hides it."""
     path = tmp_path / "machine.json"
     path.write_text(SLOW)
     shipped, slow = decision(None), decision(str(path))
@@ -63,7 +65,7 @@ def test_facts_are_told_about_the_machine_that_is_planned_for() -> None:
 
 
 def test_the_uuid_has_the_facts() -> None:
-    """A cache that gives code planned for another link."""
+    """Catches a cache that returns code planned for a link of another speed."""
     uuids = {fingerprint(OverlapConfig(machine=m)) for m in (None, SLOW, '{"link_bytes": 1e8}')}
     assert len(uuids) == 3 and fingerprint(OverlapConfig(machine=' { "link_bytes" : 62500000 } ')) in uuids
 
@@ -77,7 +79,7 @@ def test_the_report_shows_the_facts() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_a_bad_file_fails_the_first_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not the import, and not ``enable_from_environment``."""
+    """The import and ``enable_from_environment`` must not raise the error."""
     monkeypatch.setenv("OVERLAP_INDUCTOR", "on")
     monkeypatch.setenv("OVERLAP_INDUCTOR_MACHINE", str(tmp_path / "machine.json"))
     torch.compiler.reset()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor's passes that run after ours and move nodes: if one is on, each ring is written as one op. If a step of a
-ring is still moved, the compile ends with an error."""
+"""Passes of Inductor that run after ours and move nodes. If such a pass is on, each ring is written as one op. If a
+pass nevertheless moves a step of a ring, the compile ends with an error."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_no_ring_is_unrolled_if_a_later_pass_moves_nodes(setting: dict[str, Any]
 
 
 def test_a_moved_step_is_detected() -> None:
-    """The check finds a read that is moved before the wait for its data, and one that is moved after a write that it
-    must precede."""
+    """The check finds a read that was moved before the wait for its data. It also finds a read that was moved after a
+    write that must follow the read."""
     with fake_group(2):
         made = sites()
         made.run()

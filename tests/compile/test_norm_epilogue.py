@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The residual add and RMSNorm after an all-reduce: found in the graphs of models, and refused if something else is
-computed."""
+"""The residual add and RMSNorm after an all-reduce: the finder recognises them in the graphs of models, and refuses a
+chain that computes something else."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[NormEpilogue | 
 
 
 def llama_norm() -> Any:
-    """Hugging Face's norm, if transformers is installed (environments of other torch versions have none)."""
+    """Hugging Face's norm. The test is skipped if transformers is not installed (as in the environments for other torch
+    versions)."""
     return pytest.importorskip(
         "transformers.models.llama.modeling_llama", reason="transformers is not installed here; it is for make test"
     ).LlamaRMSNorm(COLUMNS, EPS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rewritten graph has one text for every rank and a bounded number of nodes; golden files hold its steps."""
+"""The rewritten graph has the same text on every rank, and a bounded number of nodes. Golden files hold the steps."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_one_text_for_every_rank(kind: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_one_text_for_every_rank_when_traced(world_size: int) -> None:
-    """The same if Dynamo traces the graph: its tracing must not put the rank into it."""
+    """Dynamo traces this graph. Tracing must not put the rank into the text either."""
     texts = set()
     for rank in (0, world_size - 1):
         with fake_group(world_size, rank), torch.no_grad():
@@ -119,13 +119,13 @@ def golden(report: OverlapReport) -> str:
 
 
 def test_gather_golden() -> None:
-    """Shows steps in another order, a copy in place of a view, or a new reshape."""
+    """The comparison shows steps in another order, a copy in place of a view, or a new reshape."""
     with fake_group(2):
         check_golden(golden(hand_made("gather", 2).run(sub_chunks=1)), "one_text/gather.txt")
 
 
 def test_gather_on_an_inner_dim_in_parts_golden() -> None:
-    """Shows which rows of which rank each piece has."""
+    """The golden file shows, for each piece, its rank and its rows."""
     with fake_group(3, 1):
         check_golden(
             golden(hand_made("gather inner dim", 3).run(sub_chunks=2)), "one_text/gather_on_an_inner_dim_in_parts.txt"
@@ -133,7 +133,8 @@ def test_gather_on_an_inner_dim_in_parts_golden() -> None:
 
 
 def test_scatter_golden() -> None:
-    """The rank's own slice comes last, partial sums are added once in fp32, and each is sent before the next matmul."""
+    """Each partial sum is sent before the next matmul. The rank's own slice is multiplied last. The partial sums are
+    added once, in fp32."""
     with fake_group(2):
         check_golden(golden(hand_made("scatter inner dim", 2).run(sub_chunks=1)), "one_text/scatter.txt")
 
@@ -148,7 +149,7 @@ def test_travelling_accumulator_golden() -> None:
 
 
 def test_reduce_golden() -> None:
-    """The second leg of a band runs under the next band's matmuls."""
+    """An all-reduce sums each band, then gathers it. The gather of a band runs under the next band's matmuls."""
     with fake_group(2):
         check_golden(golden(hand_made("reduce", 2).run(sub_chunks=2)), "one_text/reduce.txt")
 

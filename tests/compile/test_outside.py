@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pattern and a schedule that are registered from outside the package (``tests.support.toy_all_to_all``).
 
-The package, its doctor and its bench do not know them otherwise. Their sites are found, planned, rewritten and
-reported; ranks compare them; the doctor shows them and the bench offers them."""
+The package, its doctor and its bench know the two names by the registration only. Their sites are found, planned,
+rewritten and reported. Ranks compare the plans, the doctor shows both names, and the bench offers them."""
 
 from __future__ import annotations
 

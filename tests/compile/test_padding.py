@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor pads a matmul if a measurement on that rank says that it pays. The sites that are found do not depend on
-this."""
+"""Inductor pads a matmul if a measurement on that rank shows a gain. The sites that the pass finds must not depend on
+padding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _paddings(reports: list[OverlapReport]) -> int:
 
 
 def test_padding_changes_neither_sites_nor_plan() -> None:
-    """A shard has 7 rows, which is not an aligned size."""
+    """A shard has 7 rows. This size is not aligned, so Inductor may pad it."""
     with fake_group(3):
         for name in cases(3, 4):
             function, shapes, expected = cases(3, 7)[name]
@@ -71,8 +71,8 @@ SMALL = [(7, 18), (18, 10), (10, 18)]
 
 
 def test_padding_elsewhere_renames_no_site() -> None:
-    """Padding changes the numbers in the names of Inductor's nodes. A site of a plain function has no module for its
-    name, but its id must not change."""
+    """Padding changes the numbers in the names of Inductor's nodes. In a plain function, no module can name the site,
+    so its name comes from a node. The site's id must not change."""
     group = torch.distributed.group
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:

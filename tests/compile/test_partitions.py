@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the arguments of Inductor's partitions for CUDA graphs, and that a ring's transfer is never captured only in
-part. CPU kernels take the place of GPU kernels here."""
+"""Inductor's partitions for CUDA graphs. The tests check the arguments of each partition, and that no CUDA graph
+captures only a part of a ring's transfer. CPU kernels take the place of GPU kernels here."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def scattered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def gathered_for_a_late_weight(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The second weight is the result of an op that no CUDA graph can hold and that waits for a kernel. Before this op,
-    Inductor runs the ops that are ready, such as the start of the transfer."""
+    """The second weight is the result of an op that no CUDA graph can hold. That op waits for a kernel. Meanwhile
+    Inductor schedules ops that are ready, such as the start of the transfer."""
     whole = all_gather(x, 0, dist.group.WORLD)
     return whole @ w, whole @ beside_graphs(w.cos())
 
@@ -123,7 +123,8 @@ def test_the_rank_is_passed_to_kernels_that_do_not_report_their_symbols(
 def test_the_rank_comes_before_kernels_that_do_not_report_their_symbols(
     given: list[list[type]], function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This must hold in any order that the dependencies allow. Here the rank comes as late as they allow."""
+    """The rank must come first in every order that the dependencies allow. Here the scheduler computes the rank as late
+    as they allow."""
     monkeypatch.setattr(ir.ExternKernelOut, "get_free_symbol_uses", lambda *_, **__: ir.OrderedSet())
     moved = []
 
@@ -149,8 +150,8 @@ def test_a_transfer_that_would_be_cut_is_not_captured(given: list[list[type]], s
 
 @pytest.mark.parametrize("budget", [4000, 30], ids=["both unrolled", "a looping op, then an unrolled one"])
 def test_the_rank_is_made_before_all_transfers_of_its_group(given: list[list[type]], budget: int) -> None:
-    """This must hold even if another op of the chain is between the ranks' agreement and the transfer. Otherwise the
-    kernel that makes the rank would cut the transfer."""
+    """The rank comes first even if another op of the chain stands between the ranks' agreement and the transfer.
+    Otherwise the kernel that computes the rank would cut the transfer into two partitions."""
 
     def block(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return gathered(torch.relu(scattered(x, w)), v)
@@ -173,8 +174,8 @@ def test_the_rank_is_made_before_all_transfers_of_its_group(given: list[list[typ
 def test_a_transfer_is_cut_unless_one_partition_or_the_host_runs_it(
     places: list[list[str]], uncaptured: list[bool], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A transfer is cut if it has members in two partitions of which one or both are in a CUDA graph. It is not cut if
-    the host runs both partitions."""
+    """A transfer is cut if it has members in two partitions of which one or both are in a CUDA graph. The transfer is
+    not cut if the host runs both partitions."""
 
     class Scheduled:
         def __init__(self, name: str) -> None:
@@ -190,9 +191,9 @@ def test_a_transfer_is_cut_unless_one_partition_or_the_host_runs_it(
 def test_a_kernel_that_writes_to_a_rotated_place_needs_the_rank(
     given: list[list[type]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inductor does not look for symbols in the offset of a kernel's result, nor in a template's inputs. So
-    ``rank_symbol`` looks at inputs, for kernels that read a rotated place, and at results, for kernels that write to
-    one."""
+    """A rotated place is a slice whose offset depends on the rank's symbol. Inductor does not look for symbols in the
+    offset of a kernel's result or in a template's inputs. So ``rank_symbol`` looks at the inputs of kernels that read a
+    rotated place, and at the results of kernels that write to one."""
     found: dict[str, set[str]] = {"inputs": set(), "results": set()}
     views = rank_symbol._views
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass on the joint graph is one entry of the pipeline. Switching overlap on and off fills and empties its slot, and
-it is part of the cache key."""
+"""A pass on the joint graph is one entry of the pipeline. Switching overlap on fills the pass's slot, and switching it
+off empties the slot. The pass is part of the cache key."""
 
 from __future__ import annotations
 

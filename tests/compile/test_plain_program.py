@@ -74,8 +74,8 @@ def _with_a_size_of_the_run(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
 def test_the_plain_program_computes_what_plain_compile_does(
     function: Callable[..., Any], dynamic: bool, ranks_differ: list[Any]
 ) -> None:
-    """Collectives of the fake group return uninitialised memory, so the test compares sizes, and checks the code that
-    ran."""
+    """Collectives of the fake group return uninitialised memory. So the test checks the sizes and the code that ran,
+    and not the values."""
     inputs = [torch.randn(6, 8), torch.randn(8, 5), torch.randn(5, 7)]
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         with overlap_inductor.overlap(schedule="ring"):
@@ -110,7 +110,8 @@ def test_a_backward_finds_what_its_forward_would_have_saved(ranks_differ: list[A
 
 
 def test_results_have_the_strides_that_were_promised() -> None:
-    """The backward was compiled for the result strides of the overlapped graph, which the plain program replaces."""
+    """The plain program replaces the overlapped graph. The backward was compiled for the result strides of the
+    overlapped graph, so the plain program must return these strides."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     s0 = ShapeEnv().create_unbacked_symint()
@@ -151,7 +152,8 @@ def test_a_large_tensor_is_taken_from_the_graph_that_holds_it(monkeypatch: pytes
 
 
 def test_without_a_plain_program_nothing_is_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that cannot be kept could not run without overlap if ranks differ."""
+    """If the plain program cannot be stored, the graph could not run without overlap when ranks differ. So no site is
+    overlapped."""
 
     def fails(*args: Any) -> Any:
         raise TypeError("cannot pickle this")
@@ -165,7 +167,7 @@ def test_without_a_plain_program_nothing_is_overlapped(monkeypatch: pytest.Monke
 
 
 def test_a_call_whose_plan_is_settled_is_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs, such a call must not parse text or read the store."""
+    """After the ranks have agreed on a graph's plan, a later call must not parse text or read the store."""
     from overlap_inductor.facts.exchange import ExchangePlan
     from overlap_inductor.report.report import OverlapReport
 
@@ -185,8 +187,8 @@ def test_a_call_whose_plan_is_settled_is_only_counted(monkeypatch: pytest.Monkey
 
 
 def test_a_dry_run_of_kernels_runs_the_plain_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a dry run, one process compiles as one rank of many, planned for GPUs. Kernels cannot run there, because no
-    peer exists."""
+    """In a dry run, one process plans for GPUs and compiles as one rank of many. Kernels cannot run in a dry run,
+    because the other ranks do not exist."""
     from overlap_inductor.facts.exchange import ExchangePlan
     from overlap_inductor.report.report import OverlapReport
 

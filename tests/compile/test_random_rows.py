@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random token-wise programs between all-reduces: rewritten to run on rows, each computes the same on every rank."""
+"""Random token-wise programs between all-reduces. Each program is rewritten to run on rows, and must then compute the
+same result on every rank."""
 
 from __future__ import annotations
 

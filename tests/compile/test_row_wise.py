@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops between a matmul and a collective that commute with cutting the rows: the site is found, and schedules that
-cannot compute it say why."""
+"""Row-wise ops between a matmul and a collective: such an op gives the same rows whether it runs on the whole tensor or
+on slices of its rows. The site is found. A schedule that cannot compute the op says why."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_site_is_found(name: str) -> None:
     ],
 )
 def test_other_schedules_refuse(name: str, schedule: str) -> None:
-    """Otherwise a schedule of one op would, for example, multiply the gathered tensor without its norm."""
+    """If these schedules accepted the site, they would drop the row-wise op: for example, they would multiply the
+    gathered tensor without its norm."""
     with fake_group(2), torch.no_grad():
         report = report_of(PROGRAMS[name][0], *arguments(name, 2, torch.Generator()), schedule=schedule)
     (site,) = report.sites

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 sites (``_scaled_mm``) of schedule ``chunked`` in the graph: where their scales go, which workspace they request,
-and why some sites are refused."""
+"""fp8 sites (``_scaled_mm``) of schedule ``chunked`` in the graph: the place and order of their scales, the workspace
+that they request, and the reasons for refused sites."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def op_of(made: HandGraph, pattern: str) -> fx.Node:
 
 
 def test_gathered_bytes_are_multiplied_as_fp8_and_returned_as_bytes() -> None:
-    """If no other node reads the gathered tensor, the op does not return it, although a view of its bits is between."""
+    """The op returns the gathered tensor only if another node reads it. The view of the bytes as fp8, between the
+    gather and the matmul, is no such node."""
     for used in (False, True):
         with fake_group(2):
             made = two_weights(used)
@@ -131,7 +132,7 @@ def test_scales_change_sides_if_the_product_is_transposed() -> None:
 
 
 def workspace_of(made: HandGraph) -> int:
-    """Bytes of the graph's one site."""
+    """The bytes of workspace that the graph's only site requests."""
     (agree,) = (n for n in made.graph.nodes if n.target is torch.ops.overlap_inductor.agree.default)
     ((_, nbytes, _),) = json.loads(agree.args[3])
     return int(nbytes)
@@ -147,8 +148,8 @@ def test_the_plan_requests_workspace_for_the_bytes_that_are_sent() -> None:
 
 
 def test_a_dynamic_token_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workspace is for the most rows. Below the break-even, which depends on fp8's matmul rate, the plain
-    collective runs."""
+    """The workspace is large enough for the largest number of rows. Below the break-even row count, the plain
+    collective runs. The break-even depends on the matmul rate of fp8."""
     with fake_group(2):
         made = gathered_scales(16, (0,))
         (forced,) = made.run(schedule="chunked", max_tokens=1000).sites
@@ -287,8 +288,8 @@ def test_a_scale_that_needs_the_gathered_tensor_makes_no_site() -> None:
 
 
 def test_the_scale_of_another_matmul_may_need_the_gathered_tensor() -> None:
-    """One of two matmuls has a scale that needs the whole gathered tensor. It stays in the graph and reads the tensor
-    that the op returns."""
+    """One of two matmuls has a scale that needs the whole gathered tensor. This matmul stays in the graph and reads the
+    gathered tensor that the op returns."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.gather(fp8(made, 32, 32))

@@ -57,8 +57,8 @@ def test_auto_rewrites_large_stretches_and_keeps_small_ones() -> None:
 
 
 def test_auto_guards_a_symbolic_number_of_tokens_where_the_choice_changes() -> None:
-    """One graph serves the numbers of tokens from the guard's on, another one those below it. No other guard is
-    added."""
+    """The guard compares the number of tokens with a threshold. One graph serves token counts from the threshold on,
+    and another graph serves smaller counts. The rewrite adds no other guard."""
     with fake_group(8), planning_for(H200):
         large, middle, small = (layer(tokens, dynamic=True) for tokens in (16384, 1024, 16))
         (rewritten,), (kept,), (few,) = (
@@ -85,7 +85,8 @@ def test_forced_and_off(mode: str) -> None:
 
 
 def test_ranks_compare_a_rewritten_graph_that_overlaps_nothing() -> None:
-    """It exchanges other things than its plain program. Other ranks may have left theirs as written."""
+    """After the rewrite, a graph exchanges other data than its plain program does, even if no site is overlapped. So
+    ranks must compare plans: another rank may have left its graph as written."""
     with fake_group(2):
         made, written = stretch(8), stretch(8)
         made.divide()
@@ -147,7 +148,8 @@ def test_a_failed_rewrite_leaves_the_graph_as_written(
 
 
 def test_a_rewrite_that_fails_at_the_graph_itself_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first writer works on a copy, for the estimate. This fails in the second one, half way through."""
+    """The rewrite is first written on a copy of the graph, for the estimate, and then on the graph itself. The failure
+    comes in the middle of the second one."""
     written: list[RowWriter] = []
     original = RowWriter._gather
 
@@ -175,7 +177,8 @@ def _report(**fields: Any) -> OverlapReport:
 
 
 def test_the_whole_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a compile runs it: sites name the stretch that they come from, and a failure is in the graph's report."""
+    """The rewrite runs as part of a compile. Sites name the stretch that they come from, and the graph's report holds a
+    failure of the rewrite."""
     report = _report(sequence_parallel="on")
     (facts,) = report.stretches
     assert facts.status == "rewritten" and {s.facts.derived_from for s in report.sites} == {facts.id}

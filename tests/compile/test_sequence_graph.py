@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence-parallel rewrite of layers as frameworks write them: golden graphs, and one text for every rank."""
+"""The sequence-parallel rewrite of layers that are written as in common frameworks. The tests compare the graphs with
+golden files and check that every rank has the same text."""
 
 from __future__ import annotations
 

@@ -151,7 +151,8 @@ def test_size_of_the_result_is_used_after_it() -> None:
 
 
 def test_dynamic_gated_mlp_of_a_sequence() -> None:
-    """Views of the gathered tensor read its sizes. The pieces do not need these sizes, so they need not be moved."""
+    """Views of the gathered tensor read its sizes. The pieces do not need these sizes, so the nodes that compute the
+    sizes stay where they are."""
 
     def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gathered = all_gather(x, 1, world())
@@ -168,7 +169,7 @@ def test_dynamic_gated_mlp_of_a_sequence() -> None:
 
 def test_broadcast_that_changes_the_rank() -> None:
     """A pointwise op with an operand of more dims gives a result of more dims. Catches a layout with fewer dims than
-    the result, on which the finder fails."""
+    the result. The finder would raise an error on such a layout."""
     with fake_group(2):
         made = HandGraph()
         scaled = made.call(aten.mul.Tensor, made.gather(made.input(4, 8)), made.input(1, 1, 1, name="s"))
@@ -232,7 +233,8 @@ def test_an_output_gathered_in_another_order() -> None:
 
 
 def test_a_gathers_matmul_stays_with_its_gather_if_it_is_added_to_another_one() -> None:
-    """Both sites are overlapped: the product of the first is the bias of the second."""
+    """Both the gather and the reduction are overlapped. The product of the gather's matmul is the bias of the
+    reduction's matmul."""
     with fake_group(2) as group:
 
         def layer(x: torch.Tensor, a: torch.Tensor, y: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -247,8 +249,8 @@ def of_sites(made: HandGraph) -> list[tuple[str, int, str]]:
 
 
 def test_it_stays_with_its_gather_if_the_sum_is_an_add() -> None:
-    """The sum is an ``add`` node, as after ``mm_plus_mm`` is taken apart. A pointwise op is between the gather's matmul
-    and the sum."""
+    """The sum is an ``add`` node, as when ``mm_plus_mm`` was split into two matmuls and a sum. A pointwise op is
+    between the gather's matmul and the sum."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.mm(made.gather(made.input(4, 6)), made.input(6, 6, name="a"))
@@ -261,7 +263,7 @@ def test_it_stays_with_its_gather_if_the_sum_is_an_add() -> None:
 
 
 def test_it_stays_with_its_gather_if_the_reduction_begins_earlier() -> None:
-    """All-reduces that are added up are one site. It is found at the first all-reduce, before the gather."""
+    """A sum of all-reduces is one site. The finder meets it at the first all-reduce, before it meets the gather."""
     with fake_group(2):
         made = HandGraph()
         first = made.reduce(made.mm(made.input(8, 6), made.input(6, 6, name="a")))
@@ -307,7 +309,7 @@ def test_both_terms_of_a_sum_are_overlapped_in_either_order(kind: str, order: st
         assert (report.sites[0].facts.pattern, report.sites[0].decision.status) == ("all_gather_matmul", "overlapped")
         reduction = [s.decision.status for s in report.sites[1:]] + codes(report)
         assert reduction == (["shares_nodes"] if (kind, order) == ("addmm", "gathered last") else ["kept"]), (
-            "its sum is part of the gather's matmul, or its pattern is switched off"
+            "the reduction is not overlapped: its sum is part of the gather's matmul, or its pattern is switched off"
         )
         sums = {n.target for n in other.graph.nodes} & {aten.addmm.default, aten.add.Tensor}
         assert sums == {aten.addmm.default if kind == "addmm" else aten.add.Tensor}, (
@@ -334,8 +336,9 @@ def test_the_matmul_of_a_kept_gather_is_not_a_term_if_it_is_read_elsewhere() -> 
 
 @pytest.mark.parametrize("kind", ["at the same place", "before the other's matmul"])
 def test_two_gathers_that_sink(kind: str) -> None:
-    """The second site reads a tensor computed from the first gather, or computes an operand of the first site's matmul.
-    The steps of each site are written after the nodes that moved down with it."""
+    """The second site reads a tensor that is computed from the first gather, or it computes an operand of the first
+    site's matmul. So each gather moves down to its matmul, and other nodes move with it. The steps of a site are
+    written after these nodes."""
     with fake_group(2):
         made = HandGraph()
         first, second = made.gather(made.input(4, 8)), made.gather(made.input(4, 8, name="z"))
@@ -364,8 +367,8 @@ def test_a_site_is_refused_if_its_operand_sinks_below_it() -> None:
 
 def test_a_site_is_refused_if_a_node_that_moves_up_reads_one_that_moves_down() -> None:
     """The first gather's matmul needs the result of a reduction, so the first gather moves down below the second one.
-    An operand of the second site is computed from the first gathered tensor, so that operand cannot be moved up. The
-    second site must be refused by a check. Its rewrite must not be tried and fail."""
+    An operand of the second site is computed from the first gathered tensor, so that operand cannot be moved up. A
+    check must refuse the second site before its rewrite begins, so that no rewrite fails."""
     with fake_group(2):
         made = HandGraph()
         first, reduced, second = (
@@ -383,14 +386,14 @@ def test_a_site_is_refused_if_a_node_that_moves_up_reads_one_that_moves_down() -
     assert report.notices == []
 
 
-@pytest.mark.parametrize("kind", ["its operand, too", "twice", "a size known when it runs"])
+@pytest.mark.parametrize("kind", ["its operand, too", "twice", "an unbacked size"])
 def test_a_bias_that_is_not_a_term(kind: str) -> None:
     """A product that is read twice is not a term of the sum, because it would be computed more than once. An unbacked
     size in the bias's matmul is not a reason to refuse the site."""
     with fake_group(2):
         made = HandGraph()
         x, a, b = made.input(8, 6), made.input(6, 6, name="a"), made.input(6, 6, name="b")
-        if kind == "a size known when it runs":
+        if kind == "an unbacked size":
             u = made.unbacked_input(8, name="u")
             bias = made.mm(made.call(aten.permute.default, u, [1, 0]), u)
             x, a = made.input(8, 6, name="y"), made.input(6, 8, name="v")
@@ -408,8 +411,8 @@ def test_a_bias_that_is_not_a_term(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gather", "reduce", "scatter"])
 @pytest.mark.parametrize("batch", [4, None], ids=["bmm", "mm"])
 def test_a_column_and_a_row_of_the_same_layout_are_not_two_terms(kind: str, batch: int | None) -> None:
-    """One product is ``[4, 1]``, the other ``[1, 4]``: their layouts differ only in the place of the dim of size 1. The
-    sum of their pieces would broadcast to a square."""
+    """One product is ``[4, 1]``, the other ``[1, 4]``. Their layouts differ only in the place of the dim of size 1. If
+    both were terms of one sum, the sum of their pieces would broadcast to ``[4, 4]``."""
     with fake_group(2):
         made = HandGraph()
         lead = [] if batch is None else [batch]
@@ -423,7 +426,7 @@ def test_a_column_and_a_row_of_the_same_layout_are_not_two_terms(kind: str, batc
 
 def test_sizes_that_have_two_forms() -> None:
     """In ``layer``, the batch and the sequence length are dynamic, so the same number of rows may be written as a
-    product or as a sum of products. In ``mean``, a guard makes the number of scattered rows one."""
+    product or as a sum of products. In ``mean``, a guard fixes the number of scattered rows to 1."""
 
     def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return all_gather(torch.cat([x, x], 1), 2, world()) @ w

@@ -79,8 +79,8 @@ def test_a_norm_is_written_with_its_all_reduce() -> None:
 
 
 def test_a_matmul_does_not_move_after_a_write_to_its_operand() -> None:
-    """The op with the norm would be placed at the add, after the write, and its matmul would read the new operand. So
-    the op without the norm is used."""
+    """The op with the norm would stand at the add, after the write, so its matmul would read the overwritten operand.
+    So the pass uses the op without the norm."""
 
     def overwritten(made: HandGraph) -> None:
         x, other = next(n for n in made.graph.nodes if n.name == "x"), made.input(6, 16, name="y", dtype=BF16)
@@ -96,7 +96,7 @@ def test_a_matmul_does_not_move_after_a_write_to_its_operand() -> None:
 
 
 def test_two_all_reduces_before_one_norm_are_overlapped_without_it() -> None:
-    """The all-reduces are of two groups, so they are not one site."""
+    """The all-reduces belong to two groups, so they are two sites, and neither takes the norm."""
     with fake_group(2) as first:
         second = dist.new_group([0, 1])
         made = HandGraph()
@@ -164,7 +164,7 @@ def test_a_site_that_a_schedule_does_not_support_is_refused_with_a_reason(
 def test_auto_takes_groups_of_waves_if_peers_are_out_of_reach(
     monkeypatch: pytest.MonkeyPatch, pattern: str, schedule: str
 ) -> None:
-    """It must not take the ring, which was slower than the plain graph in measurements."""
+    """``auto`` must not choose the ring, which was slower than the plain graph in measurements."""
     monkeypatch.setattr(
         symmetric, "why_no_symmetric_memory", lambda ranks, device: "this GPU cannot reach the memory of GPUs (1,)"
     )
@@ -182,8 +182,8 @@ def test_auto_takes_groups_of_waves_if_peers_are_out_of_reach(
 
 
 def test_peers_are_out_of_reach_only_within_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks on other machines do not count, because the link between machines is not known. Of four GPUs that NVLink
-    joins in pairs, each pair is a group whose peers are in reach."""
+    """The check ignores ranks on other machines, because it does not know the link between machines. If NVLink joins
+    four GPUs in pairs, the peers in a group of one pair are within reach."""
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a // 2 == b // 2)
     symmetric._all_cut_off.cache_clear()

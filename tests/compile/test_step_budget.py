@@ -21,7 +21,7 @@ from tests.support.hand_graph import aten
 
 BUDGET = 3000
 OP_NODES = 10
-"""Nodes of a looping op: the op with its views, results and token."""
+"""The number of nodes that one looping op adds: the op itself, its views, its results and its token."""
 
 
 def backward(layers: int) -> HandGraph:
@@ -109,14 +109,15 @@ def looked_at(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_finding_a_site_visits_only_the_nodes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of visited nodes grows with the number of layers, and not with its square. When each gather was
-    followed to the end of the graph, finding took three seconds for 80 layers."""
+    """The number of visited nodes must grow linearly with the number of layers. (In an earlier version, the finder
+    followed each gather to the end of the graph, and took three seconds for 80 layers.)"""
     assert looked_at(40, monkeypatch) == 2 * looked_at(20, monkeypatch) > 0
 
 
 @pytest.mark.parametrize("layers", [10, 40])
 def test_a_graphs_collectives_are_read_once(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds with sums of all-reduces, too. When they were read once for each term, 160 sites took two seconds."""
+    """Sums of all-reduces are also read only once. (In an earlier version, they were read once for each term, and 160
+    sites took two seconds.)"""
     read = []
     find = collectives.find_collectives
     monkeypatch.setattr(collectives, "find_collectives", lambda graph: read.append(1) or find(graph))
@@ -140,7 +141,8 @@ def test_all_ranks_unroll_the_same_sites() -> None:
 
 
 def with_pointwise_ops(count: int, loopable: bool, budget: int) -> OverlapReport:
-    """A graph with ``count`` pointwise ops behind its matmul. No looping op computes those before a reduction."""
+    """A graph with ``count`` pointwise ops after its matmul. With ``loopable``, the matmul follows a gather, and a
+    looping op can compute the ops. Otherwise they stand before a scatter, and no looping op can."""
     with fake_group(4):
         made = HandGraph()
         x, w = made.input(4 if loopable else 16, 16), made.input(16, 8, name="w")
@@ -151,15 +153,15 @@ def with_pointwise_ops(count: int, loopable: bool, budget: int) -> OverlapReport
 
 
 def test_ranks_with_unlike_epilogues_exchange_the_same() -> None:
-    """7 pointwise ops are unrolled and 8 are not. Both move the same bytes in the same order, so no rank has to run
-    without overlap (``test_other_budgets_exchange_the_same`` runs such ranks)."""
+    """A site with 7 pointwise ops is unrolled. A site with 8 becomes a looping op. Both move the same bytes in the same
+    order, so the ranks agree and both overlap (``test_other_budgets_exchange_the_same`` runs such ranks)."""
     seven, eight = (with_pointwise_ops(n, loopable=True, budget=100) for n in (7, 8))
     assert (unrolled(seven), unrolled(eight)) == ([True], [False])
     assert seven.plan_hash == eight.plan_hash != ""
 
 
 def test_ranks_of_which_one_refuses_a_site_do_not_agree() -> None:
-    """They compare plans and run the graph without overlap."""
+    """The ranks' plans have different hashes. So the ranks find the difference and run the graph without overlap."""
     seven, eight = (with_pointwise_ops(n, loopable=False, budget=200) for n in (7, 8))
     assert [f[2] for f in facts(seven)] == ["overlapped"]
     assert [(f[2], s.decision.reasons[0].code) for f, s in zip(facts(eight), eight.sites)] == [
@@ -201,8 +203,8 @@ def test_dgrad_and_wgrad_in_one_looping_op() -> None:
 
 
 def test_a_dynamic_token_count_can_be_compared_if_tokens_are_contracted() -> None:
-    """The op compares a shard's rows with the break-even. For dgrad and wgrad, rows are tokens. If columns of the
-    contracted dim are gathered, they are not."""
+    """At run time, the op compares the number of rows of a shard with the break-even. In a wgrad, these rows are
+    tokens. If the collective gathers columns of the contracted dim, the rows are not tokens, so the site is kept."""
     with fake_group(2):
         for transposed, status in ((True, "overlapped"), (False, "kept")):
             made = HandGraph()
@@ -223,8 +225,8 @@ def test_a_dynamic_token_count_can_be_compared_if_tokens_are_contracted() -> Non
     [("activation", "overlapped"), ("narrowed", "overlapped"), ("widened", "refused"), ("read elsewhere", "refused")],
 )
 def test_pointwise_ops_before_the_matmul_are_computed_on_shards(kind: str, status: str) -> None:
-    """Their result is gathered instead of their input, so it must not have more bytes, and no other node may read
-    it."""
+    """The ring gathers the result of these ops instead of their input. So the result must not have more bytes than the
+    input, and no other node may read that result."""
     convert = torch.ops.prims.convert_element_type.default
     with fake_group(2):
         made = HandGraph()
@@ -256,8 +258,8 @@ def test_pointwise_ops_before_the_matmul_are_computed_on_shards(kind: str, statu
     ],
 )
 def test_ops_after_the_matmul_that_looping_reductions_compute(kind: str, status: str) -> None:
-    """They compute a sum as Inductor writes it (one matmul is the bias of the other), and one change of dtype. Catches
-    a term that is left out."""
+    """Looping reductions compute a sum as Inductor writes it (one matmul is the bias of the other), and one change of
+    dtype. The test catches a term that is left out."""
 
     def convert(x: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
         return made.call(torch.ops.prims.convert_element_type.default, x, dtype)
@@ -280,7 +282,8 @@ def test_ops_after_the_matmul_that_looping_reductions_compute(kind: str, status:
         report = made.output(made.scatter(terms[kind]()), *([y] if "elsewhere" in kind else [])).run(step_node_budget=1)
     assert [f[2] for f in facts(report)] == [status] and report.notices == []
     if "another result" in kind:
-        # Both matmuls are computed in pieces, or only one is, and pieces of the other one's result are added.
+        # Either both matmuls are computed in pieces, or only one of them. In the second case, pieces of the other
+        # result are added.
         operands, bias = (
             ("[x, x], [v, w], [None, None]", False)
             if kind == "another result added"

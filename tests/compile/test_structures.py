@@ -26,8 +26,8 @@ from tests.support.structures import GatherTokens
 
 
 def test_one_gather_feeds_matmuls_of_every_kind() -> None:
-    """All matmuls that read the gathered tensor belong to one site, whatever their kind and role. For a matmul outside
-    it, the operand would be gathered twice or after the ring."""
+    """All matmuls that read the gathered tensor belong to one site, whatever their kind and role. If one matmul stayed
+    outside the site, the tensor would be gathered twice, or that matmul would wait for the end of the ring."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 16)
@@ -57,7 +57,8 @@ def test_one_gather_feeds_matmuls_of_every_kind() -> None:
     ids=["left M", "left K", "right K", "right N"],
 )
 def test_gathered_on_either_side(role: str, left: tuple[int, ...], dim: int) -> None:
-    """With a wrong role, pieces would go to the wrong rows, or would not be added."""
+    """The test checks the role of the gathered dim. With a wrong role, pieces would go to the wrong rows, or would not
+    be added up."""
     with fake_group(2):
         made = HandGraph()
         x = made.call(aten.relu.default, made.input(4, 16))
@@ -116,7 +117,7 @@ def test_input_of_the_collective_is_an_output() -> None:
 
 
 def test_sum_of_matmuls_into_one_scatter() -> None:
-    """Every term must be cut. Otherwise a whole term would be added to a slice of another."""
+    """Every term must be cut into slices. Otherwise a whole term would be added to a slice of another term."""
     with fake_group(2):
         made = HandGraph()
         x, y = made.input(4, 16), made.input(4, 32, name="y")
@@ -233,8 +234,8 @@ def test_weight_gather_is_overlapped_if_nothing_else_hides_it() -> None:
 
 @inductor_config.patch(reorder_for_compute_comm_overlap=True)
 def test_weight_gather_is_left_to_prefetching() -> None:
-    """If a setting of Inductor moves FSDP's gathers under earlier work, they are left to it. They are recognised
-    through casts, too."""
+    """If a setting of Inductor moves FSDP's gathers under earlier work, the pass leaves these gathers to Inductor. It
+    recognises them through casts, too."""
 
     module = GatheredWeight(8, 8)
     report = traced(lambda x: x.bfloat16() @ all_gather(module.weight.bfloat16(), 0, world()), (4, 16))
@@ -244,7 +245,8 @@ def test_weight_gather_is_left_to_prefetching() -> None:
 @inductor_config.patch(reorder_for_compute_comm_overlap=True)
 @pytest.mark.parametrize("trained", [False, True])
 def test_parameters_are_distinguished_from_activations(trained: bool) -> None:
-    """Catches an activation that is a graph's input and the right operand, and that is taken for an FSDP weight."""
+    """The activation is an input of the graph and the right operand of a matmul, as an FSDP weight is. Catches a finder
+    that takes this activation for an FSDP weight."""
     module = GatheredWeight(8, 8)
 
     def fn(x: torch.Tensor, y: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, ...]:

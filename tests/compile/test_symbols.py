@@ -24,8 +24,8 @@ from tests.support.spellings import world
 
 @pytest.mark.parametrize("kind", ["gather", "gather inner dim", "reduce", "scatter", "head"])
 def test_rows_that_are_a_product_of_symbols(kind: str) -> None:
-    """If both batch and tokens are dynamic, M is ``s0*s1``. No rewrite may need its value or add a guard that other
-    sizes do not satisfy."""
+    """If both batch and tokens are dynamic, M is ``s0*s1``. No rewrite may need the value of M, or add a guard that
+    other sizes would violate."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 6, 16, dynamic=(0, 1))
@@ -49,7 +49,7 @@ def test_rows_that_are_a_product_of_symbols(kind: str) -> None:
 
 
 def test_two_dynamic_dims_when_traced() -> None:
-    """The same if Dynamo traces the graph."""
+    """Dynamo traces a function with two dynamic dims, so M is a product of two symbols. The site is overlapped."""
     with fake_group(2), torch.no_grad():
         x = torch.randn(4, 6, 16)
         for dim in (0, 1):
@@ -117,7 +117,8 @@ def packed(made: HandGraph, node: Any) -> bool:
 
 
 def test_a_slice_with_gaps_is_copied_before_a_reshape() -> None:
-    """A slice of a slice is also copied if either has gaps. A slice without gaps, or of known sizes, is not copied."""
+    """A slice of a slice is also copied if one of the two has gaps. A slice is not copied if it has no gaps or if its
+    sizes are static."""
     with fake_group(2):
         made = HandGraph()
         x, fixed = made.input(4, 6, 16, dynamic=(1,)), made.input(4, 6, 16, name="fixed")

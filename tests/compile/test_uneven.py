@@ -28,8 +28,8 @@ MOVES = re.compile(
 
 
 def exchange(report: OverlapReport) -> list[Any]:
-    """The plan hash, the ops that move data (in order, with sizes and texts, without the names of operands), the sites'
-    plans, and the near misses of a rank."""
+    """What one rank exchanges: the plan hash, the ops that move data, the sites' plans and the near misses. The ops are
+    in order, with their sizes and strings but without the names of their operands."""
     moved = []
     for name, arguments in (m.groups() for m in map(MOVES.search, report.after.splitlines()) if m):
         moved.append((name, re.findall(r"'[^']*'|\[[\d, ]*\]|(?<![\w.])\d+|torch\.\w+", arguments)))
@@ -76,8 +76,8 @@ def layer(inner: int, bias: bool, adds: int = 0) -> HandGraph:
 
 
 def test_estimates_are_the_same_on_every_rank() -> None:
-    """If K is 11008 on 3 ranks, the ranks' own K is 3670 or 3668. Estimates for these could be on two sides of a
-    threshold."""
+    """If K is 11008 on 3 ranks, a rank's own K is 3670 or 3668. If each rank estimated with its own K, the estimates
+    could be on different sides of a threshold."""
     with fake_group(3):
         found = []
         for inner, bias in ((3670, True), (3670, False), (3668, False)):
@@ -97,8 +97,8 @@ def test_sizes_of_uneven_shards_round_to_the_same(total: int, world_size: int) -
 
 @pytest.mark.parametrize("budget", range(20, 90, 10))
 def test_a_bias_of_one_rank_does_not_change_which_sites_are_unrolled(budget: int) -> None:
-    """All ranks spend the budget in the same way, although a bias that is added after the matmul is one more node in
-    every piece."""
+    """The ranks have no bias, a bias inside the matmul, and a bias that is added after the matmul. The last bias is one
+    more node in every piece. All ranks must nevertheless unroll the same sites."""
     with fake_group(2):
         reports = [
             layer(2048, bias, adds).run(step_node_budget=budget) for bias, adds in ((False, 0), (True, 0), (False, 1))

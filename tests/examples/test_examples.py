@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every example as a user does, on two gloo ranks, and checks its output. Checks that every example is short."""
+"""Runs every example on two gloo ranks, as a user would start it, and checks its output. Also checks that every example
+is short."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import transformers  # noqa: F401  (if it is missing, the error must come from h
 pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# A part of each line that an example must print, in this order: sites, all overlapped, and that numbers agree.
+# The parts of lines that each example must print, in this order: its sites, which are all overlapped, and then a line
+# that says that the numbers agree.
 LINES: dict[str, list[str]] = {
     "dtensor_block": [
         "forward: mlp.0: all_gather_matmul: overlapped",
@@ -57,7 +59,8 @@ def test_every_example_is_run_here_and_is_short() -> None:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One Inductor cache for all examples. Most of a first compile goes into C++ headers, which the examples share."""
+    """One Inductor cache for all examples. Most of the time of a first compile is spent on C++ headers, which the
+    examples share."""
     return tmp_path_factory.mktemp("cache")
 
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the ops of schedule ``chunked`` on GPUs, called as in a rewritten graph: both transports, several numbers of
-chunks and bands, eager calls and CUDA graphs.
+"""Checks the ops of schedule ``chunked`` on GPUs. The ops are called as in a rewritten graph, with both transports,
+with several numbers of chunks and bands, eagerly and in CUDA graphs.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_chunked [--calls 60] [--tokens 2048]
 
-Prints one JSON row per setting: the largest error against the plain computation in fp32, relative to its largest
-element; how many results of calls and of replays differ in a bit from those of the first call; and microseconds of host
-time. The exit status is 1 if something is wrong. (``check_fused --schedule chunked`` checks compiled functions.)
+Prints one JSON row for each setting. A row has the largest error against the plain computation in fp32, relative to its
+largest element. It also has the numbers of results, of calls and of replays, that differ in any bit from the first
+call's result, and the microseconds of host time. The exit status is 1 if something is wrong. (``check_fused --schedule
+chunked`` checks compiled functions.)
 """
 
 from __future__ import annotations
@@ -117,11 +118,11 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=60)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
     arguments = parser.parse_args()
-    # (A wait that times out is reported before the whole check is ended.)
+    # (The patience is shorter than the limit of the whole check, so a wait that times out is reported first.)
     rank, world_size = start_rank(PATIENCE_SECONDS)
     chance, failed = random.Random(rank), 0
     for pattern in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-        # The largest comes first, so that smaller sites find room in its slots. The last one has shards of 333 rows.
+        # The largest site comes first, so that smaller sites fit into its slots. The last site has shards of 333 rows.
         for tokens in [*sorted(arguments.tokens, reverse=True), 333 * world_size]:
             for some in settings(pattern, world_size):
                 call, expected = site(pattern, tokens, some, rank, world_size)

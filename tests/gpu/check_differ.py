@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks ranks on GPUs whose exchanges differ: all must run the plain program, with right results. Prints one JSON row
-per schedule and case.
+"""Checks graphs on GPUs whose ranks would exchange different data. All ranks must run the plain program, with right
+results. Prints one JSON row for each schedule and case.
 
     torchrun --nproc-per-node 3 -m tests.gpu.check_differ [--ranks-share-gpus] [--schedules fused chunked ...]
 
@@ -49,7 +49,7 @@ PATTERNS = {
 }
 """The pattern that the last rank switches off. If ranks share GPUs, it switches off ``matmul_all_reduce``."""
 ROWS = {"alike": 256, "differ": 384, "alone": 320}
-"""Rows of the block's input in each case. They differ, so that each case has plans of its own."""
+"""Rows of the block's input in each case. Each case has another number of rows, so that its plans are new."""
 
 
 def block(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
@@ -78,12 +78,12 @@ def main() -> int:
     arguments = parser.parse_args()
     rank, world_size = start_rank(seconds=120, share_gpus=arguments.ranks_share_gpus)
     if arguments.ranks_share_gpus:
-        # (Otherwise the planner would refuse ranks that share a GPU.)
+        # (Without this patch, the planner would refuse ranks that share a GPU.)
         symmetric.why_no_symmetric_memory = lambda ranks, device: symmetric.why_no_kernels(device)
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
     failed = 0
-    # (gloo cannot send from a GPU's memory.)
+    # (If ranks share GPUs, the ring is left out, because gloo cannot send from a GPU's memory.)
     for schedule in [s for s in arguments.schedules if s != "ring" or not arguments.ranks_share_gpus]:
         for how, rows in ROWS.items():
             begun = time.monotonic()
@@ -115,7 +115,7 @@ def main() -> int:
                         failed += not errors[-1] <= max(bound, 1e-2)
             counts = torch._dynamo.utils.counters["overlap_inductor"]
             fell_back = counts["reason.ranks_differ"] > 0
-            # If ranks share GPUs, the last rank has nothing left to overlap.
+            # If ranks share GPUs, the last rank has no pattern left to overlap, so it does not count a fallback.
             expected = how != "alike" and not (last and arguments.ranks_share_gpus)
             failed += fell_back is not expected or (how != "differ" and counts["sites_overlapped"] == 0)
             row = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks faults on GPUs: peers that are killed, skip a call or are late, and what the watchdog does.
+"""Checks faults on GPUs: peers that are killed, skip a call or are late. Also checks the actions of the watchdog.
 
 The command starts new ranks for each scenario. (A launcher would end all ranks when one dies.) It prints one JSON row
 per scenario. ``found`` is the error of rank 0.
@@ -9,8 +9,8 @@ per scenario. ``found`` is the error of rank 0.
     python -m tests.gpu.check_faults --only killed skipped --schedule chunked --pattern matmul_all_reduce
     python -m tests.gpu.check_faults --ranks 3 --ranks-share-gpus --schedule small_message --way two_shot --only uneven
 
-The last rank is the one that fails. Every other rank must get the error, even if none of its kernels waited.
-With ``--ranks-share-gpus``, several ranks may share a GPU, and NCCL is not used. The ranks of all scenarios import and
+In most scenarios, the last rank fails. Every other rank must get the error, even if none of its kernels waited. With
+``--ranks-share-gpus``, several ranks may share a GPU, and NCCL is not used. The ranks of all scenarios import and
 compile at the same time, and then wait for their turn.
 """
 
@@ -33,7 +33,7 @@ from tests.gpu.fault_scenarios import TIMEOUT_SECONDS
 
 ABORTED, KILLED = -6, -9
 SLACK_SECONDS = 5.0
-"""Seconds by which an error may be late, and seconds that a new process may take to multiply on a GPU."""
+"""Seconds by which an error may come late. A new process may also take this long to multiply on a GPU."""
 START_SECONDS = 90.0
 WAITED = r"site .+? of group '\S+' timed out waiting for [a-z -]+ rank {last}: expected call 4, saw call 3"
 SCHEDULES = ("fused", "chunked", "small_message")
@@ -45,12 +45,12 @@ PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 @dataclass(frozen=True)
 class Expected:
-    """What a scenario must lead to.
+    """The expected outcome of a scenario.
 
     Attributes:
         last: exit status of the last rank.
         others: exit status of every other rank.
-        told: pattern of rank 0's error. ``None``: it gets none.
+        told: pattern of rank 0's error. ``None`` if rank 0 must get no error.
         after: seconds after which the error comes, or the scenario ends.
         logged: the error is in rank 0's log.
         probed: each GPU must be free for a new process afterwards.
@@ -67,7 +67,7 @@ class Expected:
 
 
 def expected(late: float) -> dict[str, Expected]:
-    """By scenario. (If ranks have the same patience, any of them may give up first.)"""
+    """The expected outcomes by scenario. (If all ranks have the same patience, any of them may time out first.)"""
     return {
         "well": Expected(0, 0, None, 0.0),
         "killed": Expected(KILLED, 1, WAITED, probed=True),
@@ -91,8 +91,8 @@ def expected(late: float) -> dict[str, Expected]:
 
 
 class Job:
-    """The processes of one scenario. They wait at ``prepare`` and ``go`` until files of these names are in its
-    folder."""
+    """The processes of one scenario. They wait at two steps, ``prepare`` and ``go``, until a file of this name is in
+    the scenario's folder."""
 
     def __init__(self, scenario: str, arguments: argparse.Namespace, folder: Path, ranks: int | None = None) -> None:
         self.folder = folder / scenario
@@ -100,7 +100,7 @@ class Job:
         self.kind = {name: getattr(arguments, name) for name in ("schedule", "pattern", "way", "ranks_share_gpus")}
         self.ranks = ranks = ranks or arguments.ranks
         self.logs = [self.folder / f"rank_{rank}.log" for rank in range(ranks)]
-        # Inductor has no compile workers here, because they would outlive a rank that is killed.
+        # Inductor's compile workers are switched off, because they would outlive a rank that is killed.
         environment = {**rank_environment("cuda"), "LOCAL_WORLD_SIZE": str(ranks), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         command = [sys.executable, "-m", fault_scenarios.__name__, scenario, str(ranks), str(self.folder)]
         command += [str(arguments.late), arguments.schedule, arguments.pattern, arguments.way]
@@ -163,7 +163,7 @@ def judge(job: Job, want: Expected, statuses: list[int | None], seconds: float) 
         problems.append(f"after {took:.1f} s, expected {want.after:.1f} to {want.after + SLACK_SECONDS:.1f}")
     for rank in range(1, job.ranks) if want.others_told else ():
         error, after = str(job.said(rank).get("error", "")), float(job.said(rank).get("seconds", seconds))
-        # (A rank that is late gets its error when it makes its call.)
+        # (A late rank gets its error only when it makes its call.)
         if re.search((want.others_told or "").format(last=last), error) is None or after > want.after + SLACK_SECONDS:
             problems.append(
                 f"the error of rank {rank} is {error[-600:]!r} after {after:.1f} s, expected {want.others_told!r}"
@@ -229,8 +229,8 @@ def main() -> int:
                 if want.probed
             }
             jobs |= {f"probe {name}": probe for name, probe in probes.items()}
-            # The ranks of scenario ``well`` prepare first. All others then find the code in caches, so none is far
-            # behind.
+            # The ranks of scenario ``well`` prepare first. The ranks of all other scenarios then find the code in
+            # caches, so they are ready at nearly the same time.
             jobs["well"].begin("prepare")
             for name, want in scenarios.items():
                 if jobs[name].wait_ready():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks schedule ``fused``, or another schedule that writes each site as one op, on GPUs: compiled patterns, calls
+"""Checks, on GPUs, schedule ``fused`` or another schedule that writes each site as one op: compiled patterns, calls
 under stress, and CUDA graphs. Each rank has a GPU. Each check prints one JSON row.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_fused [--schedule chunked] [--calls 2000] [--only stress graphs]
@@ -38,14 +38,16 @@ from tests.support.fused_cases import sums
 from tests.support.ring_cases import as_tuple
 
 FACTOR = 17
-"""Multiplies the sizes of ``cases``: a shard then has 24 * 17 rows. The sizes are multiples of 8, but not of a tile."""
+"""The factor by which the sizes of ``cases`` are multiplied. A shard then has 24 * 17 rows. The sizes are multiples of
+8, but not of a tile."""
 MEASURED = ("host", "kernels", "epilogue us", "weights us")
 """Checks that only measure. (``kernels`` also asserts that a site has no more kernels than max-autotune needs.)"""
 
 
 def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
-    """``function``, compiled with ``schedule`` forced in mode ``strict``: a call raises ``StrictError`` if a site
-    cannot use it. The function has a new code object, so that it shares Dynamo's cache with no other."""
+    """Compile ``function`` in mode ``strict`` with ``schedule`` forced. A call raises ``StrictError`` if a site cannot
+    use the schedule. The compiled function has a new code object, so it shares no entry of Dynamo's cache with another
+    function."""
     namespace = {"function": function}
     exec("def overlapped(*args): return function(*args)", namespace)
     made = torch.compile(namespace["overlapped"], dynamic=False, **keywords)
@@ -68,8 +70,8 @@ def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
 
 
 def fp8(schedule: str, rank: int, world_size: int, calls: int, count: int) -> list[str]:
-    """Compare all fp8 patterns with fp64. Call three of them under stress and replay them in CUDA graphs: there each
-    result must be bitwise equal to the first one. Returns the problems."""
+    """Compare all fp8 patterns with fp64. Then call three of them under stress and replay them in CUDA graphs, where
+    each result must be bitwise equal to the first one. Returns the problems."""
     sites = scaled_sites.cases(world_size, FACTOR)
     problems = against_fp64(schedule, rank, sites, scaled_sites.made)
     torch._dynamo.reset()
@@ -92,7 +94,7 @@ def against_fp64(
     """Compile each of ``sites``, and call it three times with inputs from ``make``. Returns a text for each problem.
 
     The error of a result may be up to 2 % of the largest element of the fp64 result. If twice the error of the
-    uncompiled function is more, it may be up to that, because an activation may magnify the rounding of its input in
+    uncompiled function is larger, this is the limit instead. An activation may magnify the rounding of its input, in
     both functions.
     """
     problems = []
@@ -119,7 +121,7 @@ def against_fp64(
 
 ALL_PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 PATTERNS_OF = {"wave_groups": ALL_PATTERNS[1:], "small_message": ALL_PATTERNS[2:]}
-"""The patterns of schedules that do not serve all three."""
+"""The patterns of each schedule that does not support all three."""
 
 
 def patterns_of(
@@ -139,8 +141,8 @@ def patterns_of(
 
 
 def stress(schedule: str, rank: int, world_size: int, calls: int) -> dict[str, int]:
-    """Call all patterns at two token counts in turn, with random delays on each rank. Every result must be bitwise
-    equal to the first one. Returns the number of wrong results by name."""
+    """Call all patterns with two token counts in turn, with random delays on each rank. Every result must be bitwise
+    equal to the first result with the same inputs. Returns the number of wrong results by name."""
     sites = []
     for tokens in (512, 1000 // world_size * world_size):
         torch._dynamo.reset()
@@ -179,9 +181,9 @@ def reduce_overhead(schedule: str, world_size: int) -> dict[str, int]:
 
 
 def host_cost(schedule: str, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of host time while the GPU is busy, by pattern: for the op alone, for the compiled function with
-    overlap and without it, and for one allocation. An op makes at least two allocations, so the time of one shows how
-    fast the host is."""
+    """Microseconds of host time while the GPU is busy, by pattern. They are measured for the op alone, for the compiled
+    function with and without overlap, and for one allocation. An op makes at least two allocations. The time of one
+    allocation shows how fast the host is."""
     return {
         name: _host_cost(schedule, name, function, inputs)
         for name, (function, inputs) in patterns_of(schedule, world_size, 512).items()

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Litmus tests of the memory orderings that the kernels rely on, between two GPUs at a time. Some ways leave an
-ordering out; they may fail.
+"""Litmus tests of the memory orderings on which the kernels rely, between two GPUs at a time. Each test is one *way* to
+write and read. Some ways omit an ordering on purpose, and may fail.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus [--rounds 20000] [--only "two blocks, bulk"]
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus --ranks-share-gpus
 
 In each round, block b of an even rank fills a tile in its partner's memory with the round's number, and signals. Block
-b of the partner waits, counts the words that hold another number, and acknowledges. Then the same is done inside one
-GPU, between two blocks. Rank 0 prints one JSON row per way. The exit status is 1 if a word was wrong in a way whose
-ordering is claimed to hold. Results: ``bench/results/litmus.jsonl``.
+b of the partner waits, counts the words that hold another number, and acknowledges. Then two blocks of one GPU do the
+same. Rank 0 prints one JSON row per way. The exit status is 1 if a word was wrong in a way on which the kernels rely.
+Results: ``bench/results/litmus.jsonl``.
 
 Ranks that share a GPU take turns on it, milliseconds at a time. There are far fewer rounds, and the partner's stores
-are seldom in flight. Such a run shows that every way runs and signals, and that claimed orderings hold there, too. Only
-a run on two GPUs can show that an ordering is needed.
+are seldom in flight. Such a run shows that every way runs and signals, and that the orderings hold on one GPU. Only a
+run on two GPUs can show that an ordering is needed.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def write_rounds(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Write tiles and signal. ``way``: ``ordinary``, ``unordered`` (an ordinary store sets the flag, before the tile is
-    stored), ``bulk`` or ``bulk without fence``."""
+    """Write tiles and signal. ``way``: ``ordinary`` (stores, then a release of the flag), ``unordered`` (a plain store
+    sets the flag before the tile is stored), ``bulk`` (the bulk copy unit stores the tile, then a fence) or ``bulk
+    without fence``."""
     block = tl.program_id(0)
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     for i in range(first, first + rounds):
@@ -87,7 +88,7 @@ def write_rounds(
 def write_halves(
     peer, acknowledged, peer_flags, counters, stop, first, rounds, patience, R: tl.constexpr, C: tl.constexpr
 ):
-    """Two blocks store half a tile each. The block that is counted last signals for both."""
+    """Two blocks each store half a tile and add to a counter. The block that adds last signals for both."""
     block = tl.program_id(0) // 2
     rows = tl.program_id(0) % 2 * (R // 2) + tl.arange(0, R // 2)
     offsets = rows[:, None] * C + tl.arange(0, C)[None, :]
@@ -111,9 +112,9 @@ def write_halves_in_bulk(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """As ``write_halves``, by the bulk copy unit. Each block waits for its own bulk stores and orders them before its
-    add (``store_fence``). The block that is counted last has acquired the other block's add, and its release is
-    cumulative over both halves. ``half_desc``: the peer's tiles, in halves."""
+    """``write_halves`` with the bulk copy unit. Each block waits for its own bulk stores and orders them before its add
+    to the counter (``store_fence``). The block that adds last has acquired the other block's add. So its release also
+    covers the other block's half. ``half_desc``: the peer's tiles, in halves."""
     for i in range(first, first + rounds):
         half_desc.store([tl.program_id(0) * (R // 2), 0], tl.full((R // 2, C), 0, tl.int32) + i)
         if fence:
@@ -138,8 +139,8 @@ def write_halves_each(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Two blocks store half a tile each, and each signals its own half. ``added``: both add to one counter. Otherwise
-    each sets its own flag (``signal_ranks``)."""
+    """Two blocks each store half a tile, and each signals its own half. With ``added``, both add to one counter.
+    Otherwise each sets its own flag (``signal_ranks``)."""
     block, half = tl.program_id(0) // 2, tl.program_id(0) % 2
     rows = half * (R // 2) + tl.arange(0, R // 2)
     offsets = rows[:, None] * C + tl.arange(0, C)[None, :]
@@ -215,7 +216,7 @@ def read_rounds(
     tl.store(wrong + block, bad)
 
 
-WAYS = [  # (what the writer does, what the reader does, whether the kernels rely on it)
+WAYS = [  # (way of the writer, way of the reader, whether the kernels rely on it)
     ("ordinary", "ordinary", True),
     ("unordered", "ordinary", False),
     ("two blocks", "ordinary", True),
@@ -372,14 +373,14 @@ class Litmus:
 
 
 def of_all_ranks(counts: list[int]) -> list[int]:
-    """The sums of ``counts`` over all ranks."""
+    """The element-wise sums of ``counts`` over all ranks."""
     found = torch.tensor(counts, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(found)
     return [int(count) for count in found]
 
 
 def inside_one_gpu(litmus: Litmus, fence: bool, rounds: int) -> dict[str, Any]:
-    """A row as from ``Litmus.run``, for blocks of one GPU. Each rank runs them on its own GPU."""
+    """Run two blocks of one GPU against each other, on each rank's GPU. Returns a row like that of ``Litmus.run``."""
     flags = torch.zeros(BLOCKS * WORDS, dtype=torch.int32, device="cuda")
     for amount in (0, rounds):
         send_inside[(2 * BLOCKS,)](
@@ -409,8 +410,8 @@ def inside_one_gpu(litmus: Litmus, fence: bool, rounds: int) -> dict[str, Any]:
 
 
 def fault_is_recorded(litmus: Litmus) -> dict[str, Any]:
-    """A row for a wait whose signal never comes. It must end when its patience is over, and record what it waited
-    for."""
+    """Run a wait whose signal never comes. It must time out, and record the signal for which it waited. Returns a
+    row."""
     faults = FaultRecord.of("litmus", range(2), litmus.data.device)
     wait_for[(8,)](litmus.flags, 0, faults.stop, 50_000_000, num_warps=4)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the model tests with NCCL. Also checks Inductor's kernels for a chunk, and prints how long transfers ran under
-matmuls. Each rank has a GPU.
+"""Runs the model tests with NCCL. Also checks which kernels Inductor generates for a chunk, and prints for how long
+transfers ran at the same time as matmuls. Each rank has a GPU.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_models
 """
@@ -27,8 +27,8 @@ from tests.support import hugging_face_problems
 
 
 def kernels(rank: int, world_size: int) -> list[str]:
-    """With Triton templates a chunk's matmul, bias and activation are one kernel, and no other kernel computes
-    anything."""
+    """With Triton templates, the matmul, the bias and the activation of a chunk run in one kernel. No other kernel
+    computes anything."""
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()
@@ -39,7 +39,8 @@ def kernels(rank: int, world_size: int) -> list[str]:
         torch.randn(256, device="cuda", dtype=torch.bfloat16),
     )
     fn = lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, group), w))  # noqa: E731
-    # Without the last option, each rank would measure whether the fusion pays, and ranks might differ.
+    # Without the last option, each rank would measure whether the fusion is faster, and the ranks' choices might
+    # differ.
     options = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON", "benchmark_epilogue_fusion": False}
     with overlap_inductor.overlap(schedule="ring", sub_chunks=1):
         result, (code,) = run_and_get_code(torch.compile(fn, options=options), x, w, b)
@@ -56,8 +57,8 @@ def kernels(rank: int, world_size: int) -> list[str]:
 
 
 def trace(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Microseconds of matmul kernels, of transfer kernels, and of both at once, in one call at llama3-70b's MLP with
-    8192 tokens."""
+    """For one call of llama3-70b's MLP with 8192 tokens: the microseconds in which matmul kernels run, in which
+    transfer kernels run, and in which both run."""
     group = dist.group.WORLD
     n, rows = 28672 // world_size, 8192
     cases: dict[str, tuple[Any, tuple[tuple[int, int], ...]]] = {

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the order of calls on GPUs: with receives queued after them, in graphs, with other calls on another stream,
-and from two threads. Also checks workspace that does not fit in GPU memory. Prints one JSON row per scenario.
+"""Checks the order of calls on GPUs: calls with a receive queued after them, calls in a graph beside calls on another
+stream, and calls from two threads. Also checks a workspace that does not fit into GPU memory. Prints one JSON row for
+each scenario.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_order [--rounds 30] [--ranks-share-gpus]
 
 With ``--ranks-share-gpus``, two ranks can share one GPU. They then take turns on it, so a call takes tens of
 milliseconds. For each input, the first result is compared with fp64, and later results must be bitwise equal to it. The
-exit status is 1 if a result was wrong, a wait was given up, or a capture was not refused although it had to be.
+exit status is 1 if a result was wrong, if a wait timed out, or if a capture that must be refused was not.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from tests.gpu.signal_kernels import wait_for
 
 ROW_SECONDS = 60.0
 PATIENCE_NS = 15_000_000_000
-"""Timeout of a receive. It is shorter than a row's time, so that a receive that times out is reported."""
+"""Timeout of a receive. It is shorter than the time limit of a row, so that a receive that times out is reported."""
 CHOSEN = (("fused", "sm_push"), ("chunked", "copy_engine"), ("small_message", "one_shot"))
 """``(schedule, way)``. The first pattern of the schedule that has this way is checked."""
 
 
 class Place:
-    """Three sites of one variant in two slots (the first and the third share one), streams of their own, and a flag
-    between ranks 0 and 1."""
+    """What the scenarios share: three sites of one variant in two slots (the first and the third site share a slot),
+    two streams, and a flag between ranks 0 and 1."""
 
     def __init__(self, variant: stress_sites.Variant, rank: int) -> None:
         self.rank = rank
@@ -74,7 +75,7 @@ class Place:
         with torch.cuda.stream(stream):
             if late and self.chance.random() < 0.5:
                 torch.cuda._sleep(self.chance.randrange(2_000_000))
-            # (Each call has a word of its own, because two streams must not add to one word.)
+            # (Each call writes a word of its own, because two streams must not add to one word.)
             self.counts.append((run() != first).any())
 
     def begin(self) -> None:
@@ -107,8 +108,8 @@ def queued_behind(place: Place, rounds: int) -> int:
 
 
 def beside_graphs(place: Place, rounds: int) -> int:
-    """A graph of one site is replayed on one stream, while a site of the same slot is called on another stream, with
-    random delays on each rank."""
+    """One stream replays a graph of one site. Meanwhile another stream calls a site in the same slot. Delays on each
+    rank are random."""
     (_, run, first), others = place.sites[0][0], place.sites[2]
     place.begin()
     graph = torch.cuda.CUDAGraph()
@@ -127,8 +128,8 @@ def beside_graphs(place: Place, rounds: int) -> int:
 
 
 def two_threads(place: Place, rounds: int) -> int:
-    """Two host threads make the same call, each on a stream of its own. (If their calls differed, the threads would
-    have to keep one order on all ranks.)"""
+    """Two host threads make the same call, each on a stream of its own. (If the two calls differed, the program would
+    have to make them in the same order on all ranks.)"""
     place.begin()
     gpu, failed = device(), []
 
@@ -151,7 +152,8 @@ def two_threads(place: Place, rounds: int) -> int:
 
 
 def refused(place: Place, rounds: int) -> int:
-    """A capture by the driver's own functions must be refused. The error must name ``torch.cuda.CUDAGraph``."""
+    """A capture that is made with the driver's own functions must be refused. The error must name
+    ``torch.cuda.CUDAGraph``."""
     place.begin()
     stream = own_stream(device())
     try:
@@ -163,7 +165,8 @@ def refused(place: Place, rounds: int) -> int:
 
 
 def too_much(place: Place, rounds: int) -> int:
-    """Ask for a TiB of workspace. Every rank must get the same reason, and the existing workspace must still serve."""
+    """Request a workspace of 1 TiB. Every rank must get the same reason for the refusal, and calls must still run in
+    the existing workspace."""
     place.begin()
     reason = prepare(dist.group.WORLD, device(), json.dumps([["too much", 2**40, 1]]), 2**42)
     reasons: list[str | None] = [None] * dist.get_world_size()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks programs drawn at random (``tests.support.random_programs``) on GPUs, compiled by Inductor with several
-schedules. Each rank has a GPU. Prints one JSON row per schedule.
+"""Checks random programs (``tests.support.random_programs``) on GPUs. Inductor compiles them with several schedules.
+Each rank has a GPU. Prints one JSON row per schedule.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_programs [--schedules chunked fused ring auto] [--seeds 0 30] \\
         [--trains] [--mode reduce-overhead] [--dynamic] [--seconds 120]
 
-Each program is called three times, with different numbers. The error of a result against fp64 may be 2 % of the largest
-element, or three times the error of the uncompiled function. The exit status is 1 if a result is wrong or a rewrite
-failed.
+Each program is called three times, with different values. The error of a result against fp64 may be up to 2 % of the
+largest element, or up to three times the error of the uncompiled function, whichever is larger. The exit status is 1 if
+a result is wrong or a rewrite failed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.random_programs import outcome
 SCHEDULES = ("chunked", "fused", "wave_groups", "ring", "auto")
 CALLS = 3
 UNIT = 64
-"""Divides most sizes. Rows are then multiples of 16 bytes, and some tiles are not whole."""
+"""Most sizes are multiples of this number. So the bytes of a row are a multiple of 16, and some tiles are not whole."""
 
 
 def wrong(
@@ -127,7 +127,7 @@ def main() -> int:
                 ),
                 flush=True,
             )
-    torch._dynamo.reset()  # (While a captured NCCL kernel exists, destroy_process_group never returns.)
+    torch._dynamo.reset()  # (destroy_process_group never returns while a CUDA graph holds an NCCL kernel.)
     gc.collect()
     finish_rank()
     return 1 if failed else 0

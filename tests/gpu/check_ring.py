@@ -4,8 +4,8 @@ shapes of llama3-70b with and without overlap.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_ring
 
-Nearly all of the time goes into compiling, on the host. Four runs at the same time, each with every fourth pattern,
-take about a third of it. ::
+The host spends nearly all of the time on compiling. Four runs at the same time, each with every fourth pattern, take
+about a third of the time. ::
 
     for i in 0 1 2 3; do torchrun --standalone --nproc-per-node 8 -m tests.gpu.check_ring --share $i/4 & done; wait
 """
@@ -63,7 +63,7 @@ def check(
                 if compiled is None:
                     compiled = torch.compile(cases(world_size, 4)[name][0], dynamic=dynamic or None, mode=mode)
                 tolerance = 1e-3 if dtype == torch.float32 else 6e-2
-                # (A CUDA graph is captured at the second call, and replayed from the third on.)
+                # (Inductor captures a CUDA graph at the second call, and replays it from the third call on.)
                 for call in range(4 if mode else 1):
                     torch.compiler.cudagraph_mark_step_begin()
                     for e, f in zip(exact, as_tuple(compiled(*inputs)), strict=True):
@@ -74,7 +74,7 @@ def check(
             report = overlap_inductor.last_report()
             counts = report.counters() if report else {}
             problems += [f"{name}: {notice}" for notice in (report.notices if report else [])]
-            # With a node budget of 1, sites that no looping op computes are not overlapped. Their numbers are checked,
+            # With a node budget of 1, a site that no looping op can compute is not overlapped. Its results are checked,
             # too.
             if "step_node_budget" in fields and name in WITHOUT_LOOPING_OP:
                 expected = 0
@@ -84,7 +84,7 @@ def check(
 
 
 def _time(functions: dict[str, Callable[[], Any]], repeats: int = 15) -> dict[str, float]:
-    """Median microseconds of each function, the largest of all ranks. The functions are called in turn."""
+    """The median microseconds of each function, on the slowest rank. The functions are called in turn."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         for _ in range(3):
@@ -105,7 +105,7 @@ def _time(functions: dict[str, Callable[[], Any]], repeats: int = 15) -> dict[st
 
 
 def bench(world_size: int) -> list[dict[str, Any]]:
-    """Rows for the MLP of llama3-70b (hidden 8192, ffn 28672) and its head (128256 words), bf16."""
+    """Rows for the MLP of llama3-70b (hidden 8192, ffn 28672) and its head (a vocabulary of 128256), in bf16."""
     g = dist.group.WORLD
     rows = []
     patterns: dict[str, tuple[Any, Callable[[int], list[tuple[int, ...]]], tuple[int, ...]]] = {
@@ -203,7 +203,7 @@ def main() -> int:
         for row in bench(world_size):
             if rank == 0:
                 print(json.dumps(row), flush=True)
-    torch._dynamo.reset()  # (While a captured NCCL kernel exists, destroy_process_group never returns.)
+    torch._dynamo.reset()  # (destroy_process_group never returns while a CUDA graph holds an NCCL kernel.)
     gc.collect()
     finish_rank()
     return 1 if failed else 0

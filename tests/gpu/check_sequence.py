@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the sequence-parallel rewrite on GPUs: hand-written tensor-parallel blocks with all-reduces, forward and
+"""Checks the sequence-parallel rewrite on GPUs. Hand-written tensor-parallel blocks with all-reduces run forward and
 backward, with several schedules.
 
     torchrun --nproc-per-node 8 -m tests.gpu.check_sequence [--schedules fused chunked ring auto] [--tokens 2048 2047]
     torchrun --nproc-per-node 2 -m tests.gpu.check_sequence --ranks-share-gpus --schedules fused chunked
 
-Results and gradients with the rewrite are compared with those of the plain compile, and both with eager PyTorch in
-fp32. Prints one JSON row for each case. The exit status is 1 if a row is not right. With ``--ranks-share-gpus``,
-several ranks may share a GPU (``bench.support.gpu_ranks``).
+Results and gradients with the rewrite are compared with those of the plain compile. Both are also compared with eager
+PyTorch in fp32. Prints one JSON row for each case. The exit status is 1 if a row is not right. With
+``--ranks-share-gpus``, several ranks may share a GPU (``bench.support.gpu_ranks``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HIDDEN, FFN, LAYERS = 1024, 4096, 2
 
 
 class SumGradient(torch.autograd.Function):
-    """The input of a column-parallel layer: the ranks' gradients of it are added."""
+    """The input of a column-parallel layer. Forward does nothing. Backward sums the gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class SumGradient(torch.autograd.Function):
 
 
 class SumResult(torch.autograd.Function):
-    """The output of a row-parallel layer: the ranks' results are added."""
+    """The output of a row-parallel layer. Forward sums the output over the ranks. Backward does nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -57,9 +57,10 @@ class SumResult(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Pre-norm MLP blocks with a residual stream, then a head; each rank with its shard of the weights.
+    """Pre-norm MLP blocks with a residual stream, and then a head. Each rank holds its shard of the weights.
 
-    Each gather and scatter that the rewrite makes is beside a matmul, because gloo cannot gather or scatter on GPUs.
+    Each gather and scatter of the rewritten graph has a matmul, so it becomes a site. (A plain gather or scatter would
+    fail, because gloo cannot run them on GPUs.)
     """
 
     def __init__(self, world_size: int, dtype: torch.dtype) -> None:
@@ -98,7 +99,7 @@ def results(model: Any, x: torch.Tensor, trains: bool) -> dict[str, torch.Tensor
 
 
 def off(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
-    """The largest difference, relative to the largest element of each result."""
+    """The largest difference of all results. Each is relative to the largest element of its result."""
     return max(float((found[n] - e).abs().max() / e.abs().max().clamp_min(1e-12)) for n, e in exact.items())
 
 

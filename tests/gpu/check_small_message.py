@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks schedule ``small_message`` under stress on GPUs: one-shot and two-shot calls of several token counts in one
-slot, random delays on each rank, and eager calls between graph replays.
+"""Checks schedule ``small_message`` under stress on GPUs. One-shot and two-shot calls with several token counts use one
+slot, with random delays on each rank. Eager calls run between graph replays.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_small_message [--calls 6000] [--replays 300]
 
-Prints one JSON row per check. The first result must be close to fp32, and every later one bitwise equal to the first.
-Takes less than a minute.
+Prints one JSON row for each check. The first result must be close to fp32, and every later result must be bitwise equal
+to the first. The check takes less than a minute.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Call = Callable[[], tuple[torch.Tensor, ...]]
 
 
 def calls_of_one_slot(rank: int, world_size: int, columns: int) -> tuple[dict[str, Call], Launch]:
-    """Calls by name, all in one slot: one-shot and two-shot, with and without a norm, for every token count."""
+    """The calls by name. For every token count, there are one-shot and two-shot calls, with and without a norm. All
+    calls use the same slot."""
     device = torch.device("cuda", torch.cuda.current_device())
     place = workspace_of(dist.group.WORLD, device)
     shapes = [
@@ -90,8 +91,8 @@ def stress(rank: int, calls: dict[str, Call], count: int) -> dict[str, int]:
 
 
 def graphs(calls: dict[str, Call], replays: int) -> dict[str, int]:
-    """Capture two graphs of seven calls, and replay them in turn, each time followed by one eager call. Returns the
-    number of wrong results, or ``{}``."""
+    """Capture two graphs of seven calls each, and replay them in turn. One eager call follows each replay. Returns the
+    number of wrong results, or ``{}`` if there are none."""
     names = list(calls)[:7]
     first = {name: calls[name]() for name in names}
     captured = []

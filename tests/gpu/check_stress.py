@@ -6,14 +6,14 @@ variant. The exit status is 1 if a result was wrong.
         [--schedules fused chunked small_message wave_groups]
 
 The scenarios are in ``tests.gpu.stress_scenarios.SCENARIOS``. For each input, the first result is compared with fp64,
-and later results must be bitwise equal to it. Environment variables are set by the caller:
+and later results must be bitwise equal to it. Set environment variables on the command line:
 
     CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 -m tests.gpu.check_stress --iterations 2000
     CUDA_MODULE_LOADING=LAZY (and EAGER) torchrun --nproc-per-node 2 -m tests.gpu.check_stress --only lazy
 
-Comparing runs. A row of scenario ``lazy`` has a digest of the bits of all first results on all ranks. It is the same in
-every run on the same number of ranks. With another GPU or another version of a library it may differ: ``chunked`` and
-``small_message`` use the vendor's matmuls, and ``wave_groups`` uses the collective's sums.
+Comparing runs. A row of scenario ``lazy`` has a digest of the bits of all first results on all ranks. The digest must
+be the same in every run on the same number of ranks. It may differ with another GPU or another version of a library,
+because ``chunked`` and ``small_message`` use the vendor's matmuls, and ``wave_groups`` uses the sums of the collective.
 
 More ranks than GPUs. ``torchrun --nproc-per-node 8 -m tests.gpu.check_stress --ranks-share-gpus`` runs 8 ranks on
 fewer GPUs, to check the arithmetic on rank numbers and the protocol between ranks. Processes take turns on a GPU, so a
@@ -42,10 +42,11 @@ from tests.gpu.stress_scenarios import SCENARIOS
 from tests.gpu.stress_scenarios import Stress
 
 PATIENCE_PART = 0.7
-"""Share of a row's time after which a wait times out, so that the wait is reported before the row is ended."""
+"""The part of a row's time limit after which a wait in a kernel times out. So the wait is reported before the limit
+ends the process."""
 SCHEDULES = ("fused", "chunked", "small_message", "wave_groups")
 WHERE_SHARED = ("lazy", "delays", "poison", "graphs")
-"""The default scenarios if ranks share GPUs: those that depend on rank numbers."""
+"""The default scenarios if ranks share GPUs. Their results depend on rank numbers."""
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks forward and backward of blocks that train, with several schedules. Outputs and gradients are compared with
-fp32. If a schedule sums in a fixed order, all calls with one input must return the same bits. Each rank has a GPU.
+"""Runs training steps of a model with several schedules. Compares outputs and gradients with fp32. If a schedule sums
+in a fixed order, all calls with the same input must return the same bits. Each rank has a GPU.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_training [--schedules fused chunked wave_groups ring auto] \\
         [--modes default reduce-overhead]
 
-The model has three blocks and runs in three variants. Two are sequence-parallel by DTensor, with gathers and scatters
-in forward and backward: one with full checkpointing, one without. The third is tensor-parallel without sequence
-parallelism, with all-reduces. Backward runs on autograd's own thread. Two inputs take turns, so that calls are repeated
-with all tensors at the same addresses. In between, the program gives memory back and runs a step of another model. The
-plain compiled model is run in the same way. Prints one JSON row per variant and schedule. The exit status is 1 if a row
-is not right.
+The model has three blocks and runs in three variants. Two variants are sequence-parallel by DTensor, with gathers and
+scatters in forward and backward: one with full checkpointing, one without. The third variant is tensor-parallel without
+sequence parallelism, and has all-reduces. Backward runs on autograd's own thread. Two inputs take turns, so that calls
+repeat with all tensors at the same addresses. Between the steps, the program returns cached memory to the GPU and runs
+a step of another model. The model without overlap runs in the same way. Prints one JSON row per variant and schedule.
+The exit status is 1 if a row is not right.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def sharded(name: str, mesh: DeviceMesh) -> nn.Module:
 
 
 def step(model: nn.Module, compiled: Any, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Run a step. Returns the output, and the gradients by name. A parameter's gradient has the shape of the whole
-    parameter; the input's gradient is that of this rank's tokens."""
+    """Run one training step. Returns the output and the gradients by name. The gradient of a parameter has the shape of
+    the whole parameter. The gradient of the input is that of this rank's tokens."""
     model.zero_grad(set_to_none=True)
     x = x.detach().clone().requires_grad_()
     torch.compiler.cudagraph_mark_step_begin()
@@ -99,7 +99,7 @@ def largest_error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]
 
 
 def data(name: str, mesh: DeviceMesh, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """``([input, target] in fp32, [input, target] as this rank has them)``."""
+    """Returns ``([input, target], [input, target] of this rank)``, the first two in fp32 and the others in bf16."""
     generator = torch.Generator("cuda").manual_seed(number)
     both = [torch.randn(1, TOKENS, HIDDEN, device="cuda", generator=generator) for _ in range(2)]
     mine = [t.chunk(mesh.size(), 1)[mesh.get_local_rank()] if name.startswith("sequence") else t for t in both]
@@ -163,7 +163,7 @@ def main() -> int:
         torch.backends.cuda.enable_mem_efficient_sdp,
         torch.backends.cuda.enable_cudnn_sdp,
     ):
-        # The backward of these kernels does not add in a fixed order.
+        # These kernels do not add in a fixed order in their backward.
         allowed(False)
     linear = nn.Linear(HIDDEN, HIDDEN, device="cuda", dtype=torch.bfloat16)
     beside = torch.randn(512, HIDDEN, device="cuda", dtype=torch.bfloat16)
@@ -179,7 +179,7 @@ def main() -> int:
                     else run(name, schedule, mode, mesh, exact, lambda: linear(beside).sum().backward())
                 )
                 moves = any(not s.endswith(" keep") for s in row["sites"])
-                # (In ``wave_groups`` NCCL chooses the order of sums. In all other schedules the order is fixed.)
+                # (In ``wave_groups``, NCCL chooses the order of the sums. In all other schedules, the order is fixed.)
                 row["right"] = (
                     row["error"] <= min(1.5 * plain["error"] + 2e-3, LIMIT)
                     and (not row["changed"] or schedule in ("off", "wave_groups"))
@@ -188,7 +188,7 @@ def main() -> int:
                 bad += not row["right"]
                 if rank == 0 or not row["right"]:
                     print(json.dumps({"rank": rank, **row}), flush=True)
-    # (While graphs hold NCCL kernels, destroy_process_group never returns.)
+    # (destroy_process_group never returns while a CUDA graph holds an NCCL kernel.)
     torch._dynamo.reset()
     gc.collect()
     finish_rank()

@@ -56,8 +56,8 @@ def site(
 
 
 def numbers(rank: int, world_size: int) -> list[str]:
-    """Compare results with fp64, also for sizes that are not multiples of a tile, with given and measured partitions,
-    with a bias, and for averages. Returns the problems."""
+    """Compare results with fp64. Some sizes are not multiples of a tile. Partitions are given or measured. Some calls
+    have a bias or average. Returns the problems."""
     problems = []
     for pattern in PATTERNS:
         for rows, inner, columns, settings in [
@@ -94,8 +94,8 @@ def numbers(rank: int, world_size: int) -> list[str]:
 
 
 def sites(rank: int, world_size: int) -> list[Repeated]:
-    """Sites that have run once, with the result of a second call. They are small and have many groups, so that waiting
-    kernels and matmuls meet often."""
+    """Sites that have run once, with the result of a second call. They are small and have many groups, so that many
+    waiting kernels run beside matmuls."""
     made: list[Repeated] = []
     for rows in (2048, 3000 // world_size * world_size):
         for pattern in PATTERNS:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one rank of a scenario. ``tests.gpu.check_faults`` starts it with the arguments ``<scenario> <ranks> <folder>
-<late> <schedule> <pattern> <way> <share> <rank>``."""
+"""Runs one rank of a fault scenario. ``tests.gpu.check_faults`` starts this script with the arguments ``<scenario>
+<ranks> <folder> <late> <schedule> <pattern> <way> <share> <rank>``."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from tests.gpu.stress_sites import sites
 from tests.gpu.stress_sites import variants
 
 TIMEOUT_SECONDS = 6.0
-"""Patience of the kernels of the site's group, in most scenarios."""
+"""The time after which waits in the kernels of the site's group time out, in most scenarios."""
 GRACE_SECONDS = 3.0
 PATIENT_SECONDS = 60.0
 CALLS = 3
 """Calls before the fault, in which all ranks take part."""
 SHAPE = Shape(tokens=384, few=48, inner=1024, columns=512)
-"""2, 3, 4, 6 and 8 ranks divide its token counts."""
+"""The token counts are multiples of 2, 3, 4, 6 and 8."""
 NAME = "faulty"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A site's schedule, pattern and way (``stress_sites.variants``). An empty ``way`` means the first one."""
+    """A site's schedule, pattern and way (``stress_sites.variants``). An empty ``way`` selects the first way."""
 
     schedule: str
     pattern: str
@@ -53,8 +53,8 @@ class Kind:
 
 
 class Site:
-    """A site of ``kind`` in a group of its own. Its kernels wait for at most ``seconds`` on this rank. It has been
-    called once."""
+    """A site of ``kind`` in a group of its own, which has been called once. On this rank, its kernels wait for at most
+    ``seconds``."""
 
     def __init__(self, kind: Kind, seconds: float) -> None:
         self.group = group = dist.new_group(timeout=datetime.timedelta(seconds=PATIENT_SECONDS))
@@ -84,8 +84,8 @@ class Site:
         assert self.is_right(result)
 
     def check_unless_told(self, result: torch.Tensor) -> None:
-        """Check that the result is right unless this rank has an error, and that each element is right or NaN even
-        then."""
+        """Check the result. If this rank has no error, the result must be right. If it has one, each element must be
+        right or NaN."""
         told = self.faults.error()
         assert told is not None or self.is_right(result), "a wrong result, and no error"
         assert self.is_right(torch.where(result.isnan(), self.exact, result.float())), f"a wrong number: {told}"
@@ -108,20 +108,21 @@ class Rank:
         return self.rank == self.world_size - 1
 
     def say(self, error: object, start: float) -> None:
-        """Write the program's error, and the seconds since ``start``, for ``check_faults``."""
+        """Write a file with the program's error and the seconds since ``start``. ``check_faults`` reads the file."""
         found = {"error": str(error), "seconds": time.monotonic() - start}
         (self.folder / f"said_{self.rank}.json").write_text(json.dumps(found))
 
     def part(self) -> None:
-        """Kill the last rank when all ranks have come here."""
+        """Kill the last rank when all ranks have reached this point."""
         dist.barrier()
         if self.fails:
-            # (Its messages of the barrier may still be on their way to the other ranks.)
+            # (The last rank's messages of the barrier may still be on their way to the other ranks.)
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def await_error(self) -> TransferError:
-        """Call twice without the last rank. The first call's kernel gives up. Returns the error of the second call."""
+        """Call twice without the last rank. The wait in the first call's kernel times out. Returns the error of the
+        second call."""
         start = time.monotonic()
         self.site.call()
         try:
@@ -164,8 +165,8 @@ class Rank:
             self.await_error()
 
     def uneven(self) -> None:
-        """The last rank makes its call after rank 0's patience, but within the others'. No rank may get a wrong result,
-        and all get the error at once."""
+        """The last rank makes its call after rank 0's wait has timed out, and before the waits of the other ranks
+        would. No rank may get a wrong result, and all ranks must get the error at once."""
         self.site.calls(CALLS - 1)
         dist.barrier()
         start = time.monotonic()
@@ -176,7 +177,7 @@ class Rank:
         self.raises(start)
 
     def uneven_replays(self) -> None:
-        """As ``uneven``, with a CUDA graph: no host checks its replays, which go on after the abort."""
+        """``uneven`` with a CUDA graph. No host checks the replays, which go on after the abort."""
         result = torch.empty(0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -223,13 +224,13 @@ class Rank:
             torch.cuda.synchronize()
 
     def ended(self) -> None:
-        """The program ends after the call that found no peer, and destroys its groups as a healthy program would."""
+        """After a call without its peer, the program destroys its groups and ends, as a healthy program does."""
         self.site.calls(CALLS - 1)
         if not self.fails:
             self.site.call()
 
     def behind(self) -> None:
-        """The group is destroyed while its last call is in flight, and the call's result is read afterwards."""
+        """The program destroys the group while the last call is in flight, and reads the call's result afterwards."""
         self.site.calls(CALLS - 1)
         if not self.fails:
             result = self.site.of.run()
@@ -246,8 +247,8 @@ class Rank:
         time.sleep(GRACE_SECONDS + 1)
 
     def aborted(self) -> None:
-        """Rank 0 aborts its group while kernels of all ranks but the last wait. They end long before their patience is
-        over."""
+        """Rank 0 aborts its group while the kernels of all ranks but the last wait. The waits must end long before they
+        would time out."""
         self.site.calls(CALLS - 1)
         if self.rank == 0:
             threading.Timer(1.0, self.site.faults.abort).start()
@@ -258,7 +259,8 @@ class Rank:
 
 
 def probe(folder: Path) -> None:
-    """Multiply on every GPU, to tell whether the ended processes left them free. Prints the seconds of the slowest."""
+    """Multiply on every GPU, to check that the ended processes do not occupy it. Prints the seconds of the slowest
+    GPU."""
     slowest = 0.0
     for index in range(torch.cuda.device_count()):
         start = time.monotonic()
@@ -280,7 +282,7 @@ def start_rank(rank: int, world_size: int, folder: Path, share: bool) -> None:
 
 
 def wait_for(path: Path) -> None:
-    """Wait until the file is there. (The starter of a rank ends it if the file never comes.)"""
+    """Wait until the file exists. (If it never exists, ``check_faults`` ends this process.)"""
     while not path.exists():
         time.sleep(0.02)
 
@@ -305,7 +307,8 @@ def main(
         probe(folder)
         return 0
     start_rank(rank, world_size, folder, share == "share")
-    # The late rank comes within the patience. Kernels that are to be aborted have a long patience.
+    # In scenario ``late``, the wait must not time out before the late rank's call. In scenario ``aborted``, it must not
+    # time out before the abort.
     patience = {"late": float(late) + 15, "aborted": PATIENT_SECONDS, "well": PATIENT_SECONDS}.get(
         scenario, TIMEOUT_SECONDS
     )

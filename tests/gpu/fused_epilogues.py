@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of ``check_fused`` on epilogues and on several weights in one launch: numbers, times, and the kernels of a
-call compared with those of max-autotune."""
+"""The checks of ``check_fused`` on epilogues and on several weights in one launch. They check results, measure times,
+and compare the kernels of a call with those of max-autotune."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def kernels(call: Callable[[], Any]) -> list[str]:
 
 
 def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    """Names of a fused site's kernels, and of those that max-autotune's Triton templates need for the same matmul and
-    pointwise ops on one GPU. (Rank 0 compiles the templates while the other ranks wait.)"""
+    """The names of a fused site's kernels. Also the names of the kernels that max-autotune's Triton templates need on
+    one GPU for the same matmul and pointwise ops. (Rank 0 compiles the templates while the other ranks wait.)"""
     found = {}
     for name, (function, plain, inputs, _) in _sites(world_size, 1024, 1024, 1024).items():
         if name not in ("gather, bias, silu", "scatter, scaled, residual"):
@@ -124,8 +124,8 @@ def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str,
 
 
 def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of sites of llama3-70b's MLP, with the epilogue in the kernel, and with Inductor's pointwise kernel
-    after it."""
+    """Microseconds of sites of llama3-70b's MLP: with the epilogue in the fused kernel, and with Inductor's pointwise
+    kernel after the fused kernel."""
     found = {}
     for tokens in (2048, 8192):
         for name, (function, _, inputs, _) in _sites(world_size, tokens, 8192, 28672 // world_size).items():
@@ -134,7 +134,7 @@ def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str,
             calls["fused"](*inputs)
             find, tails.find_tail = tails.find_tail, lambda *arguments, **keywords: None
             try:
-                # The graph is the same, so a cache would return the first one's code.
+                # Both graphs are the same, so a cache would return the code of the first.
                 with torch._inductor.config.patch(force_disable_caches=True):
                     calls["behind"] = compiled_as("fused", lambda *arguments, f=function: f(*arguments))
                     calls["behind"](*inputs)
@@ -145,8 +145,9 @@ def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str,
 
 
 def weight_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of several weights in one launch, and of the widest weight alone followed by vendor matmuls. The
-    weights are llama3-70b's gate and up, and its q, k and v."""
+    """Microseconds of several weights in one launch. For comparison, the microseconds of a launch with the widest
+    weight alone, followed by vendor matmuls for the others. The weights are llama3-70b's gate and up, and its q, k and
+    v."""
     found, g = {}, dist.group.WORLD
     for tokens in (1024, 4096):
         for name, widths in {"gate and up": (28672, 28672), "q, k, v": (8192, 1024, 1024)}.items():
@@ -170,8 +171,8 @@ def weight_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, f
 
 
 def _widest_alone(call: Callable[[], Any]) -> Any:
-    """``call`` with one weight in the kernel, followed by vendor matmuls. (Each call asks ``in_one_launch`` which
-    weights share the launch.)"""
+    """Wrap ``call`` so that the kernel multiplies only the widest weight, and vendor matmuls follow. (Each call asks
+    ``in_one_launch`` which weights share the launch.)"""
     together = fused_plan.in_one_launch
     fused_plan.in_one_launch = lambda rhs: [max(range(len(rhs)), key=lambda i: rhs[i].shape[1])]
     try:

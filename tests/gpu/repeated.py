@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repeats calls of sites, for the GPU checks of all schedules: late calls, random orders, replays of CUDA graphs, and
-the host's time for a call."""
+"""Repeats calls of sites: with delays, in random order, and in replayed CUDA graphs. Also measures the host's time for
+a call. The GPU checks of all schedules use these functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _counters(sites: Sequence[Repeated]) -> dict[str, torch.Tensor]:
 
 
 def _late_call(site: Repeated, wrong: dict[str, torch.Tensor], chance: random.Random) -> None:
-    """Make one call, after a delay on this rank in one of five cases, and compare its result on the GPU."""
+    """Make one call and compare its result on the GPU. In one of five cases, this rank delays the call."""
     name, call, first = site
     if chance.random() < 0.2:
         torch.cuda._sleep(chance.randrange(200_000))
@@ -41,8 +41,8 @@ def drawn_calls(
     """Call sites in a random order, which is the same on all ranks, with random delays on each rank. Returns the number
     of wrong results by name.
 
-    A call may wrongly read data of an earlier call. In a random order, the earlier call mostly had other inputs, so the
-    result is wrong.
+    The random order makes errors visible: if a call wrongly reads data of an earlier call, that call mostly had other
+    inputs, so the result is wrong.
 
     Args:
         streams: ``streams[i]`` is the stream of ``sites[i]``; default: the current stream for all. Streams do not wait
@@ -63,9 +63,9 @@ def drawn_calls(
 
 
 def late_calls(sites: Sequence[Repeated], calls: int, rank: int) -> dict[str, int]:
-    """Call sites in turn, with random delays on each rank. Every 37th call is on another stream, which waits for the
-    current one before the call, and for which the current one waits after it. Returns the number of wrong results by
-    name."""
+    """Call sites in turn, with random delays on each rank. Every 37th call runs on another stream. That stream waits
+    for the current stream before the call, and the current stream waits for it after the call. Returns the number of
+    wrong results by name."""
     chance = random.Random(rank)
     wrong = _counters(sites)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
@@ -81,7 +81,8 @@ def late_calls(sites: Sequence[Repeated], calls: int, rank: int) -> dict[str, in
 
 def replays(sites: Sequence[Repeated], count: int, others: Sequence[Repeated] = ()) -> dict[str, int]:
     """Capture two CUDA graphs and replay them in turn, mixed with eager calls of ``sites``. The first graph calls
-    ``sites``, the second one ``others``, or ``sites`` again if there are none. Returns the number of wrong results."""
+    ``sites``. The second graph calls ``others``, or ``sites`` again if ``others`` is empty. Returns the number of wrong
+    results."""
     captured = []
     torch.cuda.synchronize()
     dist.barrier()
@@ -108,7 +109,7 @@ def replays(sites: Sequence[Repeated], count: int, others: Sequence[Repeated] = 
 def host_us(call: Callable[[], Any], calls: int = 20) -> float:
     """Host time of one call in microseconds, while the GPU is busy: the median over ``ROUNDS`` rounds of ``calls``
     calls. The rounds are short, because a full queue would block the host. The first call of a round takes 200 us,
-    because it wakes the host; the median is not affected by it."""
+    because the host was idle before. It does not affect the median."""
     took = []
     for _ in range(ROUNDS):
         dist.barrier()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a few calls of all patterns of all schedules except ``ring``, for compute-sanitizer. The calls are small,
-because this tool slows kernels down about fifty times. The exit status is 1 if a result was wrong.
+"""Makes a few calls for compute-sanitizer, with all patterns of all schedules except ``ring``. The calls are small,
+because this tool makes kernels about fifty times slower. The exit status is 1 if a result was wrong.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all \\
         torchrun --nproc-per-node 2 -m tests.gpu.sanitize_case [--schedules fused] [--ranks-share-gpus]
 
-Without torch's caching allocator, every tensor has its own allocation, so the tool sees each read and write past a
-tensor's end. A kernel waits for its peers no longer than its group's timeout, which is two hours here.
+Without torch's caching allocator, every tensor has its own allocation, so the tool finds each read and write past the
+end of a tensor. A wait in a kernel times out after the group's timeout, which is two hours here.
 
 ``--ranks-share-gpus`` uses a gloo group, so that the tool does not check NCCL's kernels. Each rank still has its own
 GPU if there are enough GPUs. ``wave_groups`` is left out, because it needs NCCL.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that only wait for a flag, or only set one."""
+"""Two small kernels: one waits for a flag, and one sets a flag."""
 
 from __future__ import annotations
 

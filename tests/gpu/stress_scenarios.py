@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scenarios of ``tests.gpu.check_stress``: each function makes a number of calls of one variant of a schedule and
-pattern.
+"""The scenarios of ``tests.gpu.check_stress``. Each function makes a number of calls of one variant (a schedule, a
+pattern and a way to run it).
 
 A scenario returns the number of wrong results by name. All ranks make the same calls in the same order. Only delays and
-foreign work differ between ranks.
+foreign work differ between ranks. Foreign work is GPU work that does not belong to the sites.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.gpu.stress_sites import Variant
 
 LATE_SECONDS = 0.5
 POISON_EVERY = 20
-"""Calls from one poisoning to the next. Each poisoning waits for all work of the group."""
+"""The number of calls between two fillings with NaN. Each filling waits for all work of the group."""
 GIVE_BACK_EVERY = 12
 BESIDE_ELEMENTS = 8 << 20
 """fp32 elements of the collectives beside the sites: 32 MiB."""
@@ -100,11 +100,11 @@ class Stress:
 
 
 def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """First calls of all shapes of two sites. Odd ranks come late. Even ranks' kernels wait for them while the hosts
-    load the next calls' kernels, and odd ranks load kernels while their peers wait. (This must be a process's first
-    scenario, because later nothing is left to load. It must not be a machine's first run, because compiling takes
-    longer than the delay.)"""
-    # Inputs and workspace exist, so that nothing synchronises the ranks from here on.
+    """The first calls of all shapes of two sites, in which the hosts still load kernels. Odd ranks come late. The
+    kernels of even ranks wait for them, while the hosts of even ranks load the kernels of the next calls. Odd ranks
+    load their kernels while their peers wait. (This must be the first scenario of a process, because later no kernel is
+    left to load. It must not be the first run on a machine, because compiling takes longer than the delay.)"""
+    # Inputs and workspace exist already, so nothing synchronises the ranks from here on.
     stress.made(variant, "world")
     torch.cuda.synchronize()
     dist.barrier()
@@ -119,7 +119,8 @@ def delays(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def poison(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Two sites. Every few calls their workspace, and the memory that the next calls allocate, is filled with NaN."""
+    """Two sites. After every few calls, their workspace and the memory that the next calls will allocate are filled
+    with NaN."""
     a, b = stress.sites(variant)
     known = a + b
     like = [first for *_, first in known[::INPUTS]]
@@ -155,15 +156,15 @@ def shapes(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def stream(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Everything on a stream that is not the default one."""
+    """All calls run on a stream that is not the default stream."""
     with torch.cuda.stream(torch.cuda.Stream()):
         return drawn_calls(stress.sites(variant)[0], calls, stress.rank)
 
 
 def given_back(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Two sites, while each rank gives memory back to the GPU and takes other sizes, again and again. A tensor may then
-    get the address of an earlier one in another allocation, and CUDA refuses to launch a graph whose copies used the
-    earlier one."""
+    """Two sites. Between their calls, each rank repeatedly returns memory to the GPU and allocates other sizes. A
+    tensor may then get the address of an earlier tensor, in another allocation. CUDA refuses to launch a graph whose
+    copies used the earlier allocation."""
     a, b = stress.sites(variant)
     chance, held = random.Random(2000 + stress.rank), []
 
@@ -193,7 +194,7 @@ def beside_nccl(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
     def before(i: int) -> None:
         if i % 100 == 0:
-            # The collectives take longer than the calls, so their queue would grow.
+            # The collectives take longer than the calls. Without this wait, their queue would grow.
             torch.cuda.synchronize()
         if i % 4 == 0:
             with torch.cuda.stream(beside):
@@ -209,8 +210,8 @@ def beside_nccl(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def foreign(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """One site, while at random times foreign work runs on a rank's GPU, on a stream of higher priority: matmuls that
-    fill the GPU, or a kernel that sleeps."""
+    """One site. At random times, foreign work runs on a rank's GPU, on a stream of higher priority. The work is matmuls
+    that fill the GPU, or a kernel that sleeps."""
     chance, theirs = random.Random(1000 + stress.rank), torch.cuda.Stream(priority=-1)
     x = torch.zeros(FOREIGN_SIZE, FOREIGN_SIZE, device=gpu_ranks.device(), dtype=stress_sites.dtype)
     y = torch.empty_like(x)
@@ -230,7 +231,7 @@ def foreign(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def determinism(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """The same inputs at other sites, in another group's workspace, must give the same bits."""
+    """The same inputs must give the same bits at other sites, which have the workspace of another group."""
     (a, b), (c, d) = stress.sites(variant), stress.sites(variant, "second")
     same = [(name, run, first) for (*_, first), (name, run, _) in zip(a + b, c + d, strict=True)]
     return drawn_calls(same, calls, stress.rank)
@@ -253,7 +254,7 @@ SCENARIOS: dict[str, tuple[Scenario, int]] = {
     }.items()
     for scenario in scenarios
 }
-"""By name, ``(function, divisor of the number of iterations)``."""
+"""``{name: (function, divisor of the number of iterations)}``."""
 
 
 def applies(scenario: str, variant: Variant, share_gpus: bool) -> bool:

@@ -2,8 +2,8 @@
 """Sites for stress checks. A site is one op of a schedule in a group, with a few inputs.
 
 Inputs are drawn from seeds that all ranks know. So every rank can compute the right results alone, and no collective is
-needed. A call's first result is compared with fp64, and later results bit for bit with the first one. So a later check
-costs three small kernels.
+needed. The first result of a call is compared with fp64. Later results must be bitwise equal to the first result, and
+this comparison needs only three small kernels.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tests.gpu.repeated import Repeated
 define_ops()
 
 INPUTS = 3
-"""Left operands of each shape. If there were two, calls in turn would give each half of a slot the same operand again,
-and stale rows would not show."""
+"""The number of left operands of each shape. A slot has two halves, which calls use in turn. With two operands, each
+half would always get the same operand, and stale rows would not be found."""
 LIMIT = 2**33
 TOLERANCE = 2e-2
 """Largest error that is allowed, relative to the largest element."""
@@ -45,7 +45,8 @@ dtype = torch.bfloat16
 
 @dataclass(frozen=True)
 class Variant:
-    """A schedule's op for a pattern, in one of the ways in which it can run."""
+    """A schedule's op for a pattern, in one of the ways in which it can run. ``way`` is the name of this way, for
+    example a transport."""
 
     schedule: str
     pattern: str
@@ -56,18 +57,19 @@ class Variant:
         """The op's settings for a call. ``rows``: rows of a shard; for an all-reduce, of the whole matmul."""
         if self.schedule != "wave_groups":
             return json.dumps(self.fixed, sort_keys=True)
-        # A fixed partition, independent of measurements: the first band, and all others.
+        # A fixed partition in place of a measured one. It has two groups: the first band, and all other bands.
         bands = -(-rows // self.fixed.get("block_m", 128))
         return json.dumps({**self.fixed, "partition": [0, 1, bands] if bands > 1 else [0, 1]}, sort_keys=True)
 
 
 def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
-    """Every way of every pattern of these schedules, each with more than one band, chunk or group if there are enough
-    rows. ``replays``: calls that come again are replayed (``runtime.replay``)."""
+    """Every way of every pattern of these schedules. Each has more than one band, chunk or group if there are enough
+    rows. ``replays``: repeated calls are replayed as CUDA graphs (``runtime.replay``)."""
     banded = {"parts": 2, "parts_from": 0}
     found = [Variant("fused", GATHER, "sm_push", {**fused_plan.TUNED[GATHER], **banded, "slices": 1})]
     found += [Variant("fused", p, "", {**fused_plan.TUNED[p], **banded}) for p in (SCATTER, REDUCE)]
-    # By default half of the blocks push at these sites' small K (``pushers_of``). In this way, four push.
+    # By default, half of the blocks push if K is as small as at these sites (``pushers_of``). In this way, four blocks
+    # push.
     found.append(Variant("fused", REDUCE, "few push", {**fused_plan.TUNED[REDUCE], "parts": 0, "pushers": 4}))
     found.append(Variant("fused", GATHER, "slices", {**fused_plan.TUNED[GATHER], "slices_tiles": fused_plan.NEVER}))
     found.append(Variant("fused", GATHER, "copy_engine", {**fused_plan.TUNED[GATHER], "copies_from": 0}))
@@ -98,7 +100,8 @@ def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one rank's whole matmul, ``[tokens, inner] @ [inner, columns]``. A small message has ``few`` tokens."""
+    """Sizes of one rank's whole matmul, ``[tokens, inner] @ [inner, columns]``. Schedule ``small_message`` uses ``few``
+    tokens in place of ``tokens``."""
 
     tokens: int
     few: int
@@ -107,7 +110,8 @@ class Shape:
 
 
 SHAPES = (Shape(1024, 64), Shape(640, 24))
-"""8 ranks divide the tokens of both. On 2, 4 and 8 ranks the shards of the second are not whole tiles."""
+"""The tokens of both are multiples of 8. On 2, 4 and 8 ranks, the rows of a shard of the second shape are not a
+multiple of a tile."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class _Site:
         return _drawn(self.seed, "left", rank, rows, number, size=(rows, shape.inner))
 
     def right(self, rank: int, shape: Shape) -> torch.Tensor:
-        """The weight as a layer holds it, transposed, scaled so that results are about 1."""
+        """The weight, transposed as a layer holds it. It is scaled so that results are about 1."""
         return (_drawn(self.seed, "right", rank, size=(shape.columns, shape.inner)) / shape.inner**0.5).t()
 
     def call(self, shape: Shape, index: int, number: int, b: torch.Tensor) -> Call:
@@ -174,7 +178,8 @@ class _Site:
             self.variant.settings(rows),
             (self.group.group_name, self.name),
         )
-        # Calls of every second shape also return the gathered tensor. Such a call ends after its kernel.
+        # Calls of every second shape also return the gathered tensor. The kernel of such a call does not end the call,
+        # because the gathered tensor is copied after it.
         used = index % 2 == 1
 
         def gather() -> torch.Tensor:
@@ -203,7 +208,7 @@ def sites(
     """Make a site for each name, and the workspace for them. Returns each site's calls, with ``INPUTS`` inputs of each
     shape. All ranks of the group call this together.
 
-    Sites that are made together take the group's slots in turn, and have different inputs. Equal seeds give equal
+    Sites that are made together take the group's slots in turn, and have different inputs. The same seeds give the same
     inputs, also in another group.
     """
     made = [
@@ -215,7 +220,7 @@ def sites(
             group, gpu_ranks.device(), json.dumps([site.request(shapes) for site in made]), LIMIT
         )
         assert reason is None, reason
-        # Without room the ops would run the plain collective.
+        # If the workspace had no room for a site, its op would run the plain collective.
         assert not workspace.workspace_of(group, gpu_ranks.device()).without_room
     found = []
     for site in made:
@@ -227,7 +232,7 @@ def sites(
 
 
 def first_results(calls: Sequence[Call]) -> list[Repeated]:
-    """Make every call once, one after the other, without waiting. Returns them with their results."""
+    """Make every call once, one after the other, without waiting. Returns the calls with their results."""
     return [(call.name, call.run, call.run()) for call in calls]
 
 
@@ -261,7 +266,7 @@ def poison(group: dist.ProcessGroup, like: Sequence[torch.Tensor]) -> None:
     dist.barrier(group)
     for slot in workspace.workspace_of(group, gpu_ranks.device()).arena.slots:
         slot.data.local.fill_(POISON)
-    # All of them exist at the same time, so that each has its own memory.
+    # All of these tensors exist at the same time, so that each has its own memory.
     _ = [torch.full_like(tensor, float("nan")) for tensor in like for _ in range(2)]
     torch.cuda.synchronize()
     dist.barrier(group)

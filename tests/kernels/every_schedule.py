@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of every schedule whose kernels wait for peers, for tests that apply to all these schedules. Each rank can
-compute the right result alone."""
+"""Calls of every schedule whose kernels wait for peers. Tests of all these schedules use them. Each rank can compute
+the right result alone."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def _small(two_shot: bool, norm: bool) -> Call:
             return small_message.all_reduce(product, launch, parameters)
         residual, weight = torch.zeros(4, 32).half(), torch.ones(32).half()
         normed, residual_out = small_message.all_reduce_norm(product, residual, weight, 0.0, launch, parameters)
-        # RMSNorm turns a row of equal numbers into ones. If it did not, ``normed`` is returned, so that the test fails.
+        # RMSNorm turns a row of equal numbers into ones. If ``normed`` is not ones, it is returned in place of the sum,
+        # so that the test fails.
         return torch.where((normed == 1).all(), residual_out, normed)
 
     return Call(run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs ranks as processes that share memory. Each runs its kernels in Triton's interpreter."""
+"""Runs ranks as processes that share memory. Each process runs its kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from overlap_inductor.runtime.workspace import Launch
 def run_ranks(
     world_size: int, function: Callable[..., None], *args: Any, seconds: float = 200, ends: Sequence[int] = ()
 ) -> None:
-    """Run ``function(rank, *args)`` in one forked process for each rank. (Forked processes need no new imports and hold
-    no device.)
+    """Run ``function(rank, *args)`` in one forked process for each rank. (Forked processes need not import the modules
+    again.)
 
     Fails if a rank does not end in time, or if the ranks' exit statuses are not ``ends`` (default: 0 for all; ``-n``
     means signal ``n``)."""
-    # A forked process has none of its parent's threads: a matmul that used the parent's pool would wait for ever.
+    # A forked process has none of its parent's threads. A matmul that used the parent's thread pool would wait forever.
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=function, args=(r, *args)) for r in range(world_size)]

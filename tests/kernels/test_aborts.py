@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of three ranks gives up, in every schedule whose kernels wait for peers. No rank returns a wrong number without
-an error. Every rank learns at once which rank gave up, and what that rank waited for. The rank that gave up stores and
-signals nothing more, also in replays."""
+"""One of three ranks gives up: a wait in its kernel times out. The tests run every schedule whose kernels wait for
+peers. No rank may return a wrong number without an error. Every rank must learn at once which rank gave up, and for
+what that rank waited. The rank that gave up must store and signal nothing more, also in replays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.kernels.ranks import shared
 
 WORLD = 3
 IMPATIENT_NS, PATIENT_NS = 100_000, 10**15
-"""How long kernels wait: 100 turns of a wait in the interpreter, or longer than any test."""
+"""The time after which a wait in a kernel times out, called its patience: about 100 polls in the interpreter, or longer
+than any test."""
 SECONDS = 60.0
 IN_VAIN = r"site some site of group 'tp' timed out waiting for [a-z -]+ rank 2: expected call 2, saw call 1"
 FIRST = "rank 0 gave up first: "
@@ -43,7 +44,8 @@ def _await(steps: torch.Tensor, step: int) -> None:
 
 
 def _as_a_graph(launch: Launch, patience_ns: int) -> Launch:
-    """``launch`` without the host's check, which would raise: kernels run again and again, as in a CUDA graph."""
+    """Turn off the host's check in ``launch``, which would raise an error. The kernels then run again after a fault, as
+    in a CUDA graph."""
     launch.faults.check = lambda: None  # type: ignore[method-assign]
     return replace(launch, patience_ns=patience_ns, prepared={})
 
@@ -65,7 +67,7 @@ def _right_or_told(name: str, launch: Launch, call: int) -> None:
 
 
 def _last_is_late(rank: int, space: SharedWorkspace, name: str, steps: torch.Tensor) -> None:
-    """Rank 2 makes its second call when rank 0's patience is over, but not rank 1's."""
+    """Rank 2 makes its second call after rank 0's wait has timed out, and before rank 1's wait would."""
     launch = space.launch(rank)
     assert EVERY[name].is_right(EVERY[name].run(launch, 1), 1, WORLD)
     _meet(steps, rank, 1)
@@ -91,7 +93,7 @@ def _last_is_late(rank: int, space: SharedWorkspace, name: str, steps: torch.Ten
     _meet(steps, rank, 4)
     if rank == 0:
         now = _flags_from(space, 0)[1:]
-        # Copies go on, and set flags to a number that no rank waits for.
+        # Copy engines go on, but they set the flags to a negative number, for which no rank waits.
         assert (now[now != signalled[1:]] < 0).all(), "a rank that has given up signalled a peer"
     del launch.faults.check
     with pytest.raises(TransferError, match=IN_VAIN if rank == 0 else FIRST + IN_VAIN):
@@ -104,7 +106,7 @@ def test_no_rank_returns_a_wrong_result_after_a_peer_gave_up(name: str) -> None:
 
 
 def _host_aborts(rank: int, space: SharedWorkspace, name: str, steps: torch.Tensor) -> None:
-    """Rank 2's host aborts while the kernels of the others wait for its call."""
+    """Rank 2's host aborts the group while the kernels of the other ranks wait for rank 2's call."""
     launch = space.launch(rank, PATIENT_NS)
     assert EVERY[name].is_right(EVERY[name].run(launch, 1), 1, WORLD)
     _meet(steps, rank, 1)

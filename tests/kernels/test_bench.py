@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the operator bench in Triton's interpreter, with schedules that write a site as one op. The bench must end at a
-wrong result."""
+"""Runs the operator bench in Triton's interpreter, with schedules that write a site as one op. A wrong result must end
+the bench."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _run(rank: int, world_size: int, folder: str, arguments: list[str]) -> list[
     from bench import operators
     from bench import timing
 
-    # (A call takes the interpreter some tenths of a second.)
+    # (In the interpreter, a call takes some tenths of a second.)
     timing.CALLS_IN_LOOP = 1, 1
     use_shared_memory(folder)
     torch.manual_seed(rank)

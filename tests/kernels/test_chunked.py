@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs schedule ``chunked`` on processes that share memory, its kernels in Triton's interpreter. There are no streams:
-everything runs in the order of its launch, so a call must send what its peers wait for before it waits itself."""
+"""Runs schedule ``chunked`` on processes that share memory, with its kernels in Triton's interpreter. There are no
+streams, so all work runs in the order of its launch. A call must therefore send the rows for which its peers wait
+before it waits itself."""
 
 from __future__ import annotations
 
@@ -33,12 +34,12 @@ SMALL = ChunkedParameters(2, "copy_engine", 1, grain=8, pushers=2)
 
 @dataclass(frozen=True)
 class Case:
-    """``CALLS`` calls in one slot. If the number of chunks is given, each call has one chunk more than the call before,
-    because the meaning of flags must not depend on the site.
+    """``CALLS`` calls in one slot. If the number of chunks is given, each call has one chunk more than the call before.
+    The flags must still have the same meaning, because sites with different numbers of chunks share a slot.
 
     Attributes:
         rows: rows of a shard.
-        two: a second matmul reads the gathered tensor, and so does the program.
+        two: a second matmul reads the gathered tensor, and the call returns the gathered tensor.
         missing: rows that the last shard of an all-reduce lacks.
     """
 
@@ -155,7 +156,7 @@ def test_agrees_with_fp64(name: str) -> None:
 
 
 def test_partial_sums_are_rounded_once() -> None:
-    """The sum is 2048 + 1 + 1. Rounded to fp16 after each addition, it would lose both ones."""
+    """The sum is 2048 + 1 + 1. If it were rounded to fp16 after each addition, both ones would be lost."""
     out = shared(3, 8, 8, dtype=torch.float16)
     workspace = SharedWorkspace.of(3, 3 * 8 * 8 * 2, 1)
     run_ranks(3, _round_once, workspace, out)
@@ -195,7 +196,7 @@ def test_a_peer_that_never_comes(pattern: str, what: str, peer: int) -> None:
 
 
 class _Side:
-    """Replaces the side stream. ``inside`` is True while it is the current stream."""
+    """A fake side stream. ``inside`` is True while it is the current stream."""
 
     inside = False
 
@@ -210,11 +211,12 @@ class _Side:
 
 
 @pytest.mark.parametrize(("pattern", "before"), [(GATHER, 0), (SCATTER, 1), (REDUCE, 1)])
-def test_leave_is_awaited_on_the_stream_of_the_matmuls(
+def test_credits_are_awaited_on_the_stream_of_the_matmuls(
     monkeypatch: pytest.MonkeyPatch, pattern: str, before: int
 ) -> None:
-    """A call waits for leave once: before a gather's first matmul or after a reduction's first one, and before anything
-    is sent. (On another stream, the waiting kernel could hold an SM and delay the matmul.)"""
+    """A call waits once for its peers' credits: before the first matmul of a gather, or after the first matmul of a
+    reduction. This wait comes before the first transfer. It runs on the stream of the matmuls, because on another
+    stream the waiting kernel could hold an SM and delay a matmul."""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     a, b = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t()
     plain = CopyEngine()
@@ -235,16 +237,18 @@ def test_leave_is_awaited_on_the_stream_of_the_matmuls(
     monkeypatch.setattr(chunked, "side_stream", lambda device: side)
     monkeypatch.setattr(chunked, "transport_named", lambda protocol, name: Transport())
     monkeypatch.setattr(
-        chunked, "credit_kernel", lambda launch: lambda: events.append("beside the matmuls" if side.inside else "leave")
+        chunked,
+        "credit_kernel",
+        lambda launch: lambda: events.append("beside the matmuls" if side.inside else "credit"),
     )
     matmul = Matmul(b)
     getattr(chunked, pattern)(a, [matmul] if pattern == GATHER else matmul, launch, SMALL)
-    assert events[: before + 2] == [*["matmul"] * before, "leave", "send"] and events.count("leave") == 1, events
+    assert events[: before + 2] == [*["matmul"] * before, "credit", "send"] and events.count("credit") == 1, events
 
 
 def test_the_gathered_tensor_is_copied_during_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy starts on the side stream after the wait for the last rows and before the last matmuls, which hide
-    it."""
+    """The copy starts on the side stream, after the wait for the last rows and before the last matmul. So the last
+    matmul hides the copy."""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     plain_hand_out, plain_wait = chunked._hand_out, chunked.wait_kernel
 
@@ -278,8 +282,9 @@ def test_the_gathered_tensor_is_copied_during_the_last_chunk(monkeypatch: pytest
     ("queues", "what"), [("", "another receiver to get its rows from rank 2"), ("2", "rows from rank 1")]
 )
 def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, what: str) -> None:
-    """The rows for the second receiver are sent only when that receiver has got its rows from rank 2. With too few
-    hardware queues they do not wait for that, and the call gives up at its own wait for rows."""
+    """Rank 0 sends the rows for its second receiver only after this receiver has got its rows from rank 2. Here that
+    never happens, so this wait times out. With too few hardware queues, transfers do not take turns. Then the call's
+    own wait for rows times out."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     monkeypatch.setattr(symmetric, "hardware_queues", symmetric.hardware_queues.__wrapped__)
     workspace = SharedWorkspace.of(3, 20_000, 8)
@@ -293,9 +298,9 @@ def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, w
 
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_finished_rows_are_not_signalled_if_a_peer_never_comes(transport: str) -> None:
-    """An all-reduce whose peers never come sends its partial sums, but signals no finished rows. A call that was
-    already queued signals none either, because a peer may wait for that call's number. (In a captured graph the host
-    checks nothing between calls.)"""
+    """An all-reduce whose peers never come sends its partial sums, but must not signal finished rows. A call that was
+    already queued must not signal finished rows either, because a peer may wait for the number of that call. (In a
+    captured graph, the host checks nothing between calls.)"""
     workspace = SharedWorkspace.of(3, 20_000, 8)
     launch, p = workspace.launch(0, patience_ns=20_000), replace(SMALL, transport=transport, chunks=2, bands=3)
     a, matmul, out = torch.ones(72, 32).half(), VendorMatmul(torch.ones(32, 16).half()), torch.empty(72, 16).half()
@@ -313,8 +318,8 @@ def test_finished_rows_are_not_signalled_if_a_peer_never_comes(transport: str) -
 
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_nothing_is_written_before_the_peer_has_read(transport: str) -> None:
-    """A second call waits for leave from a peer that has not ended its first call, and gives up. (A copy engine copies
-    even so, but it sets the flag to a number that no rank waits for.)"""
+    """A second call waits for the credit of a peer that has not ended its first call, and the wait times out. (A copy
+    engine still copies the rows, but sets the flag to a number for which no rank waits.)"""
     workspace = SharedWorkspace.of(2, 20_000, 4)
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)
@@ -336,7 +341,8 @@ def test_nothing_is_written_before_the_peer_has_read(transport: str) -> None:
 
 
 def test_a_matmul_that_fails_aborts_the_group() -> None:
-    """Peers wait for rows that were not sent, so no later result of the group is valid."""
+    """If a matmul fails, its rows are not sent, and peers wait for them. No later result of the group would be valid,
+    so the group is aborted."""
     launch = SharedWorkspace.of(2, 20_000, 4).launch(0, patience_ns=20_000)
     with pytest.raises(RuntimeError):
         chunked.all_gather_matmul(

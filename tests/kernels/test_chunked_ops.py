@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the ops of schedule ``chunked`` as a rewritten graph does, on several processes, with the group's workspace and
-without one."""
+"""Calls the ops of schedule ``chunked`` as a rewritten graph does. They run on several processes, both with a workspace
+of the group and without one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
     for name, (pattern, rows, settings, site) in calls.items():
         generator = torch.Generator().manual_seed(rank)
         gathers = pattern == "all_gather_matmul"
-        # The shard begins in the middle of 16 bytes. The weight is a parameter, as in a module.
+        # The shard's address is not aligned to 16 bytes. The weight is a parameter, as in a module.
         a = torch.randn((rows if gathers else rows * world_size) * K + 4, generator=generator).half()[4:].view(-1, K)
         b, bias = (
             torch.nn.Parameter(torch.randn(N, K, generator=generator).half()),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares each op of an epilogue with torch's, and fused kernels that have epilogues with fp64. Ranks are processes
-that share memory, and kernels run in Triton's interpreter."""
+"""Compares each op of an epilogue with the op of torch, and compares fused kernels that have epilogues with fp64. Ranks
+are processes that share memory, and kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_an_invalid_program_becomes_no_code(program: Any) -> None:
     ],
 )  # fmt: skip
 def test_a_line_that_no_epilogue_needs_is_rejected_in_generated_source(line: str) -> None:
-    """Guards against a template that lets other code through."""
+    """Catches a template that accepts code which is not part of an epilogue."""
     own = kernels.source_of((((), (("neg", "x"),)),))
     kernels.check_source(own)
     with pytest.raises(ValueError, match="which no epilogue needs"):
@@ -165,7 +165,7 @@ class Case:
         widths: columns of each result.
         rows: rows of a shard.
         missing: rows that the last shard lacks.
-        keep: the gathered tensor is read, too.
+        keep: the call also returns the gathered tensor.
     """
 
     pattern: str

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls are counted modulo 2**32: schedules go on when the count wraps around, and a flag that was last set 2**31 calls
-ago counts as not set."""
+"""Calls are counted modulo 2**32. Schedules must go on when the count wraps around. A flag that was last set 2**31
+calls ago must count as not set."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _at(call: int) -> int:
 
 
 def _count_from(launch: Launch, space: SharedWorkspace, calls: int, touched: int) -> None:
-    """Set ``launch``'s counter and the flags of all ranks as if ``calls`` calls had ended. All of them set the credits;
-    call ``touched`` was the last to set the signals."""
+    """Set ``launch``'s counter and the flags of all ranks as if ``calls`` calls had ended. Every call has set the
+    credits. Call ``touched`` was the last one that set the signals."""
     launch.slot.calls.fill_(_at(calls))
     flags = space.flags.view(WORLD, -1, FLAG_WORDS)[:, :, 0]
     flags[:, :WORLD] = _at(calls)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer is late, skips a call or is killed. The other rank waits, or raises an error that names site, group and peer.
-If it only replays kernels, the watchdog ends it. Ranks are processes that share memory."""
+"""A peer is late, skips a call or is killed. The other rank must wait, or raise an error that names site, group and
+peer. If the other rank only replays kernels, the watchdog must end it. Ranks are processes that share memory."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _replays_without_its_peer(rank: int, workspace: SharedWorkspace) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     watchdog.GRACE_SECONDS = 0.3
     watchdog.watch(launch.faults, lambda: True)
-    # As in a CUDA graph, the kernel runs again and again without the host's check.
+    # As in a CUDA graph, the kernel runs repeatedly without the host's check.
     launch.faults.check = lambda: None  # type: ignore[method-assign]
     while True:
         _call("matmul_reduce_scatter", replace(launch, patience_ns=IMPATIENT_NS, prepared={}))

@@ -29,8 +29,8 @@ CALLS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """``CALLS`` calls in one slot. Each call has one band and one piece more than the call before, because the meaning
-    of flags must not depend on the site.
+    """``CALLS`` calls in one slot. Each call has one band and one piece more than the call before. The flags must still
+    have the same meaning, because sites with different numbers of bands share a slot.
 
     Attributes:
         rows: rows of a shard.
@@ -186,9 +186,9 @@ def test_a_peer_that_never_comes(pattern: str, what: str, slices: int, pushers: 
 
 
 @pytest.mark.parametrize("pattern", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-def test_nothing_is_written_without_leave(pattern: str) -> None:
-    """The workspace of a peer that is still in the previous call is not written, even if the signals of all ranks for
-    this call are set."""
+def test_nothing_is_written_without_a_credit(pattern: str) -> None:
+    """A peer is still in its previous call and gives no credit. Its workspace must not be written, even if all ranks'
+    signals for this call are set."""
     workspace = SharedWorkspace.of(2, 20_000, 4)
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)

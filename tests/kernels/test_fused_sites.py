@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs schedules ``fused`` and ``chunked`` from the model to the kernels. The rewritten graphs run on several
-processes, their kernels in Triton's interpreter."""
+"""Runs whole models with schedules ``fused`` and ``chunked``. The rewritten graphs run on several processes, with
+kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_three_ranks(tmp_path: Path) -> None:
 
 
 def test_schedule_chunked(tmp_path: Path) -> None:
-    """Schedule ``chunked`` also writes a site as one op. The cases are sites of every layout."""
+    """The cases cover every layout of a site. Schedule ``chunked``, like ``fused``, writes a site as one op."""
     names = [
         "gather rows, two matmuls, one with bias, gathered tensor read",
         "gather rows, and a weight's gradient",
@@ -121,8 +121,8 @@ def test_schedule_chunked(tmp_path: Path) -> None:
 
 
 def test_chunks_of_a_sum_of_matmuls(tmp_path: Path) -> None:
-    """The sites are those of the backward of layers that read one tensor. Catches a product of another chunk's rows,
-    one that is left out, and one that is added twice."""
+    """Such sums occur in the backward of layers that read one tensor. Catches a product that is computed from another
+    chunk's rows, left out, or added twice."""
     names = list(sums(2))
     for world_size, tried in ((2, names), (3, [names[1], names[3], names[6]])):
         (tmp_path / str(world_size)).mkdir()

@@ -27,10 +27,10 @@ class Case:
 
     Attributes:
         widths: columns of each weight.
-        biases: a letter for each weight: ``b`` if it has a bias.
+        biases: one character for each weight: ``b`` if it has a bias, else ``-``.
         rows: rows of a shard.
         in_rows: the weights are row-major, not transposed.
-        keep: the gathered tensor is read, too.
+        keep: the call also returns the gathered tensor.
     """
 
     world_size: int

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench.mirrored`` in one process. Two buffers stand for two GPUs. Each GPU plays one rank, and all peers of the
-other GPU's rank."""
+"""Tests ``bench.mirrored`` in one process, with two buffers in place of two GPUs. Each GPU acts as one rank, and also
+as all the peers of the other GPU's rank."""
 
 from __future__ import annotations
 

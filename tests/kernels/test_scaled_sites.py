@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs fp8 sites (``_scaled_mm``) with schedule ``chunked``, from the model to the kernels. The rewritten graphs run on
-several processes, and their results are compared with fp64 matmuls of the dequantised operands."""
+"""Runs whole models with fp8 sites (``_scaled_mm``) and schedule ``chunked``. The rewritten graphs run on several
+processes. Their results are compared with fp64 matmuls of the dequantised operands."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CALLS = 2
 
 
 def off(found: torch.Tensor, exact: torch.Tensor) -> str | None:
-    """What is wrong with ``found``: its shape, or an error above 3 % of the largest element. ``None`` if it is right.
-    (Rounding to fp8 and bf16 causes smaller errors.)"""
+    """Describe the problem of ``found``: a wrong shape, or an error above 3 % of the largest element. ``None`` if there
+    is none. (Rounding to fp8 and bf16 causes smaller errors.)"""
     if found.shape != exact.shape:
         return f"has shape {tuple(found.shape)}, expected {tuple(exact.shape)}"
     error = (found.double() - exact).abs().max()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of a gloo group report faults to each other through the board in host memory. One test uses schedule
-``wave_groups``, which runs collectives of another library."""
+``wave_groups``, which runs the collectives of the group's backend."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ PARAMETERS = WaveParameters(2, (1,), (0, 1, 2), 16, 16, 16, 2, 4, 1, False)
 
 
 def _tiles_come_late(rank: int, world_size: int, folder: str, reached: bool, scatters: bool) -> None:
-    """Simulates other work that occupies rank 0's GPU for longer than a kernel waits. So rank 0's tiles are stored
-    after the collectives have run.
+    """Simulates other work that occupies rank 0's GPU for longer than a kernel waits. Rank 0's tiles are therefore
+    stored only after the collectives have run.
 
     Args:
         reached: whether the GPUs can reach each other's memory.
@@ -60,7 +60,8 @@ def _tiles_come_late(rank: int, world_size: int, folder: str, reached: bool, sca
 
         wave_groups.Call.multiply = held  # type: ignore[method-assign]
     for value in (2, 3):
-        # In the second call, the late tiles of the first one are enough to end the wait.
+        # In the second call, the count already includes the late tiles of the first call, which ends the wait too
+        # early.
         assert call(value).isnan().all(), "tiles that were never written are returned as valid"
         if rank == 0:
             multiply(late[0][0], *late[0][1])
@@ -103,7 +104,7 @@ def test_all_ranks_see_an_abort_on_the_board_and_no_file_is_left(tmp_path: Path)
 
 
 def _cannot_tell(rank: int, world_size: int, folder: str) -> str:
-    """Rank 1 fails to write the words that tell its kernels where the board is. Returns this rank's error."""
+    """Rank 1 fails to write the words with the board's address, which its kernels read. Returns this rank's error."""
     use_shared_memory(folder)
     if rank == 1:
         faults.stop_words = lambda *arguments: 1 / 0
@@ -119,8 +120,8 @@ def test_every_rank_raises_if_one_cannot_tell_its_kernels_where_the_board_is(tmp
 
 
 def _sees_no_board(rank: int, world_size: int, folder: str, files: str, blind: int, full: bool) -> str:
-    """Rank ``blind`` cannot make or map the board's file: the folder has no room (``full``) or does not exist. Returns
-    this rank's error."""
+    """Rank ``blind`` cannot make or map the file of the board, because the folder has no room (``full``) or does not
+    exist. Returns this rank's error."""
     use_shared_memory(folder)
     shared_file.SHARED_FOLDER = Path(files)
     if rank == blind and full:
@@ -141,7 +142,7 @@ def _sees_no_board(rank: int, world_size: int, folder: str, files: str, blind: i
     [
         (2, False, "map the first rank's file of {} (OverlapError: [Errno 2] No such file"),
         (0, False, "make a file of"),
-        # If there is no room for a page, a write to the page would end the process with SIGBUS.
+        # If the folder has no room for a page of the file, a write to that page would end the process with SIGBUS.
         (0, True, "make a file of {} for all ranks (OverlapError: [Errno 28] No space left"),
     ],
     ids=["a rank cannot map the file", "the first rank cannot make the file", "no memory is left for the file"],
@@ -149,7 +150,7 @@ def _sees_no_board(rank: int, world_size: int, folder: str, files: str, blind: i
 def test_every_rank_raises_if_one_cannot_make_or_map_the_board(
     blind: int, full: bool, why: str, tmp_path: Path
 ) -> None:
-    """All ranks raise the same error, and none waits for a timeout."""
+    """All ranks must raise the same error, and no rank may wait for a timeout."""
     files = tmp_path / "shared"
     files.mkdir()
     said = run_ranks(WORLD, _sees_no_board, str(tmp_path), str(files), blind, full, timeout=60)

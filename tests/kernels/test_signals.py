@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks signals between processes that share memory, in the versions for Triton's interpreter. Kernels call these as
-they call the versions for GPUs."""
+"""Checks signals between processes that share memory. The functions under test are the versions for Triton's
+interpreter. Kernels call them by the same names as the versions for GPUs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_data_is_there_when_its_signal_is() -> None:
 
 
 def test_flags_may_wrap_around() -> None:
-    """A counter may pass 2**31, since differences are compared."""
+    """A counter may pass 2**31, because a wait compares differences of counters."""
     assert _two_ranks(2**31 - 20).tolist() == [0, 0]
 
 
@@ -83,8 +83,8 @@ def _signed(numbers: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("call", [0, 1, 2**20, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1])
 def test_a_flag_is_reached_if_it_equals_the_target_or_is_a_little_ahead(call: int) -> None:
-    """This holds at any call count. A flag that was last set 2**31 calls ago does not count as reached. Neither does
-    the number that a copy engine sends if no rank may go on (``NOBODY``)."""
+    """The comparison must be right at any count of calls. A flag that was last set 2**31 calls ago has not reached the
+    target. ``NOBODY``, which a copy engine sends if no rank may go on, never reaches a target."""
     ahead = [0, 1, WINDOW - 1, -1, -(2**31), -(2**31) - 5, NOBODY.value, WINDOW]
     found = torch.zeros(16, dtype=torch.int32)
     compare[(8,)](_signed([call + n for n in ahead]), _signed([call] * 8), found)
@@ -96,7 +96,7 @@ TRIES = 40
 
 @triton.jit
 def give_up_alike(flag, stop, who):
-    """Wait until the patience is over. Code, peer and value wanted are all ``who``."""
+    """Wait until the wait times out. The record's code, peer and expected value are all ``who``."""
     wait_at_least(flag, who, stop, 3_000, who, who)
 
 
@@ -129,7 +129,7 @@ def _one_of_two(block: int, space: SharedWorkspace, steps: torch.Tensor) -> None
 
 def test_two_blocks_that_give_up_together_leave_one_whole_record() -> None:
     space = SharedWorkspace.of(3, 16, 1)
-    # (It is made before the fork, so both processes find it at the same addresses.)
+    # (The workspace is made before the fork, so it has the same addresses in both processes.)
     faults = space.faults(0)
     run_ranks(2, _one_of_two, space, shared(2), seconds=60)
     del faults

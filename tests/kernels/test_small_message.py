@@ -94,7 +94,7 @@ def _rank(
 
 
 def _late_rank(rank: int, *args: Any) -> None:
-    """As ``_rank``, but rank 1 reads arrived rows some time after it saw their flags."""
+    """Run ``_rank``, but let rank 1 read rows only some time after it has seen their flags."""
     if rank == 1:
         wait = kernels.wait_for_all
 
@@ -162,14 +162,15 @@ LATE = {
 
 @pytest.mark.parametrize("name", LATE)
 def test_a_rank_that_reads_late_gets_the_rows_of_its_own_call(name: str) -> None:
-    """When the rank reads, its peers are in their next call, which writes to the other half of the workspace. In
-    two-shot the peers wait for all segments of the rows that the rank owns."""
+    """When the late rank reads, its peers are already in their next call, which writes to the other half of the
+    workspace. In two-shot, the peers cannot get that far before they have all segments of the rows that the late rank
+    owns."""
     _check(LATE[name], _late_rank)
 
 
 def test_the_kernel_rounds_where_a_model_rounds() -> None:
-    """From the sum on, the kernel's results are bit for bit those of separate ops, so that a graph's numbers do not
-    change. (The test uses fp16, because the interpreter truncates bf16.)"""
+    """Given the same sum, the kernel's results are bitwise equal to those of separate ops. So the norm in the kernel
+    does not change a graph's results. (The test uses fp16, because the interpreter truncates bf16.)"""
     case = replace(CASES["one-shot"], dtype=torch.float16)
     generator = torch.Generator().manual_seed(2)
     product, residual, weight = (

@@ -27,8 +27,8 @@ SETTINGS = {
 
 
 def _call(name: str, site: str, rows: int, seed: int, bias: bool, norm: bool, average: bool = False) -> list[str]:
-    """Call one op, and its fake function. Returns the problems: values that are off, or a fake result of another shape
-    or dtype."""
+    """Call one op and its fake function. Returns the problems: a wrong value, or a fake result with another shape or
+    dtype."""
     group, rank = dist.group.WORLD, dist.get_rank()
     generator = torch.Generator().manual_seed(seed)
     lhs, rhs, bias_row, residual, weight = (
@@ -41,7 +41,7 @@ def _call(name: str, site: str, rows: int, seed: int, bias: bool, norm: bool, av
             (COLUMNS + 1,),
         )
     )
-    weight = weight[1:]  # begins in the middle of 16 bytes
+    weight = weight[1:]  # not aligned to 16 bytes
     exact = sum(a.double() @ b.double().t() + bias * bias_row.double() for a, b in zip(lhs, rhs)) / (
         group.size() if average else 1
     )
@@ -90,8 +90,8 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
             problems += _call(name, f"{name} 1", rows, seed, bias=False, norm=seed % 2 == 0)
             problems += _call(name, f"{name} 1", rows, seed, bias=True, norm=False, average=True)
     slots = workspace_of(group, device).arena.slots
-    # Sites take the slots of their protocol in turn. Each slot served one-shot and two-shot sites; the fused site's is
-    # unused.
+    # Sites take the slots of their protocol in turn. Each slot of the small messages served one-shot and two-shot
+    # sites. The slot of the fused site is unused.
     counts = {s.protocol: sorted(int(t.calls) for t in slots if t.protocol == s.protocol) for s in slots}
     if counts != {"credits": [0], "halves": [8, 16]}:
         problems.append(f"calls of the slots: {counts}")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs schedule ``small_message`` from the model to the kernels. The rewritten graph runs on several processes, its
-kernels in Triton's interpreter."""
+"""Runs whole models with schedule ``small_message``. The rewritten graph runs on several processes, with kernels in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
 def two_layers(
     x: torch.Tensor, residual: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gain: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """The end of a Llama layer, twice (the second one reads the first one's norm), and an all-reduce without a norm."""
+    """The end of a Llama layer, twice, and an all-reduce without a norm. The second layer reads the norm of the
+    first."""
     group = dist.group.WORLD
     first = residual + funcol.all_reduce(x @ a, "sum", group)
     second = first + funcol.all_reduce(_norm(first, gain) @ b, "sum", group)
@@ -65,7 +66,8 @@ def _check(rank: int, world_size: int, folder: str, dynamic: bool) -> list[str]:
     if any(p[0].schedule != "small_message" for p in plans) or not plans:
         problems.append(f"{plans}")
     fused = [r.after.count("small_message_matmul_all_reduce_norm.default(") for r in reports]
-    # (The kernel computes no norm if the token count is dynamic. One row has a graph of its own, with a fixed count.)
+    # (If the token count is dynamic, the kernel computes no norm. torch compiles one row to a graph of its own, in
+    # which the count is static.)
     if fused != ([0, 2] if dynamic else [2]):
         problems.append(f"{fused} norms computed in the all-reduce's kernel")
     if any("_c10d_functional" in r.after for r in reports) or (not dynamic and "rsqrt" in reports[0].after):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank whose wait for leave was given up still copies the rows of its next call, over rows that a paused peer has yet
-to read. The peer must return NaN.
+"""A copy without a credit. Rank 1's wait for a credit times out, but its copy engine still copies the rows of its next
+call. They overwrite rows that rank 0 has not read yet. Rank 0 must return NaN.
 
-One process plays both ranks, in Triton's interpreter. When rank 1's rows of this call have been signalled and rank 0
-has not read them yet, rank 1 begins its next call, for which it gets no leave.
+One process acts as both ranks, in Triton's interpreter. Rank 1's rows of this call are signalled. Before rank 0 reads
+them, rank 1 begins its next call, for which it gets no credit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IMPATIENT_NS = 20_000
 
 
 class Sender:
-    """Rank 1. In each call it sends what ``transfer`` describes. It waits only for leave."""
+    """Rank 1. In each call it waits for its peer's credit, and then sends the rows that ``transfer`` describes."""
 
     def __init__(self, launch: Launch, transfer: Transfer, source: torch.Tensor) -> None:
         self.launch, self.source = launch, source
@@ -52,7 +52,7 @@ Read = Callable[[Launch, Sender | None], Sequence[torch.Tensor]]
 
 
 def _behind(wait: Callable[..., Any], sender: Sender | None) -> Callable[..., Any]:
-    """Wrap ``wait``, which makes a kernel: each time that kernel has run, the sender begins its next call."""
+    """Wrap ``wait``, a function that makes a kernel. Each time the kernel has run, the sender begins its next call."""
 
     def made(*arguments: Any) -> Callable[[], None]:
         kernel = wait(*arguments)
@@ -97,7 +97,7 @@ def _fused(keep: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, int, 
 
             def sent(source: torch.Tensor) -> None:
                 send(source)
-                # (The kernel that follows finds the flags of this call, but rows of the next one.)
+                # (The kernel that follows finds the flags of this call, but the rows of the next call.)
                 if sender is not None:
                     sender.call(100.0)
 
@@ -125,7 +125,7 @@ CASES = {
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["patience is over", "stopped by a peer"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_results_of_rows_that_were_copied_over_without_leave_are_nan(
+def test_results_of_rows_that_were_copied_over_without_a_credit_are_nan(
     case: Any, stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transfer, source_rows, read = case(monkeypatch)
@@ -134,7 +134,7 @@ def test_results_of_rows_that_were_copied_over_without_leave_are_nan(
     sender = Sender(replace(other, patience_ns=IMPATIENT_NS), transfer, torch.zeros(source_rows, transfer.width).half())
     sender.call(1.0)
     if stopped:
-        # A peer that gave up has set rank 1's abort word, and not yet rank 0's.
+        # A peer that gave up has set the abort word of rank 1, but not yet that of rank 0.
         begin = sender.call
         monkeypatch.setattr(sender, "call", lambda value: (other.faults.stop.__setitem__(0, 1), begin(value)))
     results = read(reader, sender)
@@ -144,7 +144,7 @@ def test_results_of_rows_that_were_copied_over_without_leave_are_nan(
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_results_of_calls_with_leave_are_not_spoilt(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_calls_with_credits_are_not_spoilt(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer, source_rows, read = case(monkeypatch)
     workspace = SharedWorkspace.of(2, 20_000, 4)
     reader, sender = (

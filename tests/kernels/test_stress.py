@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the stress checks for GPUs (``tests.gpu.check_stress``) on gloo processes, with kernels in Triton's interpreter.
-The checks must pass. If data is not sent, they must report wrong results."""
+The checks must pass. They must report wrong results if data is not sent."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _quick_variants(schedules: Sequence[str], replays: bool) -> list[stress_site
 
 
 class _NoStream:
-    """Replaces ``torch.cuda.Stream``. On a CPU all calls run in order, so it does nothing."""
+    """Replaces ``torch.cuda.Stream`` and does nothing, because on a CPU all calls run in order."""
 
     def __init__(self, priority: int = 0) -> None:
         pass
@@ -108,8 +108,9 @@ def _run(rank: int, world_size: int, folder: str, options: list[str], quick: boo
 
 
 def _break_copies() -> None:
-    """Break the transport ``copy_engine``: every third transfer sends its signals but no data. This begins with the
-    first call of ``drawn_calls``, so the first results, with which later ones are compared, are right."""
+    """Break the transport ``copy_engine``: every third transfer sends its signals but no data. Transfers break only
+    from the first call of ``drawn_calls`` on. The first results come earlier and are right, and later results are
+    compared with them."""
     plain_prepare, plain_calls, sent = CopyEngine.prepare, stress_scenarios.drawn_calls, itertools.count()
     repeated: list[bool] = []
 
@@ -117,7 +118,7 @@ def _break_copies() -> None:
         self: CopyEngine, launch: Any, transfer: Any, numbers: Any, source: Any, share: Any, guarded: bool = False
     ) -> Any:
         send = plain_prepare(self, launch, transfer, numbers, source, share, guarded)
-        # The same transfer, with its copies going to memory that no rank reads.
+        # The same transfer, but its copies go to memory that no rank reads.
         signals = plain_prepare(
             self,
             replace(launch, slot=replace(launch.slot, data=_Elsewhere(launch.slot.data))),
@@ -137,7 +138,7 @@ def _break_copies() -> None:
 
 
 class _Elsewhere:
-    """Replaces a slot's data buffer. In place of each peer's memory, it has memory that no rank reads."""
+    """Replaces the data buffer of a slot. The memory of each peer is replaced by memory that no rank reads."""
 
     def __init__(self, buffer: Any) -> None:
         self.peers = tuple(torch.empty_like(peer) for peer in buffer.peers)

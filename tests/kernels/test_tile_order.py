@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the order in which the kernels of reductions claim tiles: each tile once, the peers' tiles before this rank's
-own, and band after band."""
+"""Checks the order in which the kernels of reductions claim tiles. Each tile is claimed once, the peers' tiles come
+before this rank's own tiles, and an all-reduce takes one band after the other."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_scatter_multiplies_every_tile_once_and_its_own_last(
 def test_an_all_reduce_multiplies_every_tile_once_band_after_band(
     tiles_shard: int, tiles_part: int, world_size: int
 ) -> None:
-    """In each band, the peers' tiles come before this rank's own."""
+    """In each band, the peers' tiles come before this rank's own tiles."""
     order = [(m // tiles_part, s == RANK) for s, m, _ in _turns(tiles_shard, tiles_part, world_size, bands=True)]
     assert order == sorted(order)
 

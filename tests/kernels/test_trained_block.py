@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs forward and backward of a sequence-parallel block with schedules that write each site as one op. The block runs
-on several processes with interpreted kernels, and is compared with fp64."""
+"""Runs a sequence-parallel block forward and backward, with schedules that write each site as one op. The block runs on
+several processes, with kernels in Triton's interpreter. Its results are compared with fp64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.interpreted import interpreted
 from tests.support.shared_memory import use_shared_memory
 
-# Backward scatters sums of three and of two matmuls. A fused kernel does not compute such sums.
+# Backward reduce-scatters a sum of three matmuls and a sum of two. No fused kernel computes such sums.
 EXPECTED = {
     "chunked": {
         "forward: all_gather_matmul chunked": 2,
@@ -58,7 +58,7 @@ def _check(rank: int, world_size: int, folder: str, schedule: str, variant: Vari
     ],
 )
 def test_a_block_that_trains(schedule: str, variant: Variant, tmp_path: Path) -> None:
-    """Catches a weight's gradient that reads the gathered tensor before all of it has arrived, and a product that is
-    left out of a sum or has another chunk's rows."""
+    """Catches a weight's gradient that reads the gathered tensor before all of it has arrived. Also catches a product
+    that is left out of a sum or is computed from another chunk's rows."""
     for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), schedule, variant, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

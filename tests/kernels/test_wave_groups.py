@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs schedule ``wave_groups`` on gloo processes: its ops with given and with measured partitions, and its kernels in
-Triton's interpreter."""
+"""Runs schedule ``wave_groups`` on gloo processes, with its kernels in Triton's interpreter. Its ops run with given
+partitions and with measured ones."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Case:
     """One call of an op.
 
     Attributes:
-        rows: rows of the left operand; for a scatter, of one rank's shard of it.
-        partition: bounds of the groups, in bands. ``None``: measured.
+        rows: rows of the left operand. For a scatter: rows of one rank's shard of the result.
+        partition: bounds of the groups, in bands. If it is ``None``, the op measures and chooses one.
         blocks: number of SMs, one of which is left free.
         in_rows: the right operand is row-major, not transposed.
     """
@@ -157,8 +157,7 @@ def test_agrees_with_fp64(world_size: int, names: list[str]) -> None:
 
 
 def _own(rank: int, world_size: int) -> list[Any]:
-    """Run the sites of ``OWN``. Returns the sites at which this rank took part in measuring, and the partitions
-    chosen."""
+    """Run the sites of ``OWN``. Returns the sites at which this rank measured, and the partitions that were chosen."""
     collective_times.SIZES, collective_times.REPEATS = (2**9, 2**11), 1
     measured, choose = [], wave_groups.Call._choose
 
@@ -195,7 +194,8 @@ OWN = [
 
 def test_ranks_measure_together_if_inner_sizes_and_biases_differ() -> None:
     """A site may be new to rank 0 only. If rank 0 then measured alone, it would wait for peers that already run the
-    collective. A site's plan serves any inner size that its ranks have later."""
+    collective. So all ranks measure a site together, once. The plan then serves any inner size that the ranks have
+    later."""
     first, second = run_ranks(2, _own, timeout=120)
     assert first == second and first[0] == ["bias of rank 0", "no bias", "inner of rank 0"]
 
@@ -215,7 +215,8 @@ def _call(waves: wave_groups.GroupWaves, parameters: WaveParameters = PARAMETERS
 
 
 def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
-    """The waiting kernel ends when its patience is over, and sets the group's rows to NaN. The next call raises."""
+    """The wait of the kernel times out. The kernel then sets the rows of the group to NaN and ends. The next call
+    raises an error."""
     place = waves.place
     waves.counters[2 * FLAG_WORDS] = 3
     c = torch.zeros(64, 16).half()
@@ -234,7 +235,7 @@ def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
 
 def test_a_group_that_lies_across_element_2_to_31_becomes_nan(waves: wave_groups.GroupWaves, tmp_path: Path) -> None:
     place, first = waves.place, 2**31 - 256
-    # (A sparse file: only the pages that are written take room.)
+    # (The memory is a sparse file. Only the pages that are written need space.)
     c = torch.from_file(str(tmp_path / "c"), shared=True, size=first + 768, dtype=torch.float16)
     number = place.faults.number("some site")
     wait_for_group[(1,)](waves.counters, c, place.faults.stop, 20_000, 0, 5, number, 0, first, 512, 256)
@@ -245,8 +246,8 @@ def test_a_group_that_lies_across_element_2_to_31_becomes_nan(waves: wave_groups
 def test_nothing_runs_after_a_collective_has_failed(
     waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the failure, counters that no kernel has waited for are not zero, so a later call's collectives would start
-    too early."""
+    """After the failure, some counters are not zero, because no kernel waited for them and reset them. The collectives
+    of a later call would start too early."""
     _call(waves)
 
     def fails(*args: object) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's script, which does not use this project: a Hugging Face Llama, sharded by its own plan and compiled."""
+"""A user's script that does not import this project. It shards a Hugging Face Llama by the model's own plan and
+compiles it."""
 
 import json
 import sys
@@ -31,7 +32,7 @@ with torch.no_grad():
     eager = model(ids, use_cache=False).logits
     compiled = torch.compile(model)(ids, use_cache=False).logits
 breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-# A file per rank: lines that two processes print at once run into each other.
+# Each rank writes a file, because lines that two processes print at the same time may mix.
 difference = ((compiled - eager).abs().max() / eager.abs().max()).item()
 Path(results, f"rank{dist.get_rank()}.json").write_text(json.dumps([difference, breaks]))
 dist.barrier()

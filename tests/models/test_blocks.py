@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a sequence-parallel transformer block, forward and backward, in every layout, with fp64, and counts its
-sites."""
+"""Runs a sequence-parallel transformer block forward and backward in every layout. Compares the results with fp64 and
+counts the sites."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.support.gloo_ranks import run_ranks
 @pytest.mark.parametrize("checkpointing", EXPECTED)
 @pytest.mark.parametrize("by_hand", [False, True], ids=["dtensor", "by hand"])
 def test_block(by_hand: bool, checkpointing: str) -> None:
-    """Catches a site lost in one layout, a gradient summed twice or not at all, and a slice of the wrong tokens."""
+    """Catches a site that is not found in one layout, a gradient that is summed twice or not at all, and a slice of the
+    wrong tokens."""
     if checkpointing != "none" and not by_hand and TORCH in ((2, 12), (2, 13)):
         pytest.skip(
             "these torch versions take the DeviceMesh for a saved tensor under checkpointing and fail without"
@@ -30,6 +31,7 @@ def test_block(by_hand: bool, checkpointing: str) -> None:
     ("by_hand", "checkpointing"), GENERATED, ids=[f"{'by hand' if h else 'dtensor'}-{c}" for h, c in GENERATED]
 )
 def test_block_in_generated_code(by_hand: bool, checkpointing: str) -> None:
-    """Catches what only generated code can do: a buffer overwritten before the last hop has read it."""
+    """Catches an error that only generated code can have: a buffer that is overwritten before the last hop has read
+    it."""
     for rank, found in enumerate(run_ranks(2, problems, by_hand, checkpointing, "cpu", True)):
         assert not found, f"rank {rank}: {found}"

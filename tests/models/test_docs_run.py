@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands of README and ``docs/`` run, and print what the pages show."""
+"""Runs the commands of README and ``docs/``, and compares their output with the output on the pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("paths", make_docs.page_runs(), ids=["README", "docs"])
 def test_pages(tmp_path: Path, paths: list[Path]) -> None:
-    """Catches a command that fails, or that prints something other than the page shows."""
+    """Catches a command that fails, and a command whose output differs from the page."""
     outputs = make_docs.run_samples(paths, tmp_path)
     assert outputs
     for path, sample, output in outputs:
@@ -26,6 +26,6 @@ def test_pages(tmp_path: Path, paths: list[Path]) -> None:
 
 
 def test_every_page_with_samples_is_run() -> None:
-    """Catches a page that has marked blocks and is run by no test."""
+    """Catches a page whose marked blocks no test runs."""
     marked = {path.name for path in pages() if samples.samples(path.read_text())}
     assert marked == set(make_docs.RUN) and all((DOCS / name).is_file() for name in make_docs.RUN)

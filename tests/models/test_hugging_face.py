@@ -18,8 +18,8 @@ from tests.support.hugging_face_problems import problems
     ids=["llama, trained, generated code", "starcoder2, generated code", "cohere", "olmo2, trained"],
 )
 def test_family(family: str, trains: bool, generated: bool, tmp_path: Path) -> None:
-    """Catches a way to write a site that is no longer recognised, a site that is counted twice, and a wrong slice of
-    logits or gradients."""
+    """Catches a site that is no longer recognised, a site that is counted twice, and a wrong slice of logits or
+    gradients."""
     for rank, found in enumerate(run_ranks(2, problems, family, str(tmp_path), trains, generated, timeout=500)):
         assert not found, f"rank {rank}: {found}"
 
@@ -30,6 +30,6 @@ def test_family(family: str, trains: bool, generated: bool, tmp_path: Path) -> N
     ids=["vocabulary of 101 on 2 ranks, generated code", "vocabulary of 101 and ffn of 50 on 3 ranks"],
 )
 def test_sizes_that_the_group_does_not_divide(family: str, world_size: int, generated: bool, tmp_path: Path) -> None:
-    """The ranks' shards differ: a head pads its columns, and weights have different widths."""
+    """The ranks' shards have different sizes: the head pads its columns, and weights have different widths."""
     for rank, found in enumerate(run_ranks(world_size, problems, family, str(tmp_path), True, generated, timeout=500)):
         assert not found, f"rank {rank}: {found}"

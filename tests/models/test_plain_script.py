@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An unchanged script under ``torchrun`` is overlapped by two environment variables."""
+"""Two environment variables switch overlap on for an unchanged script under ``torchrun``."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def texts(dump: Path) -> dict[str, str]:
 
 
 def test_environment_variables_alone(tmp_path: Path) -> None:
-    """Catches a site that is lost between ``import torch`` and the dump, a graph break, and a dump that differs if the
-    cache is warm."""
+    """Catches a site that is missing in the dump, a graph break, and a dump that differs between a cold and a warm
+    cache."""
     if not importlib.metadata.entry_points(group="torch.backends", name="overlap_inductor"):
         pytest.skip("the package is not installed here, so torch cannot load it by itself; pip install -e . first")
     for dump in (tmp_path / "cold", tmp_path / "warm"):

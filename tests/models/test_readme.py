@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's third step, its Python block and the demo run in small sizes, without GPUs."""
+"""Runs README's third step, its Python block and the demo, in small sizes and without GPUs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_the_three_ways_in_code() -> None:
 
 @pytest.mark.timeout(600)
 def test_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs the whole command in small sizes. Numbers agree, sites are overlapped, and times are printed."""
+    """Runs the whole command in small sizes. The numbers must agree, all sites must be overlapped, and times must be
+    printed."""
     small = ["--layers", "1", "--hidden", "64", "--tokens", "64"]
     status = cli.main(["demo", "--device", "cpu", "--link", "none", *small, "--keep-dir", str(tmp_path)])
     out = capsys.readouterr().out

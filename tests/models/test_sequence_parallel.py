@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The all-reduces of unchanged Hugging Face models are rewritten, and logits and gradients agree with fp64."""
+"""The sequence-parallel rewrite replaces the all-reduces of unchanged Hugging Face models. Logits and gradients agree
+with fp64."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ CASES = {
 
 @pytest.mark.parametrize("generated", [False, True], ids=["interpreted", "generated code"])
 def test_families(generated: bool, tmp_path: Path) -> None:
-    """Catches an op of one family that no longer runs on rows, and a wrong gradient behind a norm, a bias, a branch."""
+    """Catches an op of one family that no longer runs on rows, and a wrong gradient of a norm, a bias or a branch."""
     cases = {name: case for name, case in CASES.items() if case.generated == generated}
     for rank, found in enumerate(run_ranks(2, problems, cases, str(tmp_path), timeout=500)):
         assert not found, f"rank {rank}: " + "\n".join(found)
@@ -42,7 +43,7 @@ STEPS, BATCHES = 200, 8
 
 
 def _losses(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float], int]:
-    """The losses of training without the pass and with it, and the number of stretches rewritten."""
+    """The losses of a training without the pass, the losses with the pass, and the number of rewritten stretches."""
     compile_anew()
     generator = torch.Generator().manual_seed(3)
     data = [torch.randint(0, hugging_face.VOCABULARY, (2, 12), generator=generator) for _ in range(BATCHES)]

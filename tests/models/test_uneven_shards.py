@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs DTensor layers whose sizes the group does not divide, forward and backward. All ranks have one plan, and the
-results are those of the same layers run eagerly."""
+"""Runs DTensor layers forward and backward. Their sizes are not multiples of the group's size. All ranks must have the
+same plan, and the results must agree with those of eager PyTorch."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A block on a sequence of ``TOKENS``, which two or three ranks do not divide; input and output are this rank's
-    rows."""
+    """A block on a sequence of ``TOKENS`` tokens, which is not a multiple of two or three. Input and output are this
+    rank's rows."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class RowWise(nn.Module):
 
 
 class _Reduced(torch.autograd.Function):
-    """The sum over ranks; its gradient is the same on every rank."""
+    """The sum over ranks. Backward passes the gradient on unchanged, because it is the same on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -135,8 +135,8 @@ LAYERS: dict[str, tuple[Callable[[DeviceMesh, int], Built], dict[str, dict[str, 
     "mlp with biases": (lambda mesh, rank: _mlp(mesh, rank, True), {"forward": {REDUCE: 1}, "backward": {REDUCE: 1}}),
     "sequence": (_block, {"forward": {GATHER: 1, SCATTER: 1}, "backward": {GATHER: 1, SCATTER: 1}}),
 }
-"""``{name: (function that makes the layer and its input, {phase: sites that must be overlapped})}``. Two all-reduced
-gradients that are added are one site."""
+"""``{name: (function that makes the layer and its input, {phase: sites that must be overlapped})}``. If two all-reduced
+gradients are added, their all-reduces are one site."""
 
 
 def _run(
@@ -215,8 +215,8 @@ def problems(
     ids=["2 ranks", "3 ranks", "2 ranks, generated code"],
 )
 def test_layers_that_the_group_does_not_divide(world_size: int, names: list[str], generated: bool) -> None:
-    """Catches a rank that finds other sites than its peers, and a padded row or column that is summed or gets a
-    gradient."""
+    """Catches a rank that finds other sites than its peers. Also catches a padding row or column that enters a sum or
+    gets a gradient."""
     found = run_ranks(world_size, problems, names, generated, timeout=400)
     for rank, (wrong, plans) in enumerate(found):
         assert not wrong, f"rank {rank}: " + "\n".join(wrong)

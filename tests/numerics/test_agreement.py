@@ -40,7 +40,7 @@ def _check(
     compile_anew()
     for name in names or cases(world_size, 4):
         reports: list[OverlapReport] = []
-        # Shards of one row take as much time as larger ones, so only one setting has them.
+        # Cases with shards of one row take as much time as the others, so only one setting runs them.
         for size in (6, 1) if not fields and world_size == 2 else (6,):
             torch._dynamo.reset()
             function, shapes, expected = cases(world_size, size)[name]
@@ -121,8 +121,8 @@ SAMPLE = [
     "all-reduce, rows no multiple of the ranks",
     "gathered output",
 ]
-"""One or two cases of each pattern and role, for settings that treat all cases alike: padding, and a ring of even
-length, in which both directions meet at one rank."""
+"""One or two cases of each pattern and role. They suffice for settings that treat all cases alike: padding, and a ring
+with an even number of ranks, in which both directions meet at one rank."""
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,14 @@ length, in which both directions meet at one rank."""
 def test_every_pattern_agrees_with_fp64(
     world_size: int, fields: dict[str, Any], dtype: torch.dtype, names: list[str] | None, generated: bool
 ) -> None:
-    """Catches a wrong slice, a lost remainder, a piece in a wrong place, and a sum in a wrong dtype."""
+    """Catches a wrong slice, remaining rows that are lost, a piece in a wrong place, and a sum in a wrong dtype."""
     for rank, problems in enumerate(run_ranks(world_size, _check, fields, dtype, names, generated, timeout=500)):
         assert not problems, f"rank {rank}: {problems}"
 
 
 def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool) -> list[str]:
     """Compile each function once and call it with several token counts. Returns the problems found on this rank. (torch
-    itself compiles anew for zero and for one token.)"""
+    itself compiles again for zero tokens and for one token.)"""
     import overlap_inductor
 
     g = dist.group.WORLD
@@ -195,7 +195,7 @@ def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool
             compiled = (
                 torch.compile(function) if generated else torch.compile(function, backend=interpreted(config, reports))
             )
-            # At the first count pieces may have one row: a shape that must not be fixed in the graph.
+            # At the first token count, pieces may have one row. The graph must not fix this size.
             for tokens in (8, 7, 12, 2, 33, 100):
                 x = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(rank + tokens))
                 torch._dynamo.mark_dynamic(x, 0)
@@ -221,8 +221,8 @@ def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool
     ids=["generated code", "3 ranks", "3 ranks, hop rounding, bidirectional"],
 )
 def test_dynamic_token_counts_share_one_compile(world_size: int, fields: dict[str, Any], generated: bool) -> None:
-    """Catches a guard that the pass adds, and a remainder that is lost if the number of ranks does not divide the token
-    count."""
+    """Catches a guard that the pass adds. Also catches rows that are lost if the token count is not a multiple of the
+    number of ranks."""
     for rank, problems in enumerate(run_ranks(world_size, _dynamic, fields, generated, timeout=500)):
         assert not problems, f"rank {rank}: {problems}"
 
@@ -233,7 +233,7 @@ def _first_rank_pads(rank: int, world_size: int) -> list[str]:
 
 
 def test_one_rank_pads_its_matmuls() -> None:
-    """Catches a plan or a site that depends on one rank's timings. It leads to an agreement error, or to a rank that
-    waits for the others in vain."""
+    """Catches a plan or a site that depends on the timings of one rank. Such a plan would lead to an agreement error,
+    or to a rank that waits until its timeout."""
     for rank, problems in enumerate(run_ranks(3, _first_rank_pads, timeout=300)):
         assert not problems, f"rank {rank}: {problems}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If one rank of a group is out of memory, no rank of the group gets a workspace, and none waits for it."""
+"""If one rank of a group is out of memory, no rank of the group gets a workspace, and no rank waits for that rank."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def _attempts(rank: int, world_size: int) -> list[Any]:
 
     for fails in ((), (1,), (0, 2), ()):
         attempt(fails)
-    # In a smaller group, that group's first rank decides. The text names global ranks.
+    # In a subgroup, the first rank of the subgroup decides. The text names global ranks.
     group = dist.new_group([1, 2])
     if rank:
         attempt((2,))
-    # Another group has keys of its own.
+    # Another group uses other keys in the store.
     group = dist.new_group()
     attempt((1,))
     dist.destroy_process_group(group)
@@ -117,7 +117,8 @@ def _workspace(rank: int, world_size: int, folder: str) -> list[Any]:
     symmetric.allocate = allocate
     group, requests = dist.group.WORLD, json.dumps([["a", 3000, 2], ["b", 500, 1]])
     for failing in (1, 1, 2, 3, 4):
-        # First the allocation for fault records fails. Then, in turn, those of two slots' data and flags fail.
+        # In turn, five allocations fail: that of the fault records, then those of the data and the flags of each of two
+        # slots.
         left[0] = failing
         said.append(workspace.prepare(group, CPU, requests, 2**30))
         assert not workspace.workspace_of(group, CPU).arena.slots
@@ -129,7 +130,7 @@ def _workspace(rank: int, world_size: int, folder: str) -> list[Any]:
     said.append(workspace.prepare(group, CPU, requests, 2**30))
     place = workspace.workspace_of(group, CPU)
     assert len(place.arena.slots) == 2 and place.launch("a", 3000, 2) is not None
-    # A rank's store into a peer's memory arrives there.
+    # A rank can write into the memory of a peer.
     flags = place.arena.slot("a").flags
     flags.peers[(rank + 1) % world_size][0] = 100 + rank
     dist.barrier()
@@ -152,7 +153,7 @@ def test_a_rank_without_memory_leaves_all_without_workspace_and_none_waiting(tmp
 
 
 def _limits(rank: int, world_size: int, folder: str) -> list[Any]:
-    """Each rank's workspace and message if rank 1 has a smaller limit than the others."""
+    """The workspace and the message of each rank. Rank 1 has a smaller limit than the others."""
     use_shared_memory(folder)
     told: list[str] = []
     heard = logging.Handler()
@@ -168,7 +169,7 @@ def _limits(rank: int, world_size: int, folder: str) -> list[Any]:
 
 
 def test_if_a_rank_has_a_smaller_limit_no_rank_gets_a_slot_above_it(tmp_path: Path) -> None:
-    """Otherwise the other ranks' kernels would wait for a rank that runs the collective."""
+    """If only the other ranks got a slot, their kernels would wait for a rank that runs the plain collective."""
     found = run_ranks(3, _limits, str(tmp_path), timeout=60)
     assert found[0] == found[1] == found[2]
     given, told, _, kept = found[0]

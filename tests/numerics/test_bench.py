@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the operator bench as a command, on two gloo processes. Then makes tables and plots from its rows."""
+"""Runs the operator bench as a command, on two gloo processes. Then makes tables and plots from the rows that it
+wrote."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def test_the_command_writes_rows_and_the_report_makes_tables_and_plots(tmp_path:
     )
     pytest.importorskip("matplotlib", reason="matplotlib comes with the package's bench extra")
     file, printed = tmp_path / "rows.jsonl", []
-    # Only the first case fits into the budget: the larger token count, the first pattern.
+    # Only the first case fits into the time budget: the first pattern at the larger token count.
     command = [
         "-m",
         "bench.operators",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that disagree, die or restart, and unusual inputs, lead to a clear error or to a right result, never to a
-hang."""
+"""Ranks that disagree, die or recompile, process groups that are destroyed, and unusual inputs. Each must lead to a
+clear error or to a right result, and never to a hang."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def _disagree(rank: int, world_size: int, fields: list[dict[str, Any]]) -> tuple
     ids=["sub-chunks", "direction"],
 )
 def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
-    """A rewritten graph that runs outside Inductor's callable has no plain program: every rank must raise an error that
-    names the rank and the difference."""
+    """A rewritten graph that runs outside Inductor's callable has no plain program. So every rank must raise an error
+    that names the rank and the difference."""
     odd = next(i for i, f in enumerate(fields) if f)
     for rank, (kind, text, _) in enumerate(run_ranks(3, _disagree, fields)):
         assert kind == "AgreementError" and words in text, f"rank {rank}: {kind} {text}"
@@ -78,7 +78,7 @@ def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
 
 
 def _other_model(rank: int, world_size: int, other: str) -> tuple[str, str, float]:
-    """Rank 1's model has another collective or dtype at the same place, with the same sizes."""
+    """Rank 1's model differs in one collective, in its kind or in its dtype. The sizes are the same."""
     group = _group()
     functions: dict[str, Callable[..., torch.Tensor]] = {
         "sum": lambda x, w: reduce_scatter(x @ w, "sum", 0, group),
@@ -119,7 +119,7 @@ def _other_version(rank: int, world_size: int) -> tuple[str, str, float]:
 
 
 def test_different_versions() -> None:
-    """Two versions of the package may cut differently with the same switches."""
+    """With the same switches, two versions of the package may divide a site into different pieces."""
     for kind, text, _ in run_ranks(2, _other_version):
         assert kind == "AgreementError" and "overlap_inductor is '" in text and "9.9" in text
 
@@ -136,11 +136,11 @@ def _switched_off_on_one(rank: int, world_size: int) -> tuple[str, str, float]:
 
 
 def test_switched_off_on_one_rank() -> None:
-    """The rank that is off publishes no plan. The other rank must raise at its deadline, and must not send to a peer
-    that waits in another collective."""
+    """A rank whose overlap is off publishes no plan. The other rank must raise an error at its deadline. It must not
+    send to a peer that waits in another collective."""
     on, off = run_ranks(2, _switched_off_on_one)
     assert on[0] == "AgreementError" and "rank 1 published no plan" in on[1] and on[2] < 60
-    # Rank 1's all-gather finds no peer. It fails at the group's timeout, or when rank 0's process ends.
+    # No peer takes part in rank 1's all-gather. It fails at the group's timeout, or when rank 0's process ends.
     assert off[0] != "ok"
 
 
@@ -156,8 +156,8 @@ def _one_compiles_again(rank: int, world_size: int) -> list[tuple[str, str, floa
 
 
 def test_one_rank_alone_compiles_again() -> None:
-    """If plans are compared at first runs only, the other rank goes on with the agreed plan and finds no partner. Its
-    error must say why."""
+    """If plans are compared at first runs only, the other rank runs the agreed plan, and its transfers find no partner.
+    Its error must say why."""
     (first, kept), (second, changed) = run_ranks(2, _one_compiles_again, expect_failure=True)
     assert first[0] == second[0] == "ok", (first, second)
     assert (
@@ -182,7 +182,7 @@ def _peer_dies(rank: int, world_size: int, first_call: bool) -> tuple[str, str, 
     if rank == 2:
         os._exit(9)
     outcome = _outcome(lambda: compiled(*inputs))
-    # (The store lives in rank 0's process, and the other survivor still reads it.)
+    # (Rank 0's process holds the store, and the other surviving rank still reads it.)
     time.sleep(5 if rank == 0 else 0)
     return outcome
 
@@ -203,7 +203,7 @@ def test_killed_peer(first_call: bool) -> None:
 
 def _recycled(rank: int, world_size: int) -> list[str]:
     problems = []
-    # The function names its group, as a compiled graph does, so it meets a new group each round.
+    # The function finds its group by name, as a compiled graph does. So it uses a new group in each round.
     name = dist.group.WORLD.group_name
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -229,8 +229,8 @@ def _recycled(rank: int, world_size: int) -> list[str]:
 
 
 def test_recycled_group_names() -> None:
-    """A compiled graph may outlive its group. A new group of the same name must not meet counters, keys or buffers of
-    the old one."""
+    """A compiled graph may outlive its group. A new group of the same name must not use counters, keys or buffers of
+    the old group."""
     assert run_ranks(2, _recycled) == [[], []]
 
 
@@ -280,8 +280,8 @@ def _edges(rank: int, world_size: int) -> list[str]:
 
 
 def test_unusual_inputs() -> None:
-    """Catches strides of the example that are fixed in the graph, a wait for a piece of no rows, and a lost
-    remainder."""
+    """Catches strides of the example that are fixed in the graph, a wait for a piece without rows, and remaining rows
+    that are lost."""
     for rank, found in enumerate(run_ranks(2, _edges, timeout=400)):
         assert found == [], f"rank {rank}: {found}"
 
@@ -297,12 +297,12 @@ def _alone(rank: int, world_size: int) -> tuple[bool, list[tuple[str, list[str]]
 
 
 def test_world_size_one() -> None:
-    """With one rank nothing can be hidden; the report says so, and the result is right."""
+    """With one rank, there is no transfer to hide. The report must say so, and the result must be right."""
     assert run_ranks(1, _alone) == [(True, [("kept", ["world_size_one"])])]
 
 
 def test_uninitialised_process_group() -> None:
-    """Without a process group there is no site, and no part of the pass may need a group."""
+    """Without a process group there is no site, and the pass must work."""
     assert not dist.is_initialized()
     reports: list[OverlapReport] = []
     x, w = _inputs(0)
@@ -313,8 +313,8 @@ def test_uninitialised_process_group() -> None:
 
 
 def test_a_plan_of_another_form_is_named_by_its_version() -> None:
-    """Another version of the package may write plans in another form: the error must name that version, and not fail to
-    read the plan."""
+    """Another version of the package may write plans in another format. The comparison must name that version, and must
+    not fail because it cannot read the plan."""
     from overlap_inductor.facts.exchange import ExchangePlan
     from overlap_inductor.facts.exchange import difference
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In a trace of generated code, transfers span the matmuls that should hide them."""
+"""Checks in a trace of generated code that transfers are in flight while the matmuls run that should hide them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ Span = tuple[float, float]
 
 
 def _trace(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    """``{"gather ring": {event: [(start, end) in microseconds], "site": the site's id}}``, and the same for the other
-    pattern and for ``keep``. A send or receive lasts from its start to the end of its wait."""
+    """Returns ``{"gather ring": {event: [(start, end) in microseconds], "site": the site's id}, ...}``, with one entry
+    for each pattern and for each of the schedules ``ring`` and ``keep``. A send or receive lasts from its start to the
+    end of its wait."""
     import overlap_inductor
 
     group = dist.group.WORLD
@@ -54,11 +55,11 @@ def _under(matmul: Span, transfers: list[Span]) -> int:
 
 
 def test_transfers_are_in_flight_while_matmuls_run() -> None:
-    """Steps could be in the right order in the graph and still run one after the other, so that nothing is hidden. Here
-    there are three ranks, and two sub-chunks per shard."""
+    """Even if the steps are in the right order in the graph, they could run one after the other, so that nothing is
+    hidden. The test uses three ranks, and two sub-chunks for each shard."""
     for trace in run_ranks(3, _trace):
         gather, scatter = trace["gather ring"], trace["scatter ring"]
-        # The report, the graph and a trace are joined by the site's id.
+        # The site's id must be the same in the report, in the graph and in the trace.
         for name, found, ops in (
             ("gather", gather, ("gather_start", "gather_step")),
             ("scatter", scatter, ("exchange_start", "exchange_send", "exchange_wait")),
@@ -67,13 +68,14 @@ def test_transfers_are_in_flight_while_matmuls_run() -> None:
                 found
             )
             assert not any(key.startswith("overlap_inductor::") for key in trace[f"{name} keep"])
-        # Gather: the own shard, then 2 x 2 sub-chunks. Hops are in flight during every matmul but the last.
+        # Gather: the rank multiplies its own shard, then 2 x 2 sub-chunks. Hops are in flight during every matmul but
+        # the last.
         assert len(gather["aten::mm"]) == 5 and len(gather["gloo:recv"]) == 4
         for matmul in gather["aten::mm"][:-1]:
             assert _under(matmul, gather["gloo:recv"]) and _under(matmul, gather["gloo:send"]), trace
         assert not _under(gather["aten::mm"][-1], gather["gloo:recv"])
-        # Scatter: 2 x 2 partial sums for the other ranks, then those of the own shard, in two parts or whole. Sends are
-        # in flight during every matmul but the first.
+        # Scatter: the rank computes 2 x 2 partial sums for the other ranks. Then it computes the partial sum of its own
+        # shard, in two parts or as a whole. Sends are in flight during every matmul but the first.
         assert len(scatter["aten::mm"]) >= 5 and len(scatter["gloo:send"]) == 4
         for matmul in scatter["aten::mm"][1:]:
             assert _under(matmul, scatter["gloo:send"]), trace

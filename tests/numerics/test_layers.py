@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench.layers`` on two gloo ranks without a slow link: a tiny Llama, forward and training."""
+"""Runs ``bench.layers`` on two gloo ranks without a slow link. The model is a tiny Llama, in forward and in
+training."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def test_every_variant_is_compared_and_timed(tmp_path: Path) -> None:
 
 
 def test_a_wrong_variant_ends_the_bench(tmp_path: Path) -> None:
-    """The variant without collectives, whose results are wrong, is compared as the others are."""
+    """The results of the variant without collectives are wrong on purpose. Here the bench takes this variant for a
+    right one, compares its results, and must end."""
     (tmp_path / "sitecustomize.py").write_text(
         "import dataclasses\n"
         "from bench import layer_variants\n"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank alone recompiles to another exchange, while ranks compare plans on their group's call page, as graphs on
-GPUs do. Here CPU graphs compare in this way; their own comparison through the store is switched off."""
+"""One rank alone recompiles its graph, and the new graph exchanges other data. The ranks compare their plans on the
+call page of their group, as they do for graphs on GPUs. (The call page is memory that the ranks of one machine share.)
+The graphs here are on CPUs. Their usual comparison, through the store at every call, is switched off."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def _compare_as_on_gpus() -> None:
 
 
 def _groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """A rank's two groups: twice the group of both ranks, or its row and its column of a 2 x 2 mesh."""
+    """The two groups of a rank. With two ranks, both are the group of all ranks. With four, they are the rank's row and
+    column of a 2 x 2 mesh."""
     if world_size == 2:
         return dist.group.WORLD, dist.group.WORLD  # type: ignore[return-value]
     from torch.distributed.device_mesh import init_device_mesh
@@ -47,8 +49,8 @@ def _groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, folder: str) -> dict[str, Any]:
-    """Every rank calls one graph three times. The last rank then compiles another graph alone, calls it twice, and goes
-    back to the first one."""
+    """Every rank calls one graph three times. Then the last rank alone compiles another graph, calls this graph twice,
+    and calls the first graph again."""
     compile_anew()
     _compare_as_on_gpus()
     if folder:
@@ -106,15 +108,15 @@ def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, fol
     ids=["other pieces", "trained", "no site", "trained, one site less", "mesh", "mesh, no site"],
 )
 def test_all_ranks_run_the_plain_program(world_size: int, change: dict[str, Any], trains: bool, words: str) -> None:
-    """Catches a recompiling rank that ends with an error at its deadline, and a rank without a site that never
-    compares, so that its peers wait until the group's timeout."""
+    """Catches a recompiling rank that raises an error at its deadline. Also catches a rank without a site that does not
+    compare plans, so that its peers wait until the group's timeout."""
     results = run_ranks(world_size, _alone, change, trains, "")
     assert all(r["problems"] == [] and all(r["pages"]) and r["agreed"] == 0 for r in results), results
     warnings = [w for r in results for w in r["warnings"]]
     assert warnings and all("rank 0 and other ranks do not exchange" in w or world_size == 4 for w in warnings), results
     assert all(words in w for w in warnings if "sub_chunks" in words) and any(words in w for w in warnings), results
     assert [r["plain"] for r in results] == [len(r["warnings"]) for r in results], (
-        "a rank warned of a call in which all ranks ran the same"
+        "a rank warned about a call in which all ranks ran the same program"
     )
 
 
@@ -124,7 +126,8 @@ def test_the_same_exchange_is_overlapped() -> None:
 
 
 def test_ranks_without_memory_in_common_compare_at_first_runs(tmp_path: Path) -> None:
-    """Ranks on several machines share no memory either. An exchange that was agreed on is not compared again."""
+    """Here the ranks share no memory, as on several machines. After the ranks agreed on an exchange, they do not
+    compare it again."""
     for result in run_ranks(2, _alone, {"step_node_budget": 1}, False, str(tmp_path)):
         assert result["problems"] == [] and result["warnings"] == [] and not any(result["pages"]), result
     assert [list(own.iterdir()) for own in tmp_path.iterdir()] == [[], []]
@@ -135,14 +138,15 @@ def _plan(steps: str, overlaps: bool) -> ExchangePlan:
 
 
 def _ahead(rank: int, world_size: int, calls: int) -> dict[str, Any]:
-    """Rank 1 makes ``calls`` calls without overlap before rank 0 compares the first of them. No data moves here."""
+    """Rank 1 makes ``calls`` calls without overlap before rank 0 compares the first of these calls. No data moves in
+    this test."""
     group = dist.group.WORLD
     same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [group], False)
     kept = agreement.Comparison(_plan("g0: all_reduce float32 [4] kept", False), [group], False)
     found = [same.call().overlapped, same.call().overlapped, same.count()]
     dist.barrier()
     if rank:
-        # (As ``ComparedCall`` does.)
+        # (``ComparedCall`` makes the same two calls.)
         found += [kept.count() or kept.call().overlapped for _ in range(calls)]
         dist.barrier()
         return {"found": found[:3]}
@@ -160,8 +164,8 @@ def test_a_rank_that_is_far_ahead_ran_the_call_without_overlap(calls: int) -> No
 
 
 def _compiled_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Without a page, rank 1 alone recompiles a graph that no rank overlaps. Another graph overlaps the same kind of
-    collective."""
+    """The group has no call page. Rank 1 alone recompiles a graph that no rank overlaps. Another graph overlaps a
+    collective of the same kind."""
     compile_anew()
     _compare_as_on_gpus()
     shared_file.SHARED_FOLDER = Path(folder) / str(rank)
@@ -186,14 +190,15 @@ def _compiled_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_a_kept_plan_that_ran_before_needs_no_answer(tmp_path: Path) -> None:
-    """Catches a rank that takes this for a lone recompile, waits for an answer that nobody gives, and raises an
-    error."""
+    """The recompiled graph exchanges the same data as before. Catches a rank that nevertheless waits for another rank's
+    answer, which never comes, and then raises an error."""
     for result in run_ranks(2, _compiled_again, str(tmp_path)):
         assert result["wrong"] == result["warnings"] == [] and result["page"] is None and result["seconds"] < 8, result
 
 
 def _late(rank: int, world_size: int) -> bool:
-    """Rank 0 is later than ``ABSENT``, and has not announced itself because it has compiled nothing here."""
+    """Rank 0 is late by more than ``ABSENT`` seconds. It compiles nothing here, so it has not announced itself to the
+    other rank."""
     call_board.ABSENT = 0.5
     plan = _plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True)
     same = agreement.Comparison(plan, [dist.group.WORLD], False)
@@ -208,7 +213,7 @@ def test_peers_wait_for_a_late_rank_if_a_plan_was_agreed_upon() -> None:
 
 
 def _disabled(rank: int, world_size: int) -> bool:
-    """Rank 0 runs a call overlapped and then disables overlap, before rank 1 has looked at that call."""
+    """Rank 0 runs a call with overlap and then disables overlap. Rank 1 compares that call only afterwards."""
     group = dist.group.WORLD
     assert group is not None
     same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [group], False)
@@ -223,7 +228,8 @@ def _disabled(rank: int, world_size: int) -> bool:
     blind = [True]
 
     class Looks:
-        """The store of a rank that is paused just before it asks whether overlap is disabled, until it is."""
+        """A store that pauses its rank. When the rank asks whether overlap is disabled, the store answers only after it
+        has been disabled."""
 
         def check(self, keys: list[str]) -> bool:
             store.wait(keys)
@@ -241,13 +247,13 @@ def _disabled(rank: int, world_size: int) -> bool:
 
 
 def test_a_slow_rank_overlaps_a_call_after_which_another_rank_disabled_overlap() -> None:
-    """Catches a slow rank that runs the plain program while the other rank is in the overlapped one."""
+    """Catches a slow rank that runs the plain program although the other rank runs the overlapped one."""
     assert run_ranks(2, _disabled) == [True, True]
 
 
 def _differs_for_long(rank: int, world_size: int) -> list[int]:
-    """Rank 1's plan of two groups differs from rank 0's in many calls. Returns the number of keys in the store after
-    every ``KEPT_CALLS`` calls."""
+    """The plans have two groups. In many calls, rank 1's plan differs from rank 0's plan. Returns the number of keys in
+    the store after every ``KEPT_CALLS`` calls."""
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     names = (tuple(g.group_name for g in groups),)
     steps = "g0: all_reduce float32 [4] in matmul_all_reduce by ring", "g1: all_reduce float32 kept"
@@ -265,14 +271,15 @@ def _differs_for_long(rank: int, world_size: int) -> list[int]:
 
 
 def test_verdicts_of_old_calls_do_not_stay_in_the_store() -> None:
-    """The reasons of verdicts do not fit on the page, so they are in the store. Those of old calls must be deleted."""
+    """A verdict says whether the ranks overlap a call. Its reason does not fit on the page, so it is in the store.
+    Reasons of old calls must be deleted."""
     for _, first, second in run_ranks(2, _differs_for_long, timeout=120):
         assert second - first < call_board.KEPT_CALLS, (first, second)
 
 
 def _inside_a_plan_of_two_groups(rank: int, world_size: int, overlaps: bool) -> list[Any]:
-    """Rank 1 alone runs another graph, in a group that has a page. Rank 0 runs a graph of this group and of a second
-    one that has no page. (On several machines, a group of one machine has a page, and a group across machines has
+    """Rank 0 runs a graph of two groups, of which only the first has a page. Rank 1 runs another graph, of the first
+    group alone. (With several machines, a group within one machine has a page, and a group across machines has
     none.)"""
     groups = [dist.group.WORLD, dist.new_group([0, 1])]
     names = [g.group_name for g in groups]
@@ -294,7 +301,7 @@ def _inside_a_plan_of_two_groups(rank: int, world_size: int, overlaps: bool) -> 
 
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_a_rank_with_which_others_do_not_compare_raises_at_once(overlaps: bool) -> None:
-    """Catches a rank that runs the plain program while the other rank is in the overlapped one."""
+    """Catches a rank that runs the plain program although the other rank runs the overlapped one."""
     others, alone = run_ranks(2, _inside_a_plan_of_two_groups, overlaps, timeout=60)
     assert others == [True] * 3 and alone[:2] == [True] * 2
     assert "rank 0: " in alone[2] and "compared at its first run only" in alone[2], alone
@@ -319,6 +326,6 @@ def _reason_comes_late(rank: int, world_size: int) -> str | None:
 
 
 def test_a_rank_waits_for_a_reason_that_comes_after_its_verdict() -> None:
-    """Writes to a store are not acknowledged, so a verdict may be on the page before its reason is in the store.
-    Catches that the rank which wrote the verdict is then taken for dead."""
+    """The store does not acknowledge writes, so a verdict may be on the page before its reason is in the store. Catches
+    a rank that does not wait for the reason and takes the writer of the verdict for dead."""
     assert run_ranks(2, _reason_comes_late) == ["0they differ", None]

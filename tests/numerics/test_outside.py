@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pattern and a schedule from outside of the package run on gloo ranks, in a compiled function and in the bench."""
+"""A pattern and a schedule from outside the package run on gloo ranks, in a compiled function and in the bench."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.gloo_ranks import run_ranks
 
 
 def _error(rank: int, world_size: int) -> tuple[str, float]:
-    """Returns the schedule that ran, and the largest error against fp64."""
+    """Run a compiled layer. Returns the schedule that ran, and the largest error against fp64."""
     compile_anew()
     with toy.registered():
         torch.manual_seed(rank)

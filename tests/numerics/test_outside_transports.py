@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``ring`` sends its messages by a transport from outside of the package, on gloo ranks. Its reports and the
+"""On gloo ranks, schedule ``ring`` sends its messages with a transport from outside the package. The reports and the
 bench name that transport."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
     inputs = torch.randn(8, 16), torch.randn(16, 12), torch.randn(12, 16)
     exact = _layer(*(i.double() for i in inputs))
     with toy.registered(toy.Pigeons()) as pigeons:
-        # With unrolled steps, then with one looping op per site.
+        # The first budget unrolls the steps. The second gives one looping op for each site.
         for budget in (3000, 1):
             torch._dynamo.reset()
             pigeons.carried = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random programs compile, no rewrite fails, and overlap does not change their results.
+"""Compiles random programs. No rewrite may fail, and overlap must not change the results.
 
     python -m tests.numerics.test_random_programs --world-size 2 --seeds 1000 2000 [--trains] \\
         [--fields '{"step_node_budget": 1}']
@@ -18,7 +18,7 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.program_checks import check
 
 COUNT = 25
-"""Programs per case. After a change to how sites are found or rewritten, run thousands with ``python -m
+"""Programs for each case. After a change to the finder or to a rewrite, run thousands of programs with ``python -m
 tests.numerics.test_random_programs``."""
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares layers of random shapes, dtypes and switches with fp64, outputs and gradients, on gloo ranks."""
+"""Runs layers with random shapes, dtypes and switches on gloo ranks. Compares outputs and gradients with fp64."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ LAYERS: dict[str, tuple[Callable[..., torch.Tensor], int, int]] = {
 
 
 def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
-    """``(examples run, problems)`` of this rank. All ranks draw the same examples, because draws are derandomised and
-    no example raises an error inside hypothesis."""
+    """Returns ``(number of examples, problems)`` of this rank. All ranks draw the same examples, because hypothesis
+    draws without randomness here and no example raises an error."""
     problems: list[str] = []
     count = 0
 
@@ -115,7 +115,7 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
                 problems.append(f"{what}: {name} is off by {(a.double() - b).abs().max():.3g} of {b.abs().max():.3g}")
         problems.extend(f"{what}: {text}" for r in reports for text in waste(r))
         overlapped = [sum(s.decision.status == "overlapped" for s in r.sites) for r in reports]
-        # Matrices of one row or column may be computed without a matmul, and then there is no site.
+        # torch may compute a product with one row or column without a matmul. Then there is no site.
         if min(k, n, tokens * batch) > 1 and overlapped != expected:
             reasons = [x.text for r in reports for s in r.sites for x in s.decision.reasons] + [
                 m.reason.text for r in reports for m in r.near_misses
@@ -128,7 +128,8 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize(("world_size", "examples"), [(2, 16), (3, 16), (4, 8)])
 def test_drawn_layers(world_size: int, examples: int) -> None:
-    """Catches a shape, dtype or switch at which a slice is wrong, a remainder is lost or a gradient is summed twice."""
+    """Catches a shape, dtype or switch with a wrong slice, with rows that are lost, or with a gradient that is summed
+    twice."""
     results = run_ranks(world_size, _draws, examples, timeout=500)
     assert {count for count, _ in results} == {examples}
     for rank, (_, problems) in enumerate(results):

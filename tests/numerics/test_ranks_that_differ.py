@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If the ranks' exchanges differ, all ranks run the plain program, and a warning says why."""
+"""If the ranks would exchange different data, all ranks run the plain program, and a warning says why."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def _block(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _on_a_mesh() -> Callable[..., torch.Tensor]:
-    """As ``_block``, on a 2 x 2 mesh: the gather is in the mesh's rows, the all-reduce in its columns."""
+    """The block of ``_block`` on a 2 x 2 mesh: it gathers along the rows of the mesh and all-reduces along the
+    columns."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -74,7 +75,7 @@ def _compare_as_on_gpus() -> None:
 
 
 def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """As ``_once``, but plans are compared as those of graphs on GPUs are: not through the store at every call."""
+    """Run ``_once``, but compare plans as graphs on GPUs do, and not through the store at every call."""
     _compare_as_on_gpus()
     return _once(rank, world_size, fields)
 
@@ -95,7 +96,8 @@ def test_plans_that_are_compared_as_on_gpus(fields: list[dict[str, Any]]) -> Non
 
 
 def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str | None = None) -> dict[str, Any]:
-    """Call one graph twice, compiled with this rank's own switches. Returns what happened."""
+    """Compile one graph with this rank's own switches and call it twice. Returns the error, or the problems, warnings,
+    counters and notices."""
     if caches is None:
         compile_anew()
     else:
@@ -108,7 +110,7 @@ def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str 
             problems += _wrong(compiled(*inputs), _block, inputs)
     except Exception as error:  # noqa: BLE001  (the outcome is what is tested)
         seconds = time.monotonic() - begun
-        # The store lives in rank 0's process, and the others still read it.
+        # Rank 0's process holds the store, and the other ranks still read it.
         time.sleep(5 if rank == 0 else 0)
         return {"error": type(error).__name__, "text": str(error), "seconds": seconds}
     counters = torch._dynamo.utils.counters
@@ -162,7 +164,8 @@ def test_strict_raises_on_every_rank_that_overlaps() -> None:
 
 
 def test_different_node_budgets_exchange_the_same() -> None:
-    """One rank may run unrolled steps and the other looping ops: how a rank multiplies is not compared."""
+    """One rank may run unrolled steps while another runs looping ops. Ranks compare only the data that they exchange,
+    and not the way in which they multiply."""
     for result in run_ranks(2, _once, [{"step_node_budget": 1}, {}]):
         assert result["problems"] == [] and result["warnings"] == [] and result["counts"]["sites_overlapped"] == 2, (
             result
@@ -170,8 +173,8 @@ def test_different_node_budgets_exchange_the_same() -> None:
 
 
 def _cut_otherwise(rank: int, world_size: int) -> list[str]:
-    """Sites that the two ranks cut into different pieces. Rank 1 runs looping ops, except in the last function, where
-    it views the gathered tensor in another shape."""
+    """Run sites that the two ranks divide into different pieces. Rank 1 runs looping ops. In the last function, it
+    instead views the gathered tensor in another shape."""
     compile_anew()
     group, problems = dist.group.WORLD, []
     functions: list[tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = [
@@ -199,12 +202,12 @@ def _cut_otherwise(rank: int, world_size: int) -> list[str]:
 
 
 def test_pieces_that_ranks_cut_differently_are_not_exchanged() -> None:
-    """If such plans were taken for equal, results would be wrong without an error, or gloo would abort."""
+    """If the comparison took such plans for equal, results would be wrong without an error, or gloo would abort."""
     assert run_ranks(2, _cut_otherwise) == [[], []]
 
 
 def test_warm_cache_on_one_rank(tmp_path: Path) -> None:
-    """A graph that comes from a cache still has its plan and its plain program."""
+    """A graph from a cache must still have its plan and its plain program."""
     for result in run_ranks(2, _once, [{}, {}], str(tmp_path)):
         assert result["problems"] == [] and result["warnings"] == [] and result["hits"] == 0, result
     warm, cold = run_ranks(2, _once, [{}, {"sub_chunks": 2}], str(tmp_path))
@@ -215,7 +218,8 @@ def test_warm_cache_on_one_rank(tmp_path: Path) -> None:
 
 
 def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
-    """Rank 1 has overlap switched off: by the mode, or (``silent``) because it compiles with plain Inductor."""
+    """Overlap is off on rank 1, either by its mode (``told``) or because it compiles with plain Inductor
+    (``silent``)."""
     from overlap_inductor.runtime import call_board
 
     call_board.ABSENT = 3.0
@@ -233,8 +237,8 @@ def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
     ("how", "words"), [("told", "OVERLAP_INDUCTOR is on here and off there"), ("silent", "rank 1 published no plan")]
 )
 def test_switched_off_on_one_rank(how: str, words: str) -> None:
-    """A rank that is off runs the plain program, so the other rank must, too. It learns this at once from the published
-    mode, or after ``ABSENT`` seconds if rank 1 publishes nothing."""
+    """The rank whose overlap is off runs the plain program, so the other rank must run it, too. The other rank reads
+    the published mode at once. If rank 1 publishes nothing, the other rank waits for ``ABSENT`` seconds."""
     on, off = run_ranks(2, _one_is_off, how, warm=how != "silent")
     assert on["problems"] == off["problems"] == [] and on["seconds"] < TIMEOUT, (on, off)
     assert off["warnings"] == [] and len(on["warnings"]) == 1 and words in on["warnings"][0], on
@@ -249,7 +253,8 @@ def _other_version(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_another_version_is_an_error_at_once() -> None:
-    """With the same switches, two versions may cut differently, or compare different things."""
+    """With the same switches, two versions may divide a site into different pieces, or compare other parts of a
+    plan."""
     for result in run_ranks(2, _other_version, expect_failure=True):
         assert (
             result["error"] == "AgreementError"
@@ -260,7 +265,8 @@ def test_another_version_is_an_error_at_once() -> None:
 
 
 def _again(rank: int, world_size: int, changes: list[dict[str, Any]]) -> dict[str, Any]:
-    """All ranks call one graph. Ranks with ``changes`` then compile another one alone, call it twice, and go back."""
+    """All ranks call one graph. Then the ranks with ``changes`` compile another graph, call it twice, and call the
+    first graph again."""
     compile_anew()
     heard, inputs, problems, plain = Heard(), _inputs(rank), [], []
     first = torch.compile(_block, dynamic=False)
@@ -277,7 +283,8 @@ def _again(rank: int, world_size: int, changes: list[dict[str, Any]]) -> dict[st
 
 
 def test_a_rank_that_recompiles_alone_to_another_exchange() -> None:
-    """Ranks compare at every call, so the other rank runs the plain program as long as rank 1 differs."""
+    """The ranks compare plans at every call. So the other rank runs the plain program for as long as rank 1's plan
+    differs."""
     results = run_ranks(2, _again, [{}, {"sub_chunks": 2}])
     assert all(r["problems"] == [] for r in results), results
     assert (
@@ -333,13 +340,13 @@ def _late(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_plan_that_one_rank_of_a_mesh_uses_too_early() -> None:
-    """Ranks that did not meet the early plan must not wait for ranks that have met and refused it."""
+    """A rank that has not met the early plan must not wait for ranks that have met and refused it."""
     results = run_ranks(4, _late)
     assert all(r["problems"] == [] for r in results), results
 
 
 def _split(rank: int, world_size: int, patterns: tuple[str, ...]) -> dict[str, Any]:
-    """Rank 1's graph breaks between its two collectives; rank 0's does not."""
+    """Rank 1's graph is broken between its two collectives. Rank 0's graph is not."""
     compile_anew()
     heard, inputs = Heard(), _inputs(rank)
 
@@ -362,15 +369,15 @@ def _split(rank: int, world_size: int, patterns: tuple[str, ...]) -> dict[str, A
     ids=["both halves", "the second half"],
 )
 def test_a_graph_that_breaks_on_one_rank_only(patterns: tuple[str, ...]) -> None:
-    """The ranks' calls can no longer be matched. The group goes on without overlap, and no rank waits for a plan that
-    never comes."""
+    """The calls of one rank no longer correspond to the calls of the other. The group must go on without overlap, and
+    no rank may wait for a plan that never comes."""
     results = run_ranks(2, _split, patterns)
     assert all(r["problems"] == [] and r["seconds"] < TIMEOUT for r in results), results
     assert sum(len(r["warnings"]) for r in results) == 1 and "transfers here" in results[0]["warnings"][0], results
 
 
 def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dict[str, Any]:
-    """A graph without overlap breaks on rank 0 only, between its two collectives. No rank compares this graph."""
+    """A graph without overlap is broken between its two collectives on rank 0 only. No rank compares this graph."""
     compile_anew()
     if as_on_gpus:
         _compare_as_on_gpus()
@@ -395,8 +402,8 @@ def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dic
 
 @pytest.mark.parametrize("as_on_gpus", [False, True])
 def test_kept_graphs_that_break_on_one_rank_only(as_on_gpus: bool) -> None:
-    """Rank 0 counts one call more than rank 1. Catches that it waits for a call of rank 1 that never comes, while rank
-    1 is in the collective of the previous call."""
+    """Rank 0 counts one call more than rank 1. Catches a rank 0 that waits for a call of rank 1 that never comes, while
+    rank 1 waits in the collective of the previous call."""
     results = run_ranks(2, _kept_graphs_are_broken, as_on_gpus, timeout=120)
     assert all(r["problems"] == [] for r in results), results
     warnings = [w for r in results for w in r["warnings"]]
@@ -404,7 +411,8 @@ def test_kept_graphs_that_break_on_one_rank_only(as_on_gpus: bool) -> None:
 
 
 def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
-    """One all-reduce of all ranks, then one in a group: of rank 0 alone, or of the two other ranks."""
+    """The function has one all-reduce over all ranks, then one in a smaller group: the group of rank 0 alone, or the
+    group of the two other ranks."""
     compile_anew()
     first, others = dist.new_group([0]), dist.new_group([1, 2])
     own, inputs, heard = others if rank else first, _inputs(rank)[1:], Heard()
@@ -419,14 +427,14 @@ def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_group_of_one_rank_where_others_have_more() -> None:
-    """The ranks' plans are equal, but not their numbers of groups. Catches a rank that waits for rounds in which others
-    take no part."""
+    """The plans of the ranks are equal, but the numbers of their groups are not. Ranks agree in rounds, whose number
+    depends on the groups. Catches a rank that waits for a round in which the others take no part."""
     results = run_ranks(3, _alone_in_a_group, timeout=120)
     assert all(r["problems"] == [] for r in results) and sum(len(r["warnings"]) for r in results) == 1, results
 
 
 def _mesh(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """On a 2-D mesh, a difference in one row reaches the ranks of the other row through the columns."""
+    """Run a block on a 2-D mesh. A difference in one row must reach the ranks of the other row through the columns."""
     compile_anew()
     function = _on_a_mesh()
     heard, inputs = Heard(), _inputs(rank)
@@ -448,7 +456,7 @@ def test_a_difference_reaches_all_ranks_of_a_mesh(differs: bool) -> None:
 
 
 def test_a_dry_run_on_the_fake_backend_runs() -> None:
-    """Some frameworks plan by such a dry run: one process plays a rank of a group that does not exist."""
+    """Some frameworks plan with such a dry run: one process acts as a rank of a group that does not exist."""
     from tests.support.fake_group import fake_group
 
     compile_anew()
@@ -462,7 +470,7 @@ def test_a_dry_run_on_the_fake_backend_runs() -> None:
 
 def _without_memory(rank: int, world_size: int) -> dict[str, Any]:
     """On a 2 x 2 mesh, the ranks of one row have no memory for their workspace. (Rings need no workspace, so the test
-    makes this failure up.)"""
+    simulates the failure.)"""
     from overlap_inductor.inductor import compared_call
 
     compile_anew()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops that commute with cutting rows give the same results in pieces: norms, scales and masks after a gather, sums over
-experts and ``cat`` before a reduction, batches."""
+"""Row-wise ops are computed on pieces of the rows and must give the same results: norms, scales and masks after a
+gather, sums over experts and ``cat`` before a reduction, and batches."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ def check(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_overlap_does_not_change_the_programs_results(world_size: int) -> None:
-    """Catches an operand that is cut at wrong rows, one that must not be cut, and a term that is added twice."""
+    """Catches an operand that is cut at wrong rows or that must not be cut, and a term that is added twice."""
     for rank, problems in enumerate(run_ranks(world_size, check, timeout=400)):
         assert not problems, f"rank {rank}: " + "\n".join(problems)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs fp8 sites (``_scaled_mm``) with schedule ``ring`` on gloo ranks, and compares results with fp64 matmuls of the
+"""Runs fp8 sites (``_scaled_mm``) with schedule ``ring`` on gloo ranks. Compares the results with fp64 matmuls of the
 dequantised operands."""
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
                 )(*tensors)
             )
         for e, f in zip(exact, found, strict=True):
-            # Rounding to fp8 and bf16 causes smaller errors than this, a wrong scale larger ones.
+            # Rounding to fp8 and bf16 causes smaller errors than this limit. A wrong scale causes larger errors.
             if f.shape != e.shape or not (f.double() - e).abs().max() <= 2e-2 * e.abs().max():
                 problems.append(f"{name}: off by {(f.double() - e).abs().max():.3g} of {e.abs().max():.3g}")
         schedules = [p.schedule for r in reports for site in r.sites for p in site.decision.plan]
@@ -125,6 +125,6 @@ GENERATED = ["gather rows, two matmuls, row-wise", "scatter a sum of matmuls, on
 def test_every_pattern_agrees_with_fp64(
     world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool
 ) -> None:
-    """Catches row-wise scales that are not cut with the rows, and a matmul that takes another one's scale."""
+    """Catches row-wise scales that are not cut with the rows, and a matmul that uses the scale of another matmul."""
     for rank, problems in enumerate(run_ranks(world_size, _check, fields, names, generated, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

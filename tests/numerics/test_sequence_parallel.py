@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence-parallel rewrite keeps the values of tensor-parallel blocks, in the forms in which models are compiled
-and trained, and rewrites their all-reduces."""
+"""Tests the sequence-parallel rewrite on tensor-parallel blocks that are compiled and trained in the ways that users do
+it. It must replace their all-reduces and must not change their results."""
 
 from __future__ import annotations
 
@@ -40,19 +40,21 @@ LIMIT = 1e-5
 """The largest difference from the plain compile, relative to a result's largest element."""
 UNEVEN = {"kept: uneven_tokens"}
 RANDOM = {"refused: no_token_wise_work"}
-# All-reduces, those that are rewritten, overlapped sites, and why the other all-reduces are left.
+# ``{block: (all-reduces, rewritten all-reduces, overlapped sites, reasons why other all-reduces are left)}``.
 EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     "[T, H], odd": (6, 6, 10, set()),
     "[B, S, H], odd, accumulated gradients": (6, 6, 10, set()),
-    # Dropout needs all tokens. So the forward keeps its all-reduces; the backward's are behind a norm, before a mask.
+    # Dropout needs all tokens, so the all-reduces of the forward are not rewritten. In the backward, each all-reduce
+    # comes after a norm and before a mask, and is rewritten.
     "dropout": (6, 3, 7, RANDOM),
     "autocast": (6, 6, 10, set()),
     "each layer compiled": (4, 4, 6, set()),
     "checkpointing": (6, 6, 13, set()),
-    # Saved results of matmuls are partial sums, which the forward's scatters cannot be overlapped with.
+    # The saved results of matmuls are partial sums. So the forward's scatters, which read them, cannot be overlapped.
     "selective checkpointing": (6, 6, 9, set()),
     "DTensor": (4, 4, 6, set()),
-    # One graph for even numbers of tokens, and one for others.
+    # One graph serves numbers of tokens that are multiples of the number of ranks. Another graph serves all other
+    # numbers.
     "dynamic": (8, 4, 10, UNEVEN),
 }
 
@@ -87,8 +89,8 @@ def _problems(rows: Mapping[str, dict[str, Any]], expected: Mapping[str, tuple[i
     ids=["2 ranks", "3 ranks"],
 )
 def test_blocks(world_size: int, names: tuple[str, ...]) -> None:
-    """Catches a gradient summed twice or not at all, rows of the wrong rank, padded rows in a sum, and a gather that is
-    no longer overlapped."""
+    """Catches a gradient that is summed twice or not at all, rows of the wrong rank, padding rows in a sum, and a
+    gather that is no longer overlapped."""
     for rank, rows in enumerate(run_ranks(world_size, _rows, names, timeout=500)):
         problems = _problems(rows, EXPECTED)
         assert not problems, f"rank {rank}: {problems}"
@@ -123,7 +125,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def _on_a_mesh(plan: str) -> Computation:
-    """Trains a model with a parallel loss, on data of its own in each row of a mesh."""
+    """Trains a model with a parallel loss. Each row of the mesh has its own data."""
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     generator = torch.Generator().manual_seed(dist.get_rank() // 2)
@@ -147,15 +149,16 @@ def _on_a_mesh(plan: str) -> Computation:
     ids=["all-reduces, 2 x 2 ranks", "sequence-parallel, 1 x 2 ranks"],
 )
 def test_on_a_mesh_with_a_parallel_loss(world_size: int, plan: str, expected: tuple[int, int, int, set[str]]) -> None:
-    """Two pairs of ranks divide the tokens of their own data. A model that is sequence-parallel as written has no
-    all-reduce to rewrite."""
+    """On 2 x 2 ranks, each pair of ranks divides the tokens of its own data. A model that is already written as
+    sequence-parallel has no all-reduce to rewrite."""
     for rank, rows in enumerate(run_ranks(world_size, _rows, {plan: partial(_on_a_mesh, plan)}, timeout=500)):
         problems = _problems(rows, {plan: expected})
         assert not problems, f"rank {rank}: {problems}"
 
 
 def _other_weights(rank: int, world_size: int, trains: bool, schedule: str) -> tuple[float, list[str], int]:
-    """``(difference from eager, warnings, stretches rewritten)``. The ranks have other weights of the second norm."""
+    """Returns ``(difference from eager, warnings, number of rewritten stretches)``. The weights of the second norm
+    differ between the ranks."""
     compile_anew()
     heard, model, x = Heard(), reduced_blocks.Layers(2), reduced_blocks.input_of(TOKENS, HIDDEN)
     torch.nn.init.constant_(model.halves[1].norm.weight, 1.0 + rank)
@@ -168,8 +171,8 @@ def _other_weights(rank: int, world_size: int, trains: bool, schedule: str) -> t
 
 @pytest.mark.parametrize("schedule", ["ring", "auto"])
 def test_ranks_with_other_norms_run_the_plain_program(schedule: str) -> None:
-    """Each rank scales all tokens by its own weights as written, but only its own rows if rewritten. ``auto`` overlaps
-    no site of these sizes."""
+    """As written, each rank scales all tokens by its own weights. After the rewrite, it would scale only its own rows.
+    So all ranks must run the plain program. ``auto`` overlaps no site of these sizes."""
     found = run_ranks(2, _other_weights, False, schedule, timeout=300)
     assert all(error < LIMIT and rewritten == 1 for error, _, rewritten in found), found
     texts = [text for _, heard, _ in found for text in heard]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks may hold shards of different sizes, and a bias may be on some ranks only. All ranks run one plan, and their
-results agree with fp64."""
+"""Ranks may hold shards of different sizes, and only some ranks may have a bias. All ranks must run the same plan, and
+their results must agree with fp64."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
 def test_uneven_shards_are_overlapped(
     world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool
 ) -> None:
-    """Catches ranks that find or cut sites differently, rows of one shard that are taken for another's, and padding
-    that is summed."""
+    """Catches ranks that find different sites or divide them differently, rows that are taken from the wrong shard, and
+    padding that enters a sum."""
     for rank, problems in enumerate(run_ranks(world_size, _check, fields, names, generated, timeout=400)):
         assert not problems, f"rank {rank}: " + "\n".join(problems)

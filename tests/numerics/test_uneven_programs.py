@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overlap does not change the results of random programs whose ranks differ in bias, K and padding.
+"""Compiles random programs whose ranks differ in bias, K and padding. Overlap must not change their results.
 ``tools/sweep_models.py --part programs`` runs hundreds of them."""
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ from tests.support.gloo_ranks import compile_anew
 from tests.support.graph_text import waste
 from tests.support.interpreted import interpreted
 
-# {checkpointing: {phase: (sites found, sites overlapped)}}. A block has two gathers and two scatters, and so has its
-# backward. With checkpointing, backward also repeats the collectives whose results were not saved.
+# {checkpointing: {phase: (sites found, sites overlapped)}}. The forward graph of a block has two gathers and two
+# scatters, and so has the backward graph. With checkpointing, backward also repeats the collectives whose results were
+# not saved.
 EXPECTED = {
     "none": {"forward": (4, 4), "backward": (4, 4)},
     "full": {"forward": (4, 4), "backward": (7, 7)},
@@ -32,7 +33,8 @@ TORCH = tuple(int(x) for x in torch.__version__.split(".")[:2])
 
 def expected(by_hand: bool, checkpointing: str) -> dict[str, tuple[int, int]]:
     if TORCH == (2, 11) and by_hand and checkpointing == "full":
-        # This version's partitioner saves the results of autograd functions although they are marked for recomputation.
+        # The partitioner of torch 2.11 saves the results of autograd functions even if they are marked for
+        # recomputation.
         return {"forward": (4, 4), "backward": (4, 4)}
     return EXPECTED[checkpointing]
 
@@ -46,7 +48,8 @@ def variants(by_hand: bool, checkpointing: str) -> list[Variant]:
     return [Variant(*rest, checkpointing, by_hand) for rest in layouts]
 
 
-# Sequence first and batch first, with batch 2. The hand-written block has only variants that recompute in backward.
+# The variants that run in generated code. They cover both orders of batch and sequence, with batch 2. The variants of
+# the hand-written block all recompute in backward.
 GENERATED = {
     (False, "none"): [Variant(0, 2, True, "none"), Variant(1, 2, False, "none")],
     (True, "full"): [Variant(0, 2, True, "full", True)],
@@ -57,8 +60,8 @@ GENERATED = {
 def problems(
     rank: int, world_size: int, by_hand: bool, checkpointing: str, device: str = "cpu", generated: bool = False
 ) -> list[str]:
-    """The problems on this rank. ``generated`` runs Inductor's code for the variants in ``GENERATED``; otherwise the
-    rewritten graphs of all layouts are interpreted."""
+    """The problems on this rank. With ``generated``, the variants in ``GENERATED`` run as Inductor's code. Otherwise an
+    interpreter runs the rewritten graphs of all layouts."""
     import overlap_inductor
     from overlap_inductor.report import publish as reporting
 

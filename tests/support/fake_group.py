@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes fake process groups, in which one process acts as any rank of a group of any size, and collects the reports of
-the graphs that are compiled there."""
+"""Makes fake process groups, in which one process acts as any rank of a group of any size. Collects the reports of the
+graphs that are compiled in such a group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reports_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None, 
     """The reports of the graphs that ``fn(*args)`` compiles.
 
     Args:
-        dynamic: mark dim 0 of every tensor in ``args`` as dynamic, except of parameters and scalars.
+        dynamic: mark dim 0 of every tensor in ``args`` as dynamic, but not of parameters and scalars.
         fields: fields of ``OverlapConfig``. The schedule is ``ring`` by default.
     """
     from overlap_inductor.switch.explain import explain
@@ -47,6 +47,7 @@ def reports_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None, 
 
 
 def report_of(fn: Callable[..., Any], *args: Any, **fields: Any) -> OverlapReport:
-    """As ``reports_of``, for a ``fn`` that compiles one graph. Raises ``ValueError`` if there are more or none."""
+    """The report of the only graph that ``fn(*args)`` compiles (see ``reports_of``). Raises ``ValueError`` if it
+    compiles no graph or several."""
     (report,) = reports_of(fn, *args, **fields)
     return report

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models the order that CUDA's streams, events, captures and graphs impose, without a GPU. Records what is queued,
-raises CUDA's errors, and plays the queues of several ranks (``run``).
+"""Models, without a GPU, the order in which CUDA runs the work of streams, events, captures and graphs. The fakes
+record the work that is queued and raise CUDA's errors. ``run`` plays the queues of several ranks.
 
-A stream runs its queue in order. Recording an event marks a point in a stream, and a wait refers to the latest mark at
-the time of the wait. A stream that waits for an event of a running capture joins the capture. Two waits are errors: for
-an event of a capture that is over, and, inside a capture, for an event from outside it. Replaying a graph queues its
-calls on the current stream, in the order of their capture. A *call* occupies its GPU alone, and ends when every rank
-has begun it.
+A stream runs its queue in order. To record an event is to mark a point in a stream. A wait refers to the mark that the
+event has at the time of the wait. A stream that waits for an event of a running capture joins the capture. Two kinds of
+waits are errors: a wait for an event of a capture that has ended, and a wait inside a capture for an event that was
+recorded outside it. Replaying a graph queues its calls on the current stream, in the order of their capture. A *call*
+occupies its GPU alone, and ends when every rank has begun it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Event:
 
 
 class Graph:
-    """In place of ``torch.cuda.CUDAGraph``. Holds the work of all streams of the capture, in the order of capture."""
+    """A fake of ``torch.cuda.CUDAGraph``. It holds the work of all streams of the capture, in the order of capture."""
 
     gpu: Gpu
 
@@ -100,7 +100,8 @@ class Graph:
 
 
 class Gpu:
-    """The GPU of one rank. The code under test gets it in place of ``torch.cuda``."""
+    """The fake GPU of one rank. ``use`` puts it in place of the functions of ``torch.cuda`` that the code under test
+    calls."""
 
     def __init__(self) -> None:
         self.streams: list[Stream] = []
@@ -130,7 +131,7 @@ class Gpu:
             self.beside_captures -= 1
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
-        """Make this GPU the current one; returns its class of graphs."""
+        """Make this GPU the one that the code under test sees. Returns the class of its CUDA graphs."""
         graphs = type(
             "Graph",
             (Graph,),

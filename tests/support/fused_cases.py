@@ -111,8 +111,8 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
 
 
 def sums(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """As ``cases``, for sums of matmuls, which ``chunked`` serves and ``fused`` does not. (Inductor writes a sum of two
-    2-D matmuls as one matmul whose bias is the other one's result.)"""
+    """Functions with sums of matmuls, in the form that ``cases`` returns. ``chunked`` computes such sums, and ``fused``
+    does not. (Inductor writes a sum of two 2-D matmuls as one matmul whose bias is the result of the other.)"""
     g, s = dist.group.WORLD, 24
     linear = torch.nn.functional.linear
     pair = [(1, s * w, 16), (16, 24), (1, s * w, 40), (40, 24)]

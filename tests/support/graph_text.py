@@ -9,8 +9,8 @@ from overlap_inductor.report.report import OverlapReport
 
 
 def waste(report: OverlapReport) -> list[str]:
-    """One problem for each matmul whose result is not used, and one if collectives are left beside their
-    replacement."""
+    """The problems of a rewritten graph: one for each matmul whose result is not used, and one if an overlapped site's
+    collective is still in the graph."""
     lines = {line.split(":")[0].split(" = ")[0]: line for line in report.after.splitlines() if " = " in line}
     wanted: set[str] = set()
     pending = [
@@ -30,9 +30,10 @@ def waste(report: OverlapReport) -> list[str]:
         if re.search(r"aten\.(?:mm|addmm|bmm|baddbmm)\.", line) and n not in wanted
     ]
     kept = len(report.near_misses) + sum(s.decision.status != "overlapped" for s in report.sites)
-    # A wait alone may belong to a collective that the forward graph has started.
+    # Waits do not count, because a wait may belong to a collective that the forward graph started.
     left = sum(bool(re.search(r"_c10d_functional\.(?!wait)|= control_deps\(", line)) for line in lines.values())
-    # Two all-reduces that are added are one site. A site that is kept leaves both in the graph.
+    # Two all-reduces that are added are one site. If such a site is kept, both all-reduces stay in the graph, so the
+    # numbers can only be compared if all sites are overlapped.
     if all(s.decision.status == "overlapped" for s in report.sites) and left > kept:
         found.append(f"{left} collectives are left, but only {kept} were kept")
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds post-grad graphs node by node. This takes milliseconds, and allows shapes that tracing would not give."""
+"""Builds post-grad graphs node by node. This takes milliseconds, and allows graphs that tracing would not produce."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HandGraph:
     def input(
         self, *shape: int, dtype: torch.dtype = torch.float32, name: str = "x", dynamic: Sequence[int] = ()
     ) -> fx.Node:
-        """A placeholder; the dims in ``dynamic`` get a symbol each."""
+        """A placeholder. Each dim in ``dynamic`` gets a symbol of its own."""
         node = self.graph.placeholder(name)
         context = StatelessSymbolicContext(
             [DimDynamic.DYNAMIC if d in dynamic else DimDynamic.STATIC for d in range(len(shape))]
@@ -50,7 +50,7 @@ class HandGraph:
         return node
 
     def on(self, device: str, *shape: int, dtype: torch.dtype = torch.float32, name: str = "x") -> fx.Node:
-        """A placeholder on ``device``, whether this machine has it or not."""
+        """A placeholder on ``device``, even if this machine has no such device."""
         node = self.graph.placeholder(name)
         with self.mode:
             node.meta["val"] = torch.empty(shape, dtype=dtype, device=device)
@@ -106,7 +106,7 @@ class HandGraph:
 
     def output(self, *values: fx.Node) -> HandGraph:
         self.graph.output(values)
-        # Ordering edges become subgraphs of the module that owns the graph.
+        # The pass stores the subgraphs of its ordering edges in the module that owns the graph, so the graph needs one.
         self.module = fx.GraphModule(torch.nn.Module(), self.graph)
         return self
 

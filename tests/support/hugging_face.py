@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face models from small configurations with random weights, sharded over the ranks of the job by their own
-``tp_plan``."""
+"""Hugging Face models with small configurations and random weights. Each model's own ``tp_plan`` shards it over the
+ranks of the job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _SIZES = {
     "eos_token_id": 2,
 }
 
-# In order: Llama; a bias in every projection; parallel attention and MLP; whole activations gathered for a norm.
+# The first four families differ in structure. Starcoder2 has a bias in every projection. Cohere computes attention and
+# MLP in parallel. Olmo2 gathers whole activations for a norm.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "starcoder2": ("Starcoder2", {"use_bias": True, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
@@ -40,7 +41,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cohere, one layer": ("Cohere", {"num_hidden_layers": 1}),
     "olmo2, one layer": ("Olmo2", {"num_hidden_layers": 1}),
-    # Norms before and behind each half of a layer.
+    # Norms before and after each half of a layer.
     "gemma2, one layer": ("Gemma2", {"num_hidden_layers": 1, "head_dim": 4}),
     # One matmul for q, k and v, and one for gate and up.
     "phi3, one layer": ("Phi3", {"num_hidden_layers": 1}),
@@ -62,7 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def load(family: str, folder: str, device: str) -> Any:
-    """The model as a user loads it: rank 0 saves it (seed 0), then all ranks read their shards."""
+    """The model, loaded as a user loads it: rank 0 saves it (seed 0), then all ranks read their shards."""
     import transformers
 
     name, fields = FAMILIES[family]

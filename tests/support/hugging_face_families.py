@@ -27,7 +27,7 @@ _SIZES: dict[str, Any] = {
     "first_k_dense_replace": 1, "decoder_sparse_step": 1, "tie_word_embeddings": False,
     "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-"""Sizes of the models. Only those that a family's configuration knows are set."""
+"""Sizes of the models. A size is set only if the family's configuration has a field of this name."""
 _VOCABULARY = {"vocab_size": 101, "vocab_size_per_layer_input": 101}
 _FFN = {
     "intermediate_size": 53, "intermediate_size_mlp": 53,
@@ -55,15 +55,16 @@ def families() -> list[str]:
 
 
 def _heads(variant: str, world_size: int) -> dict[str, int]:
-    """Four heads a rank, or three. In ``odd``, all heads of a rank share one key-value head. Families without grouped
-    keys cannot run that variant; ``odd vocabulary`` is for them."""
+    """The numbers of heads: four for each rank in ``even``, three in the other variants. In ``odd``, all heads of a
+    rank share one key-value head. Families without grouped key-value heads cannot run ``odd``. They run ``odd
+    vocabulary`` instead."""
     heads = {"even": 4, "odd": 3, "odd vocabulary": 3}[variant] * world_size
     return {"num_attention_heads": heads, "num_key_value_heads": world_size if variant == "odd" else heads}
 
 
 def _config(kind: Any, sizes: dict[str, Any]) -> Any:
-    """A configuration with those ``sizes`` that it knows. They are also set in its language model's configuration, if
-    it has one."""
+    """A configuration with those of ``sizes`` for which it has a field. If it holds a separate configuration of the
+    language model, the sizes are also set there."""
 
     def known(config: Any) -> dict[str, Any]:
         return {name: value for name, value in sizes.items() if hasattr(config, name)}
@@ -98,8 +99,8 @@ def row_of(
     generated: bool,
     fields: dict[str, Any],
 ) -> dict[str, Any]:
-    """One rank's row: compares the logits and, if it trains, the gradients of all parameters. ``fields`` are fields of
-    ``OverlapConfig``."""
+    """One rank's row: the result of comparing the logits and, if the model trains, the gradients of all parameters.
+    ``fields`` are fields of ``OverlapConfig``."""
 
     def build() -> Callable[[Any], dict[str, torch.Tensor]]:
         model = _load(rank, world_size, family, folder, variant)

@@ -17,8 +17,8 @@ from tests.support.hugging_face import LAYERS
 from tests.support.interpreted import interpreted
 
 REDUCE, HEAD = "matmul_all_reduce", "matmul_all_gather"
-# Sites that must be found and overlapped. Forward: o_proj and down_proj of each layer and the head; Olmo2 gathers q, k
-# and v for their norms too. Backward: the gradients of the inputs of q, k and v, of gate and up, and of the head.
+# Sites that must be found and overlapped. Forward: o_proj and down_proj of each layer, and the head. Olmo2 also gathers
+# q and k for their norms, and v. Backward: the gradients of the inputs of q, k and v, of gate and up, and of the head.
 # All-reduces whose results are only added to each other are one site. The embedding's all-reduce has no matmul.
 FORWARD: dict[str, dict[str, int]] = {
     "llama": {REDUCE: 2 * LAYERS, HEAD: 1},
@@ -44,7 +44,8 @@ def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
 def problems(
     rank: int, world_size: int, family: str, folder: str, trains: bool, generated: bool, device: str = "cpu"
 ) -> list[str]:
-    """The problems on this rank. ``generated`` runs Inductor's code; otherwise the rewritten graphs are interpreted."""
+    """The problems on this rank. With ``generated``, Inductor's code runs. Otherwise an interpreter runs the rewritten
+    graphs."""
     import overlap_inductor
     from overlap_inductor.report import publish as reporting
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Dynamo backend that runs the rewritten graph node by node: the pass's own output, without the time that generated
-code takes."""
+"""A Dynamo backend that runs the rewritten graph node by node. Tests can so check the output of the pass without
+waiting for Inductor to generate and compile code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from overlap_inductor.switch.backend import compile_with
 
 
 def interpreted(config: OverlapConfig, reports: list[OverlapReport], compared: bool = False) -> Callable[..., Any]:
-    """The backend; the reports of its graphs are appended to ``reports``.
+    """Returns the backend. It appends the reports of its graphs to ``reports``.
 
     ``compared``: each call first compares the ranks' plans, as generated code does. If ranks differ, the call
     interprets the graph as it was before any pass. Without ``compared`` the first overlap op compares, and raises if
@@ -49,7 +49,7 @@ def _copy(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 class _Untouched:
-    """In place of ``PlainProgram``: a graph that no pass has changed."""
+    """Takes the place of ``PlainProgram``: a graph that no pass has changed."""
 
     def __init__(self, gm: torch.fx.GraphModule) -> None:
         self.gm = gm
@@ -75,8 +75,8 @@ def _call_of(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 class _Interpreter(torch.fx.Interpreter):
-    """Runs ``control_deps`` as its subgraph: nodes already run in the order that it demands, and some torch versions
-    have no kernel for it."""
+    """Runs the subgraph of a ``control_deps`` node in place of the node. An interpreter already runs nodes in the
+    demanded order, and some torch versions have no kernel for ``control_deps``."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "control_deps":
@@ -86,7 +86,7 @@ class _Interpreter(torch.fx.Interpreter):
 
 
 def _number(function: Callable[..., Any]) -> Callable[..., int]:
-    """``function`` as a named function, since the graph module prints its name."""
+    """Wrap ``function`` in a function with a name, because the graph module prints the name."""
 
     def number(*numbers: int) -> int:
         return int(function(*numbers))
@@ -95,8 +95,8 @@ def _number(function: Callable[..., Any]) -> Callable[..., int]:
 
 
 def _bind_symbols(gm: torch.fx.GraphModule) -> None:
-    """Replace symbolic sizes in arguments by nodes that compute them: Inductor prints symbols, an interpreter needs
-    numbers."""
+    """Replace each symbolic size in the arguments by a node that computes it. Inductor can print a symbol into its
+    code, but an interpreter needs a number."""
     import sympy
 
     symbols = {

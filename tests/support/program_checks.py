@@ -20,7 +20,8 @@ from tests.support.uneven_programs import UnevenProgram
 def check(
     rank: int, world_size: int, seeds: list[int], fields: dict[str, Any], trains: bool
 ) -> tuple[list[str], dict[str, int]]:
-    """Problems on this rank (in fp64, so that a wrong element shows), and the number of overlapped sites by pattern."""
+    """Run programs in fp64, in which rounding cannot hide a wrong element. Returns the problems on this rank and the
+    number of overlapped sites by pattern."""
     compile_anew()
     problems, overlapped = [], Counter[str]()
     for seed in seeds:
@@ -37,7 +38,7 @@ def overlapped_in(reports: list[OverlapReport]) -> Counter[str]:
 
 
 def problems_of(program: Program, rank: int, backend: Any) -> list[str]:
-    """Results of the compiled program that differ from the uncompiled one's."""
+    """The results of the compiled program that differ from those of the uncompiled program."""
     torch._dynamo.reset()
     function, name, problems = program.function(), f"program {program.seed}", []
     generator = torch.Generator().manual_seed(100 * program.seed + rank)
@@ -57,8 +58,8 @@ def problems_of(program: Program, rank: int, backend: Any) -> list[str]:
 def check_uneven(
     rank: int, world_size: int, seeds: list[int], fields: dict[str, Any], trains: bool
 ) -> tuple[list[str], dict[str, int], int, int]:
-    """Problems on this rank; overlapped sites by pattern; the number of programs that ran without overlap because ranks
-    differed; the number of programs that differ between ranks."""
+    """Returns four values: the problems on this rank, the overlapped sites by pattern, the number of programs that ran
+    without overlap because ranks differed, and the number of programs whose text differs between ranks."""
     compile_anew()
     problems, overlapped, fell_back, differ = [], Counter[str](), 0, 0
     for seed in seeds:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws random programs as the text of a function: matmuls, collectives of one group, and ops between them.
+"""Draws random programs of matmuls, collectives of one group, and ops between them. A program is the source text of a
+function.
 
-Every step makes one tensor from earlier ones. After a gather or a matmul, steps that make a site of it are drawn more
-often than others. All ranks draw the same program.
+Every step makes one tensor from earlier ones. After a gather or a matmul, the steps that turn it into a site are drawn
+more often than others. All ranks draw the same program.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ BEHIND_GATHER, BEHIND_MATMUL = (
 
 @dataclass
 class Program:
-    """``unit`` divides most sizes, and ``most_elements`` limits the elements of a tensor. ``trains`` leaves out the ops
-    that have no gradient in eager PyTorch (all-reduces, scattered averages)."""
+    """A random program. ``unit`` divides most sizes, and ``most_elements`` limits the elements of a tensor. With
+    ``trains``, the program has no op without a gradient in eager PyTorch (all-reduces, scattered averages)."""
 
     seed: int
     world_size: int
@@ -77,7 +78,7 @@ class Program:
             (_trained("all_gather"), _trained("reduce_scatter")) if self.trains else (all_gather, reduce_scatter)
         )
         names: dict[str, Any] = {"torch": torch, "g": dist.group.WORLD}
-        # Eager PyTorch reduces strided tensors wrongly or, before 2.13, not at all.
+        # Eager PyTorch reduces strided tensors wrongly. Before version 2.13, it does not reduce them at all.
         names["all_gather"] = lambda x, dim, group: _Contiguous.apply(gathers(x.contiguous(), dim, group))
         names["reduce_scatter"] = lambda x, op, dim, group: _Contiguous.apply(scatters(x.contiguous(), op, dim, group))
         names["all_reduce"] = lambda x, op, group: funcol.all_reduce(x.contiguous(), op, group)

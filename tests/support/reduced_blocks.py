@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel blocks whose matmuls end in all-reduces, by hand and by DTensor, in the forms in which models are
-compiled and trained. ``CASES`` names them.
+"""Tensor-parallel blocks with an all-reduce after their last matmul, written by hand or with DTensor. They are compiled
+and trained in the ways that users do it. ``CASES`` names them.
 
-A case builds a computation for ``with_and_without.compared``. It takes a backend and returns named results: outputs,
-losses and gradients.
+A case builds a computation for ``with_and_without.compared``. The computation takes a backend and returns named
+results: outputs, losses and gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ Compiled = Callable[..., torch.Tensor]
 
 
 class _Enter(torch.autograd.Function):
-    """In front of matmuls whose weights are cut by columns: the gradient is a sum over the ranks."""
+    """The input of matmuls whose weights are cut by columns. Forward does nothing. Backward sums the gradient over the
+    ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +46,8 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Behind a matmul whose weight is cut by rows: the result is a sum over the ranks."""
+    """The result of a matmul whose weight is cut by rows. Forward sums the result over the ranks. Backward does
+    nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -61,7 +63,7 @@ class Half(nn.Module):
 
     def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
         super().__init__()
-        # Each rank's shards are its own; what the norm holds is the same on all.
+        # The weights are shards, so each rank has its own. The parameters of the norm are the same on all ranks.
         own = torch.Generator().manual_seed(1 + dist.get_rank())
         self.norm, self.dropout = norm, dropout
         self.up = nn.Parameter(torch.randn(HIDDEN, INNER, generator=own) / 4)
@@ -73,7 +75,7 @@ class Half(nn.Module):
 
 
 class Layers(nn.Module):
-    """Halves of layers, each under ``around``."""
+    """Halves of layers. ``around`` wraps each half, for example in a checkpoint."""
 
     def __init__(self, number: int, around: Callable[..., Any] | None = None, **fields: Any) -> None:
         super().__init__()
@@ -102,7 +104,7 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _step(called: Compiled, model: nn.Module, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One training step over ``inputs``, whose gradients accumulate."""
+    """One training step over all ``inputs``. Their gradients accumulate."""
     found = {}
     for number, x in enumerate(inputs):
         x.grad, out = None, called(x)
@@ -165,7 +167,7 @@ class Mlp(nn.Module):
 
 
 def _dtensor() -> Computation:
-    """DTensor with the layouts that it has by default: all-reduces, norms on all tokens."""
+    """DTensor with its default layouts: all-reduces, and norms on all tokens."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def computation(backend: Any) -> dict[str, torch.Tensor]:
@@ -179,7 +181,7 @@ def _dtensor() -> Computation:
 
 
 def _dynamic() -> Computation:
-    """Several numbers of tokens: multiples of the number of ranks, and others."""
+    """Calls with several numbers of tokens. Some are multiples of the number of ranks."""
 
     def computation(backend: Any) -> dict[str, torch.Tensor]:
         model = Layers(2)

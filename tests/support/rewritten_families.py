@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Hugging Face models with their all-reduces rewritten, and compares them with fp64: several in one job."""
+"""Compiles Hugging Face models whose all-reduces the sequence-parallel rewrite replaces, and compares them with fp64.
+One job checks several models."""
 
 from __future__ import annotations
 

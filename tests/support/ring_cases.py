@@ -14,8 +14,8 @@ from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 
 
 def evened(x: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
-    """``x`` padded with zeros to ``world_size`` equal chunks of ``dim``, as DTensor does: each short chunk gets its own
-    padding."""
+    """Split ``dim`` of ``x`` into ``world_size`` chunks and pad each short chunk with zeros, as DTensor does. Returns
+    the equal chunks, joined."""
     chunk = -(-x.shape[dim] // world_size)
     if x.shape[dim] == world_size * chunk:
         return x

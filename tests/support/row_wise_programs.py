@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs whose ops between matmul and collective can be computed on any part of the rows, so that they commute with
-cutting the rows. Each program is a function of fp64 tensors."""
+"""Programs with row-wise ops between a matmul and a collective. A row-wise op can be computed on any part of the rows.
+Each program is a function of fp64 tensors."""
 
 from __future__ import annotations
 
@@ -274,9 +274,9 @@ OWN = {
     "a scalar bias, scattered",
     "a scalar bias, gathered",
 }
-"""Programs that no looping op can compute. In the gathers, a rank would scale the rows that it sends with its own
-tensor, but each receiver must scale them with the receiver's. In the others, the bias is a scalar, and the ops take
-a row or a whole matrix."""
+"""Programs that no looping op can compute. In the first two, a rank would scale the rows that it sends with its own
+tensor, but each receiver must scale them with the receiver's tensor. In the others, the bias is a scalar, and the
+looping ops accept only a row or a whole matrix."""
 
 
 def arguments(name: str, world_size: int, generator: torch.Generator) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites of fp8 matmuls, spelled as in models. With fp8 inputs, each function calls ``_scaled_mm``. With fp64 inputs, it
-computes the reference."""
+"""Sites of fp8 matmuls, written as in models. With fp8 inputs, each function calls ``_scaled_mm``. With fp64 inputs,
+the same function computes the reference."""
 
 from __future__ import annotations
 

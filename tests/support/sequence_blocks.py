@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that hold the layers of tensor-parallel models as frameworks write them: matmuls of a rank's shards, and
-all-reduces. ``BLOCKS`` names each with its inputs for any number of ranks."""
+"""Functions with the layers of tensor-parallel models, as common frameworks write them: matmuls with a rank's shards,
+and all-reduces. ``BLOCKS`` names each function and makes its inputs for any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from tests.support.spellings import world
 
 Make = Callable[[int], tuple[torch.Tensor, ...]]
 H, OWN, VOCABULARY, HEADS = 16, 8, 32, 2
-"""Hidden size, a rank's features of a column-wise layer, tokens that exist, a rank's heads."""
+"""``H``: the hidden size. ``OWN``: the features that a rank has in a column-wise layer. ``VOCABULARY``: the size of the
+vocabulary. ``HEADS``: the heads of a rank."""
 
 
 class ReduceForward(torch.autograd.Function):
-    """Behind a row-wise layer: all-reduce forward, nothing backward."""
+    """The result of a row-wise layer. Forward all-reduces. Backward does nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -31,7 +32,7 @@ class ReduceForward(torch.autograd.Function):
 
 
 class ReduceBackward(torch.autograd.Function):
-    """In front of a column-wise layer: nothing forward, all-reduce backward."""
+    """The input of a column-wise layer. Forward does nothing. Backward all-reduces."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +48,7 @@ def reduced(x: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As Hugging Face writes it: in fp32, whatever the dtype of ``x``."""
+    """The norm as Hugging Face writes it. It computes in fp32 for any dtype of ``x``."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
@@ -65,7 +66,8 @@ def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tenso
 
 
 def llama(ids: torch.Tensor, table: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
-    """Pre-norm, from the embedding to the head. The table is a rank's part of the hidden dim's sum."""
+    """A pre-norm model, from the embedding to the head. Each rank's embeddings are partial sums, which an all-reduce
+    adds."""
     x = reduced(F.embedding(ids, table))
     x = x + reduced(attention(rms_norm(x, w[0]), *w[1:5]))
     x = x + reduced(mlp(rms_norm(x, w[5]), *w[6:9]))
@@ -98,21 +100,21 @@ def post_norm(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *w: torch.T
 
 
 def parallel(x: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
-    """Cohere: attention and MLP read one norm, and are added to the residual one after the other."""
+    """Cohere: attention and MLP read the same norm. Their results are added to the residual one after the other."""
     n = rms_norm(x, w[0])
     x = x + reduced(attention(n, *w[1:5])) + reduced(mlp(n, *w[5:8]))
     return rms_norm(x, w[8]) @ w[9]
 
 
 def parallel_summed(x: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
-    """Phi: attention and MLP are added to each other first."""
+    """Phi: the results of attention and MLP are added to each other first, and then to the residual."""
     n = rms_norm(x, w[0])
     x = (reduced(attention(n, *w[1:5])) + reduced(mlp(n, *w[5:8]))) + x
     return rms_norm(x, w[8]) @ w[9]
 
 
 def router(x: torch.Tensor, w: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """A mixture of experts: the router's matmul has a weight that all ranks have whole."""
+    """A mixture of experts. All ranks hold the whole weight of the router's matmul."""
     x = x + reduced(x @ up[0] @ down[0])
     n = rms_norm(x, w)
     shares = (n @ gate).float().softmax(-1).to(x.dtype)
@@ -126,7 +128,7 @@ def one_layer(x: torch.Tensor, first: torch.Tensor, w: torch.Tensor, up: torch.T
 
 
 def quantised(x: torch.Tensor, first: torch.Tensor, w: torch.Tensor, up: torch.Tensor, scale: torch.Tensor) -> Any:
-    """Quantised to fp8 with one scale for all tokens, in front of the matmul."""
+    """The activations are quantised to fp8 before the matmul, with one scale for all tokens."""
     x = x + reduced(x @ first)
     n = rms_norm(x, w)
     largest = (n.abs().amax().float() / 448.0).clamp(min=1e-12)

@@ -20,8 +20,8 @@ SMALL = {**SMALL_TILES, "pieces": 2, "pushers": 1, "parts": 2}
 
 
 def use_shared_memory(folder: str) -> None:
-    """Give this process's groups symmetric memory in ``folder``, and fused kernels small tiles, for the rest of the
-    process."""
+    """For the rest of the process, give its groups symmetric memory in files of ``folder``, and give fused kernels
+    small tiles."""
     count = itertools.count()
 
     def allocate(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a graph on all ranks of one group at once, in one process: each node on every rank before the next node.
+"""Runs a graph on all ranks of one group in one process. Each node runs on every rank before the next node runs.
 
 A collective reads the values of all ranks, so it needs no process group that moves data. Ops that ask for the rank get
-the simulated one. Sizes may differ from those that the graph was built with: symbols are read from the inputs.
+the simulated one. Sizes may differ from those of the example with which the graph was built. The values of symbols are
+read from the inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Results = list[list[Any]]
 
 
 def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[torch.Tensor]]) -> Results:
-    """``inputs``: for each rank, the values of the graph's placeholders."""
+    """Run ``graph`` and return its results on each rank. ``inputs``: for each rank, the values of the graph's
+    placeholders."""
     values: list[dict[fx.Node, Any]] = [{} for _ in inputs]
     symbols: dict[Any, int] = {}
     feeds = [iter(tensors) for tensors in inputs]

@@ -152,7 +152,7 @@ def unbacked(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def in_slices(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """A gather on dim 1 as torch writes it if the pieces' sizes are unknown."""
+    """A gather on dim 1, as torch writes it if the sizes of the pieces are not known at compile time."""
     gathered, rows = all_gather(x, 0, world()), x.shape[0]
     return torch.cat([gathered[i * rows : (i + 1) * rows] for i in range(world().size())], 1) @ w
 
@@ -177,7 +177,7 @@ def scaled(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
 
 
 def scattered_and_saved(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The collective is an output beside its wait."""
+    """The collective and its wait are both outputs."""
     started = torch.ops._c10d_functional.reduce_scatter_tensor(x @ w, "sum", world().size(), world().group_name)
     return started, torch.ops._c10d_functional.wait_tensor(started)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions with different ops around a site: ops that feed its collective, and ops that read it."""
+"""Functions with different ops around a site: ops that compute the collective's input, and ops that read its result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.spellings import x2
 
 
 class GatherTokens(torch.autograd.Function):
-    """Sequence parallel: gather forward, reduce-scatter backward."""
+    """The input of a sequence-parallel layer: forward gathers, and backward reduce-scatters."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class GatherTokens(torch.autograd.Function):
 
 
 class GatheredWeight(torch.nn.Module):
-    """FSDP: a shard of the weight is a parameter."""
+    """A layer as FSDP shards it: the parameter is a shard, and the weight is gathered for each use."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def matmuls_saved() -> Any:
 
 
 class ScatterTokens(torch.autograd.Function):
-    """The other end: reduce-scatter forward, gather backward."""
+    """The result of a sequence-parallel layer: forward reduce-scatters, and backward gathers."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

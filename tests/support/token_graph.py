@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds graphs with all-reduces and token-wise ops behind them, and checks that the sequence-parallel rewrite of such
-a graph computes the same on every rank."""
+"""Builds graphs in which token-wise ops follow all-reduces. Checks that the sequence-parallel rewrite of such a graph
+computes the same as before on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TokenGraph(HandGraph):
     def __init__(self) -> None:
         super().__init__()
         self.own: set[fx.Node] = set()
-        """Inputs that each rank has its own values of."""
+        """Inputs whose values differ between the ranks."""
         self._count = 0
 
     def same(self, *shape: int, dtype: torch.dtype = F64, dynamic: Any = ()) -> fx.Node:
@@ -41,11 +41,12 @@ class TokenGraph(HandGraph):
         return node
 
     def tokens(self, *shape: int, dynamic: Any = ()) -> fx.Node:
-        """The result of an all-reduce of ``shape``: its last dim are the features."""
+        """The result of an all-reduce, of shape ``shape``. The last dim holds the features, and the other dims are
+        tokens."""
         return self.reduce(self.shard(*shape, dynamic=dynamic))
 
     def op(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
-        """Call ``aten.<name>``: ``mul.Tensor``."""
+        """Call the operator ``aten.<name>``. A name is, for example, ``mul.Tensor``."""
         packet, overload = name.split(".")
         return self.call(getattr(getattr(aten, packet), overload), *args, **kwargs)
 
@@ -53,7 +54,8 @@ class TokenGraph(HandGraph):
         return RowFinder(self.graph).run()
 
     def values(self, seed: int = 0, sizes: dict[int, int] | None = None) -> list[list[torch.Tensor]]:
-        """Random values of the inputs for each rank. ``sizes``: another size for each example size of a dynamic dim."""
+        """Random values of the inputs for each rank. ``sizes`` maps the example size of a dynamic dim to the size that
+        it gets."""
         chance = torch.Generator().manual_seed(seed)
         feeds: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
         for node in self.graph.find_nodes(op="placeholder"):
@@ -68,8 +70,8 @@ class TokenGraph(HandGraph):
 
 
 def check_rewrite(made: TokenGraph, seed: int = 0, sizes: dict[int, int] | None = None) -> list[StretchFacts]:
-    """Rewrite the graph, and fail if a result on any rank is not that of the graph as written. Returns the facts of its
-    stretches."""
+    """Rewrite the graph. Fail if a result on any rank differs from the result of the graph as written. Returns the
+    facts of the stretches."""
     feeds = made.values(seed, sizes)
     expected = run_on_ranks(made.graph, feeds)
     facts = made.divide(schedule="ring")

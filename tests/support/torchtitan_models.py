@@ -29,7 +29,7 @@ from tests.support import with_and_without
 MODELS = ("llama3", "qwen3", "qwen3_moe", "deepseek_v3")
 TOKENS = 12
 VOCABULARY = 101
-"""Neither 2 nor 3 ranks divide it."""
+"""The size of the vocabulary. It is not a multiple of 2 or 3."""
 MLPS = {"even": 48, "odd": 53}
 
 
@@ -84,9 +84,9 @@ def _classes(name: str) -> tuple[Any, Any]:
 def row_of(
     rank: int, world_size: int, name: str, tp: int, per_block: bool, parallel_loss: bool, mlp: str, generated: bool
 ) -> dict[str, Any]:
-    """One rank's row: compares loss and gradients. ``tp`` of ``world_size`` ranks are tensor parallel; the mesh's other
-    dim is data parallel (FSDP if blocks are compiled). ``per_block``: compile each block, as torchtitan does, instead
-    of the whole model."""
+    """One rank's row: the result of comparing loss and gradients. Groups of ``tp`` ranks are tensor parallel. The other
+    dim of the mesh is data parallel (FSDP if blocks are compiled). ``per_block``: compile each block, as torchtitan
+    does, instead of the whole model."""
 
     def build() -> Callable[[Any], dict[str, torch.Tensor]]:
         from torchtitan.config import JobConfig
@@ -160,7 +160,7 @@ def _histc(x: torch.Tensor, **keywords: Any) -> torch.Tensor:
 
 def _attend_locally(module: Any) -> None:
     """Run attention on each rank's own shard, because DTensor has no rule for the CPU's attention. The result is the
-    same, since attention treats each batch and head by itself."""
+    same, because attention computes each batch entry and each head independently."""
     attend, module.sdpa_backends = module.forward, [SDPBackend.MATH]
 
     def forward(q: Any, k: Any, v: Any, **keywords: Any) -> Any:

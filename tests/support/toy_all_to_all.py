@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pattern and a schedule from outside the package: ``matmul -> all-to-all``, sent in pairs.
+"""An example of a pattern and a schedule from outside the package. The pattern is ``matmul -> all-to-all``. The
+schedule sends the rows to one peer after the other.
 
 ::
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports from outside the package, one for each protocol. They run on CPUs and count their transfers."""
+"""Examples of transports from outside the package, one for each protocol. They run on CPUs and count their
+transfers."""
 
 from __future__ import annotations
 
@@ -61,13 +62,14 @@ class Courier:
 
 
 def slot_is_aborted(launch: Launch) -> bool:
-    """Whether a wait of the group was aborted."""
+    """Whether the group's abort word is set."""
     return bool(launch.faults.stop[0])
 
 
 @dataclass
 class Pigeons:
-    """An ``Exchanges`` transport: sends messages on the group's own backend, with all bits inverted on the way."""
+    """An ``Exchanges`` transport: it sends messages on the group's own backend. The sender inverts all bits, and the
+    receiver inverts them back."""
 
     name: str = "pigeons"
     carried: int = 0

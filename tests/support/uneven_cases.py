@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small functions with one site each that differ between ranks: uneven shards, another K, a bias on one rank."""
+"""Small functions with one site each. The functions differ between ranks: in the sizes of shards, in K, or in a bias
+that only one rank has."""
 
 from __future__ import annotations
 

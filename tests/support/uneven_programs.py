@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws random programs that differ between ranks: a bias on one rank, another K on each, columns or rows that are
-padded before they are moved.
+"""Draws random programs that differ between ranks. For example, only one rank has a bias, each rank has another K, or
+ranks pad columns or rows before they send them.
 
 All ranks draw the same decisions and move tensors of the same shape. A size that the ranks do not divide is split as in
 DTensor: into pieces of ``ceil(size / world_size)``, of which the last may be smaller or empty. Before a gather, a rank
-pads its piece to the full size, and after it all ranks cut off the padding. Before a reduce-scatter, every rank pads
-the whole tensor, and after it the last ranks cut off the padding of their pieces.
+pads its piece to the full size. After the gather, all ranks cut off the padding. Before a reduce-scatter, every rank
+pads the whole tensor. After the reduce-scatter, the last ranks cut off the padding of their pieces.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class UnevenProgram(Program):
     anything: ClassVar[list[str]] = ANYTHING + 2 * UNEVEN
 
     def _line(self, expression: str) -> str:
-        """Add a line whose result only this rank has."""
+        """Add a line whose result may have another shape or other values on other ranks, so no later step is drawn on
+        it."""
         name = f"t{len(self.lines)}"
         self.lines.append(f"    {name} = {expression}")
         return name

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the work of a process's first compile once, in the process that all ranks are forked from.
+"""Does the one-time work of a first compile in the process from which all ranks are forked.
 
-# With GPU support, autograd starts a thread for each device, and then no process can be forked.
+If torch has GPU support, a backward would start a thread for each device, and no process could be forked afterwards.
+So only a forward runs there.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from tests.support.interpreted import interpreted
 def compile_once() -> None:
     """Compile a site in a fake group, and its backward if autograd starts no threads. Then clear counters and
     reports."""
-    # A forked process has none of its parent's threads, and would wait for them.
+    # This process must start no threads, because a forked process does not have them and would wait for them.
     torch.set_num_threads(1)
     tqdm.tqdm.monitor_interval = 0
-    # A graph from a cache would warm nothing.
+    # If the graph came from a cache, the one-time work would not be done.
     caches_off = (
         torch._inductor.config.patch(fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
@@ -37,7 +38,7 @@ def compile_once() -> None:
         def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             return (all_gather(x.detach(), 1, group) @ w.repeat(2, 1) + x @ w).relu()
 
-        # With GPU support, autograd starts a thread for each device, and then no process can be forked.
+        # If torch has GPU support, a backward starts threads, and no process can be forked afterwards.
         trains = not torch.backends.cuda.is_built()
         for compiled in (torch.compile(layer, backend=backend), torch.compile(lambda x, w: (x @ w).relu() * 2)):
             total = compiled(torch.randn(4, 4, requires_grad=trains), torch.randn(4, 4)).sum()

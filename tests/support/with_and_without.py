@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one computation three times on every rank (eagerly, compiled without overlap, compiled with it), compares the
-numbers and counts what was overlapped.
+"""Runs one computation three times on every rank: eagerly, compiled without overlap, and compiled with overlap.
+Compares the results and counts the overlapped sites.
 
-The numbers with overlap are compared with those of the plain compile. The difference between the plain compile and
-eager PyTorch shows the effect of rounding alone. For example, a gradient near zero consists of rounding errors only.
+The results with overlap are compared with those of the plain compile. The difference between the plain compile and
+eager PyTorch shows the effect of rounding alone. For example, a gradient near zero may consist of rounding errors only.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.support.interpreted import interpreted
 
 Compiler = Callable[[Any], Any]
 Computation = Callable[[Any], Mapping[str, torch.Tensor]]
-"""Takes a backend of ``torch.compile`` (``"eager"`` to compile nothing) and returns named results."""
+"""A function that takes a backend of ``torch.compile`` (``"eager"`` compiles nothing) and returns named results."""
 
 LIMIT = 1e-4
-"""The largest error of an fp32 result, relative to the result's largest element. If ten times the rounding error of the
-plain compile is more, that is the limit instead."""
+"""The largest error of an fp32 result, relative to the result's largest element. The limit is ten times the rounding
+error of the plain compile if that is larger."""
 COMPARABLE = 1e-2
-"""If the plain compile's rounding error is larger than this, its numbers consist of rounding errors only."""
+"""If the rounding error of the plain compile is larger than this, its results count as rounding errors only."""
 TIMEOUT = 100.0
 """Seconds that a rank waits for the other ranks' plans."""
 STAGES = ("built", "run eagerly", "compiled without overlap", "overlapped")
@@ -47,8 +47,8 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def compared(build: Callable[[], Computation], generated: bool = False, **fields: Any) -> dict[str, Any]:
-    """One rank's row. ``generated`` runs Inductor's code; otherwise the rewritten graphs are interpreted. ``fields``
-    are fields of ``OverlapConfig``.
+    """One rank's row. With ``generated``, Inductor's code runs. Otherwise an interpreter runs the rewritten graphs.
+    ``fields`` are fields of ``OverlapConfig``.
 
     If ``build`` or the computation raises, the row holds the error, and its ``could_not_be`` names the stage."""
     compile_anew()
@@ -101,8 +101,8 @@ def _figures(results: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any
 
 
 def _badness(row: Mapping[str, Any]) -> tuple[int, float]:
-    """A sort key. A wrong result is worse than one that consists of rounding errors only, however
-    large the second error is."""
+    """A sort key: the row with the largest key is the worst. A wrong result is always worse than a result that consists
+    of rounding errors only."""
     ratio = row["error"] / max(row["rounding"], LIMIT)
     return (0 if _is_right(row) else 1 if _is_rounding(row) else 2), ratio if ratio == ratio else float("inf")
 
@@ -127,8 +127,9 @@ def _found(reports: Sequence[OverlapReport]) -> dict[str, Any]:
 
 
 def all_reduces(reports: Sequence[OverlapReport]) -> dict[str, Any]:
-    """The all-reduces of all stretches, how many of them the sequence-parallel rewrite took, and how many it left, by
-    status and reason. A stretch with collectives in the forward and in the backward graph counts once."""
+    """Counts the all-reduces of all stretches. Returns their number, the number that the sequence-parallel rewrite
+    replaced, and the numbers that it left, by status and reason. A stretch with collectives in the forward and in the
+    backward graph counts once."""
     stretches = {(r.graph, s.id): s for r in reports for s in r.stretches}.values()
     left: Counter[str] = Counter()
     for stretch in stretches:
@@ -142,8 +143,8 @@ def all_reduces(reports: Sequence[OverlapReport]) -> dict[str, Any]:
 
 
 def outcome(rows: Iterable[Any]) -> str:
-    """The outcome of all ranks' rows: ``right``, ``wrong``, ``fell back`` (and right), ``nothing to compare``, ``does
-    not run without overlap`` or ``nothing overlapped``."""
+    """The outcome of all ranks' rows: ``right``, ``wrong``, ``fell back`` (right, but ran without overlap because ranks
+    differed), ``nothing to compare``, ``does not run without overlap`` or ``nothing overlapped``."""
     rows = list(rows)
     if any(not isinstance(r, dict) for r in rows):
         return "wrong"

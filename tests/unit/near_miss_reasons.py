@@ -148,7 +148,8 @@ def _() -> OverlapReport:
 
 @case("op_between", "near_miss", "a part of the summed tensor")
 def _() -> OverlapReport:
-    """The first expert's rows are read elsewhere and would be multiplied twice."""
+    """An add also reads the first expert's rows on their own. With the sum in pieces, these rows would be multiplied
+    twice."""
     made = HandGraph()
     y = made.call(aten.bmm.default, made.input(3, 8, 16), made.input(3, 16, 4, name="w"))
     first = made.call(aten.squeeze.dim, made.call(aten.slice.Tensor, y, 0, 0, 1), 0)
@@ -169,7 +170,7 @@ def grouped(made: HandGraph, x: fx.Node, rows: int) -> fx.Node:
 
 @case("grouped_matmul", "near_miss", "experts, reduced")
 def _() -> OverlapReport:
-    """Results are weighted, brought back to their tokens' order and summed."""
+    """The experts' results are weighted, put back into the order of the tokens, and summed."""
     made = HandGraph()
     y = grouped(made, made.input(8, 16, dtype=torch.bfloat16), 8)
     weighted = made.call(aten.mul.Tensor, y, made.input(8, 1, dtype=torch.bfloat16, name="share"))

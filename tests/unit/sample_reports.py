@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-written reports for tests of the code that shows reports: small, large and hostile ones."""
+"""Hand-written reports for tests of the code that shows reports: small ones, large ones, and one whose texts hold
+markup."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def empty(**fields: object) -> OverlapReport:
 
 
 def llama(layers: int) -> OverlapReport:
-    """``layers`` decoder layers of two sites each, the head refused, and one near miss in every layer."""
+    """``layers`` decoder layers, each with two sites and one near miss, and a head whose site is refused."""
     report = empty(before=BEFORE, after=AFTER, plan_hash="5ad3c0de")
     for layer in range(layers):
         report.sites.append(site(f"layers.{layer}.self_attn.o_proj", overlapped(), 1024))
@@ -76,7 +77,8 @@ def llama(layers: int) -> OverlapReport:
 
 
 def block() -> OverlapReport:
-    """One block compiled by itself: no layer number, two matmuls after one gather, sizes as ints, a kept site."""
+    """One block that was compiled by itself. Its only site is kept: a gather before two matmuls. Its module has no
+    layer number, and all sizes are ints."""
     matmul = Matmul("mm", 2048, 3584, 8192, "float32", role="M")
     gather = SiteFacts("agmm-1", "all_gather_matmul", "feed_forward.w1", ALL_GATHER, (matmul, matmul))
     cost = Reason("too_small", "estimated 140 us as a ring against 95 us as it is (matmul 60, collective 35)")
@@ -128,8 +130,8 @@ PIECES = {
         _piece("small_message", "sm_push", 655.0, False, settings="{}"),
     ),
 }
-"""Name -> (pattern, kind of its collective, piece). There is a piece for every schedule and route, and one that is
-slower than the plain graph."""
+"""``{name: (pattern, kind of its collective, piece)}``. There is one piece for every schedule and route, and one piece
+that is slower than the plain graph."""
 
 
 def every_schedule() -> OverlapReport:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph for every reason why a site is refused or kept: the checks in their order, then the plan and the rewrite."""
+"""A graph for every reason why a site is refused or kept. The reasons of the checks come first, in the order of the
+checks. The reasons of the plan and of the rewrite follow."""
 
 from __future__ import annotations
 
@@ -128,7 +129,9 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "over an accepted site")
 def _() -> OverlapReport:
-    """The first site would move below the second gather, whose matmul reads it; but that gather cannot move."""
+    """The second gather's matmul reads the first site's result. The first site would move down below the second gather,
+    so the second site would have to move down, too. It cannot, because another node reads its gathered tensor
+    earlier."""
     made = HandGraph()
     first = made.gather(made.input(4, 16))
     w = made.reduce(weight(made))
@@ -139,8 +142,8 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "of an accepted site")
 def _() -> OverlapReport:
-    """The first site is written where its first result is read. There it needs the second site's result, which comes
-    later."""
+    """The first site's steps are written before the first node that reads one of its results. But one of its matmuls
+    needs the second site's result, which comes after that node."""
     made = HandGraph()
     first = made.gather(made.input(4, 8))
     second = made.gather(made.input(4, 16, name="y"))

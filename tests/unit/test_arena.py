@@ -116,7 +116,8 @@ def test_a_site_without_a_prepared_slot_is_an_error() -> None:
 
 
 def test_protocols_share_no_slot() -> None:
-    """Otherwise a call that gives no credit would leave the slot's next call waiting for one."""
+    """If two protocols shared a slot, a call of a protocol without credits could come first. The next call in the slot
+    would then wait for a credit that nobody gives."""
     made = arena()
     sites = [
         Request("a", 5000, 2),

@@ -73,7 +73,7 @@ def test_switched_off_it_does_nothing(installed: Path, variables: dict[str, str]
 
 
 def test_switched_on_it_waits_for_the_config_module(installed: Path) -> None:
-    """The pass is in the slot as soon as the slot exists, without a heavy import."""
+    """The pass is put into the slot as soon as Inductor's config module exists. No heavy module is imported."""
     got = value(AFTER_IMPORT, installed, OVERLAP_INDUCTOR="1")
     assert got["found"] == ["torch._inductor.config"]
     assert got["left"] == ["torch._inductor.compile_fx"]
@@ -103,7 +103,7 @@ torch.compile(lambda x: x @ x)(torch.ones(2, 2))
 
 @pytest.mark.parametrize("variable", ["OVERLAP_INDUCTOR", "OVERLAP_INDUCTOR_SCHEDULE"])
 def test_a_bad_value_is_an_error_of_the_first_compile(installed: Path, variable: str, tmp_path: Path) -> None:
-    """``import torch`` does not raise it, since that would break programs that never compile."""
+    """``import torch`` does not raise the error, because programs that never compile must keep running."""
     variables = {"OVERLAP_INDUCTOR": "1", variable: "banana", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = run(COMPILE, installed, **variables)
     assert "imported" in done.stdout
@@ -113,7 +113,7 @@ def test_a_bad_value_is_an_error_of_the_first_compile(installed: Path, variable:
 
 @pytest.mark.parametrize("mode", ["1", "off"])
 def test_an_unknown_variable_is_an_error_of_the_first_compile(installed: Path, mode: str, tmp_path: Path) -> None:
-    """It is an error only if overlap is switched on."""
+    """An unknown variable is an error only if overlap is switched on."""
     variables = {"OVERLAP_INDUCTOR": mode, "OVERLAP_INDUCTOR_SHEDULE": "ring", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = run(COMPILE, installed, **variables)
     assert "imported" in done.stdout
@@ -139,8 +139,8 @@ TWICE = COMPILE + "torch.compile(lambda x: x + 1)(torch.ones(2, 2))\n"
 def test_a_dump_folder_without_overlap_is_a_warning_at_the_first_compile(
     installed: Path, first: str, variables: dict[str, str], said: int, tmp_path: Path
 ) -> None:
-    """The warning appears once, on rank 0 only. It does not appear if overlap is switched off by its variable or on by
-    the program."""
+    """The warning appears once, on rank 0 only. It does not appear if the variable ``OVERLAP_INDUCTOR`` switches
+    overlap off, or if the program switches it on."""
     folders = {"OVERLAP_INDUCTOR_DUMP": str(tmp_path / "dump"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     done = run(f"{first}\n{TWICE}", installed, **folders, **variables)
     assert done.returncode == 0 and done.stderr.count(UNUSED) == said, done.stderr
@@ -187,7 +187,7 @@ def test_autoload_never_raises(installed: Path) -> None:
 
 
 def test_importing_the_package_is_light() -> None:
-    """``import torch`` may import all of these modules; the sub-packages because TORCH_LOGS imports them."""
+    """``import torch`` may import all of these modules. (TORCH_LOGS imports the sub-packages.)"""
     code = f"""
 import sys, json, torch
 before = set(sys.modules)
@@ -201,7 +201,8 @@ print(json.dumps(dict(new=sorted(m for m in set(sys.modules) - before if m.start
 
 
 def test_the_log_name_is_known(installed: Path) -> None:
-    """From torch 2.13 the autoload entry point can register the name before TORCH_LOGS is read."""
+    """From torch 2.13 on, torch reads TORCH_LOGS late enough for the autoload entry point to register the log's name
+    first."""
     code = (
         "import torch, json; from torch._logging import _internal as i, set_logs\n"
         "import logging; print(json.dumps(dict(known=i.log_registry.is_log('overlap_inductor'),"
@@ -221,7 +222,7 @@ def test_the_log_name_is_known(installed: Path) -> None:
     ],
 )
 def test_the_pass_is_in_the_slot_whichever_module_is_imported_first(installed: Path, first: str) -> None:
-    """This holds even if one of our own modules imports Inductor's configuration in the middle of its body."""
+    """The first module may be one of ours that imports Inductor's configuration in the middle of its body."""
     code = (
         f"import torch, importlib; importlib.import_module({first!r})\nfrom overlap_inductor.inductor import"
         " probe\nprint(int(probe.config_in_slot() is not None))"

@@ -76,7 +76,8 @@ def test_the_clock_hides_the_host_only_behind_a_sleep(
     hidden = clock.sample(lambda: gpu.call(host, device), 1, 3.0)
     assert hidden == pytest.approx((device * 1e6, host * 1e6))
     in_loop = clock.sample(lambda: gpu.call(host, device), 4, 0.0)
-    # An uncounted first call fills the pipeline, so neither its launch nor the last call's work adds time.
+    # The clock makes one uncounted call first, which fills the pipeline. So neither the launch of the first counted
+    # call nor the work of the last one adds time.
     assert in_loop == pytest.approx((max(host, device) * 1e6, host * 1e6))
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``overlap-inductor bugreport``: what the file holds, and that it names neither the user nor the user's home."""
+"""``overlap-inductor bugreport``: the contents of its file. The file must not name the user or the user's home
+folder."""
 
 from __future__ import annotations
 

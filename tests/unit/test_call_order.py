@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a device run in the order in which the host makes them: on any streams, from any threads, in captures and
-replays. Streams are simulated (``tests.support.fake_streams``)."""
+"""The calls of a device run in the order in which the host makes them. This holds on any streams, from any threads, and
+in captures and replays. Streams are simulated (``tests.support.fake_streams``)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
 
 
 def played(monkeypatch: pytest.MonkeyPatch, *programs: Callable[[Rank], None]) -> list[Any]:
-    """The work that is left in the queues after each rank's program has been played."""
+    """Play each rank's program, and return the work that is left in the ranks' queues. Work is left if the ranks
+    deadlock."""
     ranks: list[Rank] = []
     for program in programs:
         ranks.append(Rank(monkeypatch))
@@ -74,7 +75,8 @@ def played(monkeypatch: pytest.MonkeyPatch, *programs: Callable[[Rank], None]) -
 
 
 def test_work_queued_behind_a_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise rank 0's B would wait for a receive whose send is queued behind rank 1's B."""
+    """B waits for call A, and not for the receive that follows A on the same stream. If it waited for the receive, the
+    ranks would deadlock: rank 1 sends only after its own B."""
 
     def receives(rank: Rank) -> None:
         rank.call("A", rank.first)
@@ -161,8 +163,8 @@ def test_a_call_that_cannot_begin_does_not_block_other_threads(rank: Rank, monke
 
 
 def test_calls_in_a_capture_wait_only_for_each_other(rank: Rank) -> None:
-    """In a capture, CUDA refuses to wait for an event from outside. Outside, it refuses to wait for an event of a
-    capture."""
+    """In a capture, CUDA refuses to wait for an event that was recorded outside. Outside a capture, CUDA refuses to
+    wait for an event that was recorded in one."""
     rank.call("A", rank.first)
 
     def body() -> None:
@@ -458,5 +460,5 @@ def test_every_op_launches_inside_the_order(monkeypatch: pytest.MonkeyPatch) -> 
             chain, x, [w], [None], [one], [one], ["float32"], [False], False, "{}", *end
         )
         wave_groups.matmul_all_reduce(x, w, group, None, "site")  # type: ignore[arg-type]
-    # ``wave_groups`` also makes its shared state inside the order, so that only one of two threads makes it.
+    # ``wave_groups`` also creates its shared state inside the order, so that of two threads only one creates it.
     assert inside.seen == [1] * 11 and inside.depth == 0

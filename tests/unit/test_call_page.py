@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of a page: a half-written entry counts as absent, and an overwritten one is reported."""
+"""Entries of a page: a reader takes a half-written entry as absent, and an overwritten entry is an error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_text_that_has_no_room_is_an_error() -> None:
 
 
 def test_an_entry_that_is_half_written_counts_as_absent() -> None:
-    """This holds for any part of the entry that has arrived, over an earlier call's entry or over zeros."""
+    """Any part of the entry may have arrived. The rest of its place holds an earlier call's entry or zeros."""
     memory, (mine, theirs) = _pages(2)
     call = 5 + CALLS
     start = theirs._offset(call, 0, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages that ``tests.gpu.check_faults`` expects are those that ranks raise."""
+"""``tests.gpu.check_faults`` expects the messages that ranks really raise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.gpu.check_faults import expected
 from tests.gpu.check_faults import judge
 
 SITE = "faulty small_message matmul_all_reduce two_shot"
-"""A site's name as ``tests.gpu.stress_sites`` writes it."""
+"""A site's name in the form that ``tests.gpu.stress_sites`` writes."""
 SCENARIOS = [("skipped", 0), ("skipped", 1), ("uneven", 0), ("uneven_replays", 0), ("again", 1)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of ``chunked``'s chunks: transfers stay hidden, with as few matmuls as possible."""
+"""Sizes of the chunks of schedule ``chunked``: they hide the transfers with as few matmuls as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from overlap_inductor.lowerings.chunked import sizes as chunk_sizes
 
 SHORT = [i / 50 for i in range(1, 51)]
-"""Ratios of a transfer's time to its matmul's time, up to 1: the matmul takes at least as long as the transfer."""
+"""Ratios of a transfer's time to its matmul's time. All are at most 1, so the matmul takes at least as long as the
+transfer."""
 
 
 def _compositions(shards: int) -> Iterator[tuple[int, ...]]:
@@ -54,7 +55,7 @@ def test_gathered_chunks_hold_the_shards_that_have_arrived(peers: int) -> None:
         for number, size in enumerate(sizes):
             before = sum(sizes[:number])
             last = before + size == peers
-            # No chunk waits for more than the shard in transit, and rows that have arrived are multiplied at once.
+            # A chunk waits at most for the one shard in transit. Rows that have arrived are multiplied at once.
             begins = 1 + before - chunk_sizes.LATE
             assert size == 1 or (before + size) * ratio <= begins + 1e-9
             assert last or size == 1 or (before + size + 1) * ratio > begins - 1e-9

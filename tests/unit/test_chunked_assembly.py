@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assembles the kernels of schedule ``chunked`` for Hopper on a machine without a GPU: rows move in wide words, signals
-come after barriers, and waiting kernels need few resources."""
+"""Assembles the kernels of schedule ``chunked`` for Hopper on a machine without a GPU. The tests check that rows move
+in wide words, that signals come after barriers, and that waiting kernels use few resources."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of schedule ``chunked``: rows of each chunk, parts for each peer; each rank reads where its peers write."""
+"""The plan of schedule ``chunked``: the rows of each chunk and the parts for each peer. Each rank must read from the
+places to which its peers write."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def transfer_of(world_size: int, rows: int, chunks: int, scattered: bool) -> tup
 def test_chunks_cover_the_other_ranks_rows_once_in_ring_order(world_size: int, rows: int, chunks: int) -> None:
     made, bounds = transfer_of(world_size, rows, chunks, False)
     assert len(bounds) - 1 == min(chunks, made.parts * (world_size - 1)), (
-        "as many chunks as asked for, or one for each part if there are fewer parts"
+        "there are as many chunks as requested, or one for each part if there are fewer parts"
     )
     for rank in range(world_size):
         ranges = [
@@ -60,7 +61,7 @@ def test_a_chunk_waits_for_exactly_what_it_reads(world_size: int, rows: int, chu
             rows_of = chunked_plan.chunk_rows(first, last, rank, world_size, rows, made.part_rows)
             for row in (row for start, stop in rows_of for row in range(start, stop)):
                 if scattered:
-                    # The rows that this rank multiplies in this chunk are sent with this chunk.
+                    # The chunk sends exactly the rows that this rank multiplies in it.
                     owner = row // rows
                     sender, source, number = landed[owner, rank * rows + row % rows]
                     assert (sender, source) == (rank, row) and first <= number < last
@@ -81,7 +82,7 @@ def test_bands_have_signals_of_their_own() -> None:
 @pytest.mark.parametrize("pattern", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_a_workspace_for_the_most_rows_serves_fewer_rows(pattern: str, world_size: int) -> None:
-    """Each number of rows has its own number of parts and bands."""
+    """A smaller number of rows may have another number of parts and bands."""
     p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for(pattern, "auto")), 132)
     nbytes, signals = chunked_plan.needed(pattern, world_size, 5000, 4096, 8192, 2, p)
     for rows in (1, 100, 129, 300, 1000, 2000, 5000):

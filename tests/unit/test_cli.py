@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: it imports little, names what is missing, shows reports, and explains scripts."""
+"""The command line: it imports few modules, names a missing package or file, shows reports, and explains scripts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path: Path) -> None:
-    """``overlap-inductor report FOLDER | head``: neither a traceback nor Python's complaint at exit."""
+    """``overlap-inductor report FOLDER | head`` prints no traceback, and Python prints no error about the closed pipe
+    at exit."""
     for graph in range(40):
         report = samples.llama(3)
         report.graph = f"{graph}_0"
@@ -117,7 +118,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_a_missing_module_of_our_own_is_not_reported_as_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a broken installation that is reported as a package to install."""
+    """Catches an error that advises to install a package although the installation of this package is broken."""
 
     def missing(as_json: bool) -> int:
         raise ModuleNotFoundError("No module named 'overlap_inductor.x'", name="overlap_inductor.x")
@@ -199,7 +200,7 @@ def test_explain_of_a_script_that_a_launcher_starts(
 
 
 def test_the_reader_of_an_explained_script_may_go_away(tmp_path: Path) -> None:
-    """``overlap-inductor explain script.py | head -1``, while the script itself prints."""
+    """``overlap-inductor explain script.py | head -1`` ends quietly while the script itself prints."""
     script = tmp_path / "user.py"
     script.write_text("while True:\n    print('a line of the script', flush=True)\n")
     command = [sys.executable, "-m", "overlap_inductor", "explain", str(script)]
@@ -239,7 +240,7 @@ def launched(tmp_path: Path) -> Path:
 
 
 def test_explain_for_another_machine(launched: Path) -> None:
-    """The whole command, on a machine without GPUs: a script that torchrun would start is planned for 8 GPUs."""
+    """Runs the whole command on a machine without GPUs. It plans a script, which torchrun would start, for 8 GPUs."""
     done = python("-m", "overlap_inductor", "explain", "--machine", "h200", "--ranks", "8", str(launched))
     assert done.returncode == 0, done.stderr
     assert "ranks 8 8 0\n" in done.stdout

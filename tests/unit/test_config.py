@@ -68,7 +68,7 @@ def test_bad_variable_is_an_error_that_names_it(variable: str, value: str, allow
     + [("sub_chunks", None), ("sub_chunks", [4]), ("numerics", ["preserve"])],
 )
 def test_bad_keyword_is_the_same_error(field: str, value: object) -> None:
-    """A wrong type must not show as a TypeError."""
+    """A value of a wrong type must raise the ConfigError and not a TypeError."""
     with pytest.raises(ConfigError, match="OVERLAP_INDUCTOR"):
         OverlapConfig.from_environment({}, **{field: value})
 
@@ -84,7 +84,7 @@ def test_mode_aliases(value: str, mode: str) -> None:
 
 
 def test_every_field_is_read_from_its_variable() -> None:
-    """A field that is added without a variable, or with another name, fails here."""
+    """Catches a new field without a variable, or with a variable of another name."""
     environment = {
         "OVERLAP_INDUCTOR": "report",
         "OVERLAP_INDUCTOR_SCHEDULE": "ring",
@@ -132,7 +132,7 @@ def test_other_variables_are_not_read() -> None:
     ],
 )
 def test_an_unknown_variable_is_an_error_that_names_the_nearest_switch(variable: str, meant: str) -> None:
-    """Catches a misspelt switch that has no effect and no error."""
+    """Catches a misspelt switch that has no effect and raises no error."""
     with pytest.raises(ConfigError) as error:
         OverlapConfig.from_environment({variable: "ring", "OVERLAP_INDUCTOR": "1"})
     message = str(error.value)
@@ -147,8 +147,8 @@ def test_an_unknown_variable_is_allowed_if_overlap_is_off() -> None:
 
 
 def test_cache_key_has_every_field_that_changes_code() -> None:
-    """If a switch is missing from the key, a cache returns code that was made for another setting. If a switch is in
-    the key needlessly, graphs that the cache holds are compiled again."""
+    """If a switch that changes the code is missing from the key, a cache returns code for another setting. If a switch
+    that does not change the code is in the key, cached graphs are compiled again for nothing."""
     config = OverlapConfig()
     fields = {f.name for f in dataclasses.fields(config)}
     assert {name for name, _ in config.cache_key()} == fields - {"dump", "notice"}

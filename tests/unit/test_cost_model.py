@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model: limits with a known answer, monotonic behaviour, and agreement with measurements."""
+"""The cost model: extreme cases with a known answer, monotonic behaviour, and agreement with measurements."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_seconds_of_the_parts() -> None:
 
 
 def test_unknown_item_size_takes_the_slowest_rate() -> None:
-    """A dtype without a rate must not get the fastest one."""
+    """A dtype whose rate is not known must not get the fastest known rate."""
     assert cost_model.matmul_seconds(dataclasses.replace(BALANCED, itemsize=1), FREE) == pytest.approx(1.0)
 
 
 def test_balanced_site_pays() -> None:
-    """If matmul and collective take equally long and steps cost nothing, nearly half is hidden."""
+    """If matmul and collective take equally long and steps cost nothing, nearly half of the serial time is saved."""
     assert ring_cost.pays(BALANCED, FREE, 4)
     keep = cost_model.matmul_seconds(BALANCED, FREE) + cost_model.collective_seconds(BALANCED, FREE)
     assert keep == pytest.approx(2.0) and 1.0 <= ring_cost.seconds(BALANCED, FREE, 4) <= 1.35
@@ -49,12 +49,12 @@ def test_balanced_site_pays() -> None:
 
 @pytest.mark.parametrize("sizes", [SiteSizes(1e12, 1e3, 4, 8), SiteSizes(1e5, 1e9, 4, 8)], ids=["no bytes", "no flops"])
 def test_one_sided_site_does_not_pay(sizes: SiteSizes) -> None:
-    """There is nothing to hide, or nothing to hide it behind."""
+    """Either the transfer or the matmul is so short that nothing can be hidden."""
     assert not ring_cost.pays(sizes, FREE, 4)
 
 
 def test_small_site_does_not_pay() -> None:
-    """The fixed cost of the steps decides for decode-size sites."""
+    """For sites with few tokens, as in decode, the steps' fixed cost is larger than the gain."""
     for name in ("cpu", "cuda"):
         machine = machine_for(name)
         tiny = SiteSizes(2.0 * 1 * 4096 * 4096 / 8, 4096 * 2, 2, 8)
@@ -67,7 +67,8 @@ def test_small_site_does_not_pay() -> None:
 @pytest.mark.parametrize("world_size", [2, 8])
 @pytest.mark.parametrize("legs", [1, 2])
 def test_pays_from_some_size_on(name: str, world_size: int, legs: int) -> None:
-    """The break-even search takes the first size that pays as threshold, so every larger size must pay, too."""
+    """The search for the break-even takes the first size that pays as the threshold. So every larger size must pay,
+    too."""
     machine = machine_for(name)
     flops = machine.matmul_flops[2] * 1e-6
     bytes_sent = machine.link_bytes * 1e-6
@@ -92,7 +93,7 @@ def test_parts_hide_more() -> None:
 
 
 def test_never_better_than_the_longer_side() -> None:
-    """The lower bound max(matmul, wire) holds for every ratio."""
+    """The ring is never estimated below the lower bound max(matmul, collective), whatever the ratio of the two."""
     for factor in (0.01, 0.1, 1.0, 10.0, 100.0):
         sizes = dataclasses.replace(BALANCED, flops=BALANCED.flops * factor)
         longest = max(cost_model.matmul_seconds(sizes, FREE), cost_model.collective_seconds(sizes, FREE))
@@ -161,7 +162,9 @@ def test_fused_kernels_need_enough_tiles_and_a_clear_gain() -> None:
     assert fused_cost.pays(many, machine)
 
 
-MEASURED_AT_8 = {  # the same on 8 H200s (bench/results/operators.jsonl): tokens: (keep, chunked over copy engines)
+# llama3-70b MLP on 8 H200s, bf16 (bench/results/operators.jsonl).
+# {tokens: (keep, chunked over copy engines)} in microseconds.
+MEASURED_AT_8 = {
     "all_gather_matmul": {1024: (149, 161), 2048: (294, 221), 4096: (528, 374), 8192: (989, 680), 16384: (1946, 1360)},
     "matmul_reduce_scatter": {
         1024: (155, 158),
@@ -182,7 +185,7 @@ MEASURED_AT_8 = {  # the same on 8 H200s (bench/results/operators.jsonl): tokens
 
 @pytest.mark.parametrize("pattern", MEASURED_AT_8)
 def test_chunks_of_eight_ranks_are_taken_where_they_gained(pattern: str) -> None:
-    """A leg costs more with more peers; at 1024 tokens chunks were slower."""
+    """Each leg of a transfer costs more with more peers. At 1024 tokens, chunks were slower than the plain graph."""
     machine = machine_for("cuda")
     for tokens, (keep, chunked) in MEASURED_AT_8[pattern].items():
         sizes = dataclasses.replace(mlp(pattern, tokens, 8), replays=True)
@@ -304,7 +307,7 @@ def test_the_choice_of_fused_or_chunked_is_the_faster_one_or_nearly_as_fast(patt
         assert taken <= 1.035 * min(fused, chunked), tokens
 
 
-WITHOUT_PEERS_MEASURED = {  # 2 H200s, NCCL_P2P_DISABLE=1: tokens: (keep, groups of waves) in microseconds
+WITHOUT_PEERS_MEASURED = {  # 2 H200s, NCCL_P2P_DISABLE=1: {tokens: (keep, groups of waves)} in microseconds
     "matmul_reduce_scatter": {4096: (2538, 1842), 8192: (5119, 3453), 16384: (10239, 6665)},
     "matmul_all_reduce": {4096: (3508, 2616), 8192: (7011, 4933), 16384: (14094, 9811)},
 }
@@ -312,8 +315,8 @@ WITHOUT_PEERS_MEASURED = {  # 2 H200s, NCCL_P2P_DISABLE=1: tokens: (keep, groups
 
 @pytest.mark.parametrize("pattern", WITHOUT_PEERS_MEASURED)
 def test_groups_of_waves_pay_where_peers_are_out_of_reach(pattern: str) -> None:
-    """Each of an all-reduce's two legs is faster (29 GB/s) than a scatter's only one (25 GB/s). The ring was slower
-    than the plain graph there and must not be chosen."""
+    """The data are of two GPUs without peer access. Each of an all-reduce's two legs was faster (29 GB/s) than the only
+    leg of a scatter (25 GB/s). The ring was slower than the plain graph and must not be chosen."""
     machine = machine_for(WITHOUT_PEERS)
     for tokens, (keep, groups) in WITHOUT_PEERS_MEASURED[pattern].items():
         sizes = mlp(pattern, tokens, 2)

@@ -43,7 +43,7 @@ from overlap_inductor.errors import UnsupportedError
     ],
 )
 def test_impossible_options_are_errors(options: dict[str, Any], names: str) -> None:
-    """Catches options that would fail minutes later, inside a rank."""
+    """Catches options that are accepted first and fail minutes later, inside a rank."""
     with pytest.raises(ConfigError, match=names):
         demo.run_demo(DemoOptions(**{"device": "cpu", "parts": ("block",), **options}))
 
@@ -60,8 +60,8 @@ def test_impossible_options_are_errors(options: dict[str, Any], names: str) -> N
 def test_demo_on_gpus_that_are_not_there(
     monkeypatch: pytest.MonkeyPatch, gpus: int, nccl: bool, cuda: str | None, visible: str | None, why: str
 ) -> None:
-    """Catches an error that blames a number of ranks that the user did not give, and one that blames missing GPUs if
-    torch is built without CUDA or NCCL."""
+    """Catches an error that names a number of ranks that the user did not give. Also catches an error that names
+    missing GPUs although torch is built without CUDA or NCCL."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -97,7 +97,8 @@ def test_demo_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_link_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, the demo runs without the link and says why. If the user gives a rate, it is an error."""
+    """If the slow link cannot be made, the demo by default runs without it and says why. If the user asked for a rate,
+    the demo ends with an error."""
     monkeypatch.setattr(slow_link, "why_not", lambda: "needs root")
     setup = demo._resolve(DemoOptions(device="cpu", parts=("block",)))
     assert (setup.megabits, setup.no_link) == (None, "needs root")
@@ -154,7 +155,8 @@ def test_demo_status_is_what_was_found(
     status: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Catches a demo that passes although numbers differ, nothing is overlapped, or a part gives no result."""
+    """Catches a demo that exits with status 0 although numbers differ, nothing is overlapped, or a part gives no
+    result."""
 
     def run(command: Any, ranks: int, folder: Path, *, hosts: Any, on_line: Any, **rest: Any) -> None:
         assert ranks == 2 and folder == tmp_path and not hosts
@@ -174,7 +176,7 @@ def test_demo_status_is_what_was_found(
 
 
 def test_the_demo_ends_with_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
-    """The estimate is for a block with the sizes of a real layer, on a machine whose figures are known."""
+    """The demo estimates a block with the sizes of a real layer, for a machine whose facts the package knows."""
     demo._estimate()
     out = capsys.readouterr().out
     assert "8 x NVIDIA H200" in out and re.search(r"total of 4 sites of 2 graphs: estimated .* 1\.\d\dx", out)
@@ -190,7 +192,7 @@ def test_the_demo_shows_the_outcome_of_every_form() -> None:
         r"plain +10.00 ms +\(9.5 to 10.5\)\n +auto +8.00 ms +\(7.0 to 9.0\) +1.25x +2 of 2 sites overlapped\n", text
     )
     assert re.search(r"fused +as plain +0 of 2 sites overlapped: too slow\n", text)
-    for ms in (10.1, 9.0):  # within 2 %; and quartiles that overlap
+    for ms in (10.1, 9.0):  # within 2 %; then: the quartiles overlap
         assert "no clear difference" in demo_text.verdict(result(ms=ms), shared_cpu=True)
     assert "takes the cores" in demo_text.verdict(result(ms=15.0), shared_cpu=True)
     assert "bugreport" in demo_text.verdict(result(ms=15.0), shared_cpu=False)

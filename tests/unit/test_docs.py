@@ -34,21 +34,21 @@ PICTURES = [pair for pairs in drawings.PICTURES.values() for pair in pairs]
 
 
 def test_generated_parts_are_up_to_date() -> None:
-    """Catches a page that shows an old switch, reason, drawing or row."""
+    """Catches a page that was not regenerated after a switch, a reason, a drawing or a measured row changed."""
     outdated = [path.name for path in make_docs.outdated()]
     assert not outdated, f"{', '.join(outdated)}: run python tools/make_docs.py"
 
 
 @pytest.mark.parametrize("path", report.PICTURES, ids=lambda path: path.name)
 def test_pictures_were_drawn_from_the_rows(path: Path) -> None:
-    """Catches a picture that shows old rows."""
+    """Catches a picture that was not redrawn after the measured rows changed."""
     rows, _ = report.PICTURES[path]
     with Image.open(path) as image:
         assert json.loads(image.info["Description"]) == rows(), "run python -m bench.report"
 
 
 def test_pictures_of_the_pages_are_pictures() -> None:
-    """Catches a picture's file that no browser can show, for example the text of a symbolic link."""
+    """Catches an image file that no browser can show, for example one that holds only the target of a symbolic link."""
     found = {
         (path.parent / name).resolve()
         for path in (make_docs.README, *pages.pages())
@@ -79,7 +79,8 @@ def css(selector: str) -> str:
 
 @pytest.mark.parametrize("path", report.PICTURES, ids=lambda path: path.name)
 def test_pictures_have_no_white_ground_in_the_dark(path: Path) -> None:
-    """The page inverts them, and its own ground shines through what was white."""
+    """In the dark scheme, the style sheet inverts the pictures. White becomes black, and the page's own background
+    shows there."""
     rule = css('[data-md-color-scheme="slate"] .picture img')
     assert "invert(1)" in rule and "mix-blend-mode: lighten" in rule
     with Image.open(path) as image:
@@ -87,7 +88,8 @@ def test_pictures_have_no_white_ground_in_the_dark(path: Path) -> None:
 
 
 def test_names_in_tables_are_not_broken() -> None:
-    """The theme breaks code anywhere, so a switch's name would be cut in two in a narrow column."""
+    """The theme allows a line break anywhere in code. In a narrow column, a switch's name would be split over two
+    lines."""
     assert css(".md-typeset td code") == "word-break: normal;"
 
 
@@ -111,13 +113,13 @@ def test_every_part_is_on_one_page() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """Catches a page that no reader finds. mkdocs only mentions it."""
+    """Catches a page that readers cannot reach. mkdocs prints only a remark about such a page."""
     linked = set(re.findall(r": ([\w-]+\.md)$", (pages.ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert linked == {path.name for path in pages.pages()}
 
 
 def test_reasons_are_those_that_graphs_give() -> None:
-    """Catches a code that the search of the sources misses."""
+    """Catches a reason code that a graph gives but that the search of the sources does not find."""
     assert set(reasons.codes()) == {code for code, _, _ in CASES.values()}
 
 
@@ -148,8 +150,8 @@ def test_only_the_part_is_replaced() -> None:
 
 @pytest.mark.parametrize("picture", range(len(PICTURES)))
 def test_drawings_are_possible(picture: int) -> None:
-    """Catches work that starts before its inputs are ready, two boxes at the same time in one lane, and matmuls that
-    lost a part."""
+    """Catches a drawing in which work starts before its inputs are ready, two boxes of one lane overlap, or a part of
+    the matmul is missing."""
     plain, overlapped = (make() for make in PICTURES[picture])
     for timeline in (plain, overlapped):
         for box in timeline.boxes:
@@ -192,7 +194,8 @@ def test_commands_name_modules_that_exist(path: Path) -> None:
 
 
 def test_samples_run_in_order_in_one_folder(tmp_path: Path) -> None:
-    """Catches a block that does not see an earlier file, and an output that is compared with another block's."""
+    """Catches a sample that does not see a file of an earlier sample, and an output that is compared with the wrong
+    sample."""
     text = (
         "<!-- file: a.txt -->\n```text\none\n```\n"
         "```bash\nexit 1\n```\n"

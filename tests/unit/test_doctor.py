@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor reports what is there, and fails only if something that is needed or requested cannot take effect."""
+"""The doctor reports the facts of the machine. It fails only if something that is required or requested cannot take
+effect."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_asked_for_and_replaced_by_another_pass(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_asked_for_and_effective_with_another_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a comparison of the mode only."""
+    """Catches a doctor that compares only the mode."""
     monkeypatch.setenv("OVERLAP_INDUCTOR", "on")
     monkeypatch.setenv("OVERLAP_INDUCTOR_SUB_CHUNKS", "8")
     monkeypatch.setattr(probe, "config_in_slot", lambda: OverlapConfig(sub_chunks=2))
@@ -113,7 +114,7 @@ def test_a_hindrance_is_bad_only_if_overlap_is_asked_for(
 
 
 def test_machine_facts_are_named_with_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user must see whether a machine file is in effect."""
+    """The source of each fact shows the user whether a machine file is in effect."""
     assert named(machine_facts(), "link_bytes").value == "1e+09 (shipped for cpu)"
     monkeypatch.setenv("OVERLAP_INDUCTOR_MACHINE", '{"link_bytes": 6.25e7, "matmul_flops": {"4": 4e10}}')
     found = machine_facts()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls to CUDA's driver, their order and their errors. A fake library records the calls, and fails if a test asks for
-it."""
+"""Calls to CUDA's driver, their order and their errors. A fake library records the calls. A test can make one of its
+calls fail."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dump folder: its layout, the same bytes for the same report, no half-written file, and never a failed compile."""
+"""The dump folder: its layout, and the same bytes for the same report. A failed write leaves no half-written file and
+does not fail the compile."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: 
 
 
 def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches writing in place: a full disk would leave half a file, and a reader could see one."""
+    """Catches a write into the old file itself: a full disk would leave half a file, and a reader could see half a
+    file."""
     place = write_dump(samples.llama(1), tmp_path, 0)
     assert place is not None
     before = contents(tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison of ranks' plans: which are equal, and how differences are reported."""
+"""The comparison of ranks' plans: which plans count as equal, and how differences are reported."""
 
 from __future__ import annotations
 

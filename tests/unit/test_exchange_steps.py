@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of a graph's exchange is the same on all ranks, whatever else their graphs hold."""
+"""The text of a graph's exchange is the same on all ranks, even if other parts of their graphs differ."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.support.hand_graph import aten
 
 
 def _steps(function: Callable[..., Any]) -> list[str]:
-    """The exchange's steps of ``function``, a gather with pointwise ops before its matmul. A looping op computes the
-    pointwise ops on shards."""
+    """The steps of the exchange of ``function``, which has a gather with pointwise ops before its matmul. A looping op
+    computes the pointwise ops on shards."""
     with fake_group(3):
         (report,) = reports_of(function, torch.randn(6, 4), torch.randn(12, 8), step_node_budget=1)
     steps: list[str] = json.loads(report.exchange)["steps"]
@@ -34,7 +34,7 @@ def _gathered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def test_ops_that_are_computed_before_sending_are_named_in_graph_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A set of nodes may have another order in every process."""
+    """The ops' names must not come from a set of nodes, because a set's order may differ between processes."""
     between, texts = GatherNodes.between, []
     for reverse in (False, True):
         monkeypatch.setattr(
@@ -66,8 +66,8 @@ def test_symbols_of_reordered_dims_are_named_alike() -> None:
 
 @pytest.mark.parametrize("splits", [False, True], ids=["one dim", "split dims"])
 def test_the_order_is_named_if_a_dim_other_than_the_first_is_scattered(splits: bool) -> None:
-    """The text names the order of the dims. It does not depend on the number of dims into which a rank's graph splits
-    the columns."""
+    """The text names the order of the dims. A rank's graph may split the columns into several dims, which must not
+    change the text."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(6 * 4, 16), made.input(16, 8, name="w"))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a process group is made once, dropped with the group, and made anew for the next group of that name."""
+"""The state of a process group is made once and dropped with the group. The next group of the same name gets a new
+state."""
 
 from __future__ import annotations
 
@@ -63,8 +64,8 @@ def test_states_of_a_destroyed_group_are_closed_in_reverse_order_and_dropped() -
 
 
 def test_each_kind_counts_its_own_groups_of_a_name() -> None:
-    """The count is part of keys in the store, so it must be equal on all ranks. Ranks make a kind of state for the same
-    groups, but not every kind for every group."""
+    """The count is part of keys in the store, so it must be equal on all ranks. All ranks make a given kind of state
+    for the same groups. But one kind may exist for fewer groups than another, so each kind has a count of its own."""
     always, sometimes = Kind("always", Thing), Kind("sometimes", Thing)
     for number in range(3):
         with fake_group() as group:
@@ -89,7 +90,7 @@ def test_nothing_is_dropped_while_a_graph_is_captured(monkeypatch: pytest.Monkey
 
 
 def test_a_state_stays_if_its_calls_cannot_be_waited_for() -> None:
-    """For example because CUDA has failed: memory that running calls may still use must stay."""
+    """CUDA may have failed, for example. Running calls may still use the state's memory, so the state must stay."""
     broken = [True]
 
     def close(thing: Thing) -> None:
@@ -127,8 +128,8 @@ def test_a_state_that_could_not_be_made_is_made_at_the_next_use() -> None:
 
 
 def test_threads_make_a_state_once_and_the_states_of_two_devices_at_the_same_time() -> None:
-    """Making a workspace is a collective. A thread that waits in it must not keep another thread from making another
-    workspace."""
+    """To make a workspace is a collective, in which a thread may wait. Meanwhile, another thread must be able to make
+    another workspace."""
     inside, made = threading.Barrier(2, timeout=30), list[Owner]()
 
     def make(owner: Owner) -> Thing:
@@ -150,7 +151,8 @@ def test_threads_make_a_state_once_and_the_states_of_two_devices_at_the_same_tim
 
 
 def test_exchanges_of_a_destroyed_group_are_not_those_of_the_next_one() -> None:
-    """The ops of a graph find an exchange by its buffer's address, which the next group's buffer may have."""
+    """The ops of a graph find an exchange by the address of its buffer. A buffer of the next group may have the same
+    address."""
     buffer = torch.zeros(2, 4)
 
     def opened(group: dist.ProcessGroup) -> exchange.Exchange:

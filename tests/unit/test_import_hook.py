@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import_hook.when_imported``: when a callback runs, and that it can be cancelled for as long as it has not run."""
+"""``import_hook.when_imported``: the moment at which a callback runs. The callback can be cancelled until then."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Body = Callable[[str], None]
 
 @pytest.fixture
 def body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Body]:
-    """Writes the body of module ``NAME``, which is not imported yet."""
+    """A function that writes the source of module ``NAME``, which is not imported yet."""
     monkeypatch.syspath_prepend(str(tmp_path))
     yield lambda text: (tmp_path / f"{NAME}.py").write_text(text) and importlib.invalidate_caches()
     import_hook.cancel_all()
@@ -30,7 +30,7 @@ def body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Body]:
 
 @pytest.fixture
 def needed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands for the module whose body postpones callbacks."""
+    """A fake of the module that callbacks use. While its body runs, callbacks are postponed."""
     module = SimpleNamespace(__spec__=SimpleNamespace(_initializing=True))
     monkeypatch.setitem(sys.modules, import_hook._NEEDED, module)
     return module
@@ -61,7 +61,7 @@ def test_cancelled_before_the_import(body: Body) -> None:
 
 
 def test_cancelled_by_the_modules_own_body(body: Body) -> None:
-    """For example, if the body or another thread calls ``disable()``."""
+    """For example, the body or another thread may call ``disable()``."""
     body("import sys; sys.cancel_of_a_test()\n")
     ran: list[int] = []
     sys.cancel_of_a_test = when_imported(NAME, lambda: ran.append(1))

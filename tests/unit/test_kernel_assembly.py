@@ -49,15 +49,15 @@ def test_signals_assemble_for_hopper() -> None:
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     text = compiled.asm["ptx"]
     assert compiled.asm["cubin"].startswith(b"\x7fELF")
-    # (The releases inside a wait store constants, which say that the wait was given up. They are not counted here.)
+    # (A wait that times out stores constants with a release. The pattern does not match these stores.)
     events = re.findall(r"ld\.acquire\.sys|bar\.sync|(?:st|red)\.release\.sys(?=[^\n]*, %r)", text)
     assert (
         events.count("ld.acquire.sys") == 2
         and events.count("st.release.sys") == 2
         and events.count("red.release.sys") == 2
     )
-    # Of all threads that give up, only the one that finds the abort word clear writes the record. It then signals the
-    # board and all ranks.
+    # Of all threads that time out, only the thread that finds the abort word clear writes the record. This thread then
+    # signals the board and all ranks.
     given_up = re.findall(
         r"atom\.relaxed\.sys\.global\.cas|st\.relaxed\.sys\.global|st\.release\.sys\.global\.s32(?=[^\n]*, 1;)", text
     )
@@ -215,7 +215,8 @@ SCATTER = {"WORLD": 8, "STAGGER": 150, "BATCH": 8, "THREADS": 256, "TRANSPOSED":
 )
 def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
     """Accumulators of the tile shape that is used on Hopper stay in registers. Data for peers is stored in bulk or 16
-    bytes at a time. The loops over K use the same shared memory for their stages, so it suffices."""
+    bytes at a time. The loops over K share one region of shared memory for their stages, so the kernel fits into 227
+    KiB."""
     types, others = _weights(1, 256) if kernel in (all_gather_matmul, all_gather_matmul_slices) else ({}, {})
     text, machine, shared = _assembled(
         kernel, constants | others, (128, 256, 64), tmp_path, 4 if kernel is matmul_all_reduce else 3, types
@@ -234,8 +235,8 @@ def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_weights_of_one_launch_share_a_loop(count: int, tmp_path: Path) -> None:
     """With the planned parameters, there is one loop over K for the rank's own tiles and one for the peers' tiles,
-    whatever the number of weights. A weight's tensor map is selected before the loop and read in place, because the
-    bulk copy unit cannot read a copy on the stack."""
+    whatever the number of weights. The kernel selects a weight's tensor map before the loop, and reads the map where it
+    is. The bulk copy unit cannot read a copy of the map on the stack."""
     types, others = _weights(count, 256, halves=True)
     constants = (
         GATHER
@@ -278,8 +279,8 @@ SIGMOID_AND_RESIDUAL = (("full", "row"), (("sigmoid", "x"), ("mul", "t0", "e1"),
     ],
 )
 def test_epilogues_stay_in_registers(kernel: Any, programs: tuple[Any, ...], words: int, tmp_path: Path) -> None:
-    """Uses the planned parameters. An op on a whole accumulator needs as many registers again, so ``words`` accesses of
-    the stack are allowed outside the loops over K."""
+    """Uses the planned parameters. An op on a whole accumulator needs as many more registers as the accumulator has. So
+    the test allows ``words`` accesses of the stack outside the loops over K."""
     constants = (
         {**GATHER, "PARTS": 4, "KEEP": False, "BIASES": 0}
         if kernel is all_gather_matmul

@@ -29,7 +29,8 @@ world_sizes = st.integers(2, 5)
 
 
 def array_of(layout: Layout, memory: Layout) -> np.ndarray:
-    """The content of a tensor in ``layout`` if the same tensor in ``memory`` (with the same atoms) holds ``arange``."""
+    """The elements of a tensor in ``layout``. Each element is its own position in ``memory``, a layout of the same
+    atoms."""
     source, target = memory.flat(), layout.flat()
     data = np.arange(int(np.prod([a.size for a in source], dtype=int))).reshape([a.size for a in source])
     return data.transpose(
@@ -60,8 +61,8 @@ def regrouped(draw: st.DrawFn, shape: list[int]) -> list[int]:
 
 @given(st.data(), shards, world_sizes)
 def test_chains_of_views_and_permutes(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """Catches a reshape after a permute that is assigned to the wrong atoms, so that rows of another rank would be
-    multiplied."""
+    """Catches a reshape after a permute that maps dims to the wrong atoms. A site would then multiply rows of another
+    rank."""
     raw = Layout.gathered(shard, world_size)
     layout, array = raw, arange(raw)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -123,7 +124,8 @@ def test_scatter_mirrors_gather(data: st.DataObject, shard: list[int], world_siz
 
 @given(shards, world_sizes)
 def test_without_rank_is_the_shard(shard: list[int], world_size: int) -> None:
-    """A piece's layout has the shard's shape. If a sub-chunk's size is given for an atom, it has that size there."""
+    """A piece's layout has the shard's shape. If the caller gives a sub-chunk's size for an atom, the shape has this
+    size in place of the atom's."""
     raw = Layout.gathered(shard, world_size)
     own = raw.without_rank()
     assert own.shape() == shard and own.rank_dim() is None
@@ -133,8 +135,8 @@ def test_without_rank_is_the_shard(shard: list[int], world_size: int) -> None:
 
 @given(st.data(), shards, world_sizes)
 def test_same_elements(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """``same_elements`` is true only if both layouts hold the same elements in the same order. Other atoms of equal
-    sizes do not suffice."""
+    """``same_elements`` is true only if both layouts hold the same elements in the same order. Two layouts with
+    different atoms of equal sizes are not the same."""
     raw = Layout.gathered(shard, world_size)
     order = data.draw(st.permutations(range(len(shard))))
     moved = raw.permute(order)
@@ -144,8 +146,8 @@ def test_same_elements(data: st.DataObject, shard: list[int], world_size: int) -
 
 
 def test_a_split_atom_is_known_to_layouts_made_before() -> None:
-    """If an atom is split later, every layout that holds it sees the split (``refined``). Otherwise comparisons would
-    be wrong."""
+    """If an atom is split later, every layout that holds the atom sees the split (``refined``). Otherwise comparisons
+    of layouts would be wrong."""
     raw = Layout.gathered([12], 2)
     split = raw.reshape([2, 3, 4])
     assert raw.same_elements(split) and raw.reshape([6, 4]).same_elements(split)
@@ -154,8 +156,8 @@ def test_a_split_atom_is_known_to_layouts_made_before() -> None:
 
 @pytest.mark.parametrize("shape", [[2, 6], [8, 1, 2], [3, 4], [12, 2], [2, 2]])
 def test_reshapes_that_cannot_be_followed(shape: list[int]) -> None:
-    """A reshape is an error, and never gives a wrong layout, if it cuts the rank atom, cuts a dim that it cannot split,
-    or has too many or too few elements."""
+    """A reshape raises an error if it cuts the rank atom, cuts a dim that cannot be split, or has too many or too few
+    elements. It never gives a wrong layout."""
     with pytest.raises(LayoutError, match="reshape to"):
         Layout.gathered([1, 3], 4).reshape(shape)
 

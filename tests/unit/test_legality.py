@@ -31,7 +31,8 @@ from tests.unit.reasons import weight
 
 @pytest.mark.parametrize("name", CASES)
 def test_reason(name: str) -> None:
-    """Fails if a check no longer fires, gives another reason, or lets the graph be changed although it fired."""
+    """Catches a check that no longer refuses its graph or gives another reason. Also catches a graph that is changed
+    although a check refused the site."""
     code, status, function = CASES[name]
     with fake_group(WORLD_SIZES.get(code, 2)):
         report = function()
@@ -63,7 +64,7 @@ def test_every_code_has_a_case() -> None:
 
 
 def test_the_first_failing_check_gives_the_reason() -> None:
-    """The order of the checks is part of the contract: the user's switches are checked before the site's properties."""
+    """The order of the checks must not change: the user's switches are checked before the site's properties."""
     with fake_group(2):
         (site,) = reduce_site("max").run(patterns=("all_gather_matmul",)).sites
     assert [r.code for r in site.decision.reasons] == ["switched_off"]
@@ -136,8 +137,8 @@ def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.Monke
     ],
 )
 def test_strict_mode_raises_only_for_refused_and_failed_sites(name: str, raises: bool) -> None:
-    """Nothing is raised for a near miss, or for a site that is kept: one that is switched off, moves no data, does not
-    pay, or is in mode report."""
+    """Strict mode does not raise for a near miss or a kept site. A site is kept if it is switched off, moves no data or
+    does not pay, or if the mode is report."""
     code, _, function = CASES[name]
     with fake_group(WORLD_SIZES.get(code, 2)):
         report = function()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping op of gathers, without a group: its slices, one by one, give the whole matmul in every form."""
+"""The looping op of gathers, without a process group. Its matmuls on slices, one after the other, must give the whole
+matmul in every form."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_a_split_contraction_is_summed_in_fp32() -> None:
 
 
 def test_shards_without_elements_leave_no_row_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is sent, but every row of the result must be the bias."""
+    """The op sends nothing, but must still write the bias into every row of the result."""
     new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda self, *sizes, **keywords: new_empty(self, *sizes, **keywords).fill_(7)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switch ``machine``: which facts it takes, what it refuses, and that caches and ranks see the facts alone."""
+"""The switch ``machine``: the facts that it accepts and the values that it refuses. Cache keys and comparisons of ranks
+hold the facts and not the file's path."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def test_a_file_of_bytes_that_are_no_text_is_the_same_error(tmp_path: Path) -> N
 
 
 def test_every_fact_can_be_told() -> None:
-    """A field of ``Machine`` that the file cannot set, or one that is set and not used."""
+    """Catches a field of ``Machine`` that the file cannot set, and a field that is set but not used."""
     shipped = machine_for("cpu")
     assert {f.name for f in dataclasses.fields(Machine)} == {*FIELDS, "name"}
     facts = {name: 3 if name == "least_tiles" else 0.5 for name in FIELDS if name != "matmul_flops"}
@@ -88,7 +89,8 @@ def test_every_fact_can_be_told() -> None:
 
 
 def test_the_key_has_the_facts_and_not_the_path(tmp_path: Path) -> None:
-    """A path in the key would compile again after a move. A path alone would hand out code of other facts."""
+    """If the key held the path, a moved file would cause a new compile. If it held only the path, a changed file would
+    get cached code for the old facts."""
     one = OverlapConfig(machine=write(tmp_path / "a.json", {"link_bytes": 62500000, "step_seconds": 1e-4}))
     same = OverlapConfig(machine=write(tmp_path / "b.json", {"step_seconds": 0.0001, "link_bytes": 6.25e7}))
     other = OverlapConfig(machine=write(tmp_path / "a.json", {"link_bytes": 62500001, "step_seconds": 1e-4}))

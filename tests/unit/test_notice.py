@@ -62,7 +62,8 @@ def test_without_any_configuration_it_is_on_standard_error(capsys: pytest.Captur
 def test_a_handler_of_the_user_gets_it_once(
     root: logging.Logger, capsys: pytest.CaptureFixture[str], level: int
 ) -> None:
-    """The user gets it even at the root's default level (warning), which the user did not choose."""
+    """The user's handler gets the line even if the root logger has its default level (warning), because the user did
+    not choose that level."""
     root.setLevel(level)
     heard = listener(root)
     notice.show("line")
@@ -89,7 +90,7 @@ def test_a_level_without_a_handler_shows_it(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_level_of_its_own_silences_it(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """As ``TORCH_LOGS=-overlap_inductor`` does."""
+    """``TORCH_LOGS=-overlap_inductor`` sets such a level."""
     log.setLevel(logging.ERROR)
     heard = listener(root)
     notice.show("line")

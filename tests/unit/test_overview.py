@@ -60,7 +60,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_second_run_is_not_read_as_the_first(two_runs: Path) -> None:
-    """Catches reports of two runs that are shown as one run."""
+    """Catches a page that shows the reports of two runs as one run."""
     first, second = runs_of(two_runs)
     assert second.id == f"{first.id}-2" and first.date <= second.date
     assert [first.ranks, second.ranks] == [[0, 1], [0, 1]]
@@ -108,14 +108,15 @@ def test_every_write_leaves_a_page(tmp_path: Path) -> None:
 
 
 def test_the_page_is_complete_when_the_process_has_ended(tmp_path: Path) -> None:
-    """Catches a page without the last graph, which was written before the page was due again."""
+    """The page is not rewritten after every graph. Catches a page that lacks the last graph."""
     write_as(tmp_path, 0, "1,2,3,4,5,6")
     text = (tmp_path / "index.html").read_text()
     assert [f">{name}</a>" in text for name in ("0_0_inference", "0_0_inference_6")] == [True, True]
 
 
 def test_the_page_is_not_made_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a quadratic cost: a model of many graphs writes a report for each."""
+    """A model of many graphs writes one report for each graph. Catches a cost that is quadratic in the number of
+    graphs."""
     made = []
     monkeypatch.setattr(overview, "write_overview", made.append)
     monkeypatch.setattr(overview, "_SHARE", 1e9)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package as pip gets it: its metadata, and the files in the source archive and in the wheel."""
+"""The package that pip installs: its metadata, and the files in the source archive and in the wheel."""
 
 from __future__ import annotations
 

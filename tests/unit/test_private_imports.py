@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check that keeps private torch APIs in two folders sees every way to reach one."""
+"""The check that allows private torch APIs in two folders only. It must find every way to use a private API."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page is self-contained, never runs a graph's text as code, marks changed lines, and stays usable when large."""
+"""The HTML page is self-contained, never runs a graph's text as code, marks changed lines, and stays fast for large
+graphs."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_page_loads_nothing(report: OverlapReport) -> None:
 
 
 def test_markup_in_names_is_text() -> None:
-    """Catches one missing escape: every free text of this report holds a script element."""
+    """Every free text of this report holds a script element. Catches a text that the page does not escape."""
     html = render_html(samples.hostile())
     page = Page(html)
     assert len(page.named("script")) == 1, "only the page's own script"
@@ -71,7 +72,7 @@ def test_page_shows_what_the_report_says() -> None:
 
 
 def test_links_into_the_graph_lead_to_a_line() -> None:
-    """Catches an anchor for a site that the graph does not name, and a link without its line."""
+    """Catches a link to a site that the graph does not name, and a link whose line does not exist."""
     page = Page(render_html(samples.llama(2)))
     links = [a["href"] for a in page.named("a") if (a.get("href") or "").startswith("#line-")]
     identities = [attributes["id"] for _, attributes in page.elements if attributes.get("id")]
@@ -134,7 +135,7 @@ def test_a_line_of_two_sites_has_both_anchors() -> None:
 
 @pytest.mark.parametrize("report", [samples.llama(2), samples.every_schedule()])
 def test_a_page_has_a_dark_and_a_narrow_form(report: OverlapReport) -> None:
-    """Catches a colour that only light pages define: each of the light ones has a dark value."""
+    """Catches a colour that is defined for light pages only. Each colour must also have a value for dark pages."""
     html = render_html(report)
     light, dark = re.findall(r":root \{(.*?)\}", html, re.S)
     assert "@media (prefers-color-scheme: dark)" in html and "color-scheme: light dark" in light
@@ -149,7 +150,7 @@ def test_total_has_a_ratio() -> None:
 
 
 def test_a_slower_plan_is_marked_as_slower_and_drawn_red() -> None:
-    """Catches a green box for lost time."""
+    """Catches a slower plan whose lost time is drawn as a green box, like saved time."""
     report = samples.empty()
     report.sites = [samples.planned(*samples.PIECES["ring slower"], "m")]
     page = Page(render_html(report))

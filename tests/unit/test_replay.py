@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls are launched directly, and which as a CUDA graph. A fake recorder takes the place of the GPU."""
+"""The host launches some calls directly and others as a CUDA graph. A fake recorder takes the place of the GPU."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Noted:
         replays: bool = True,
         copied: Sequence[torch.Tensor | None] = (),
     ) -> list[str]:
-        """Make one call, and return the actions that it led to."""
+        """Make one call, and return the actions that the call caused."""
         before = len(self.done)
         launched(self.launch, what, tensors, lambda: self.done.append("start"), replays, copied)
         return self.done[before:]
@@ -90,8 +90,8 @@ def test_the_second_call_with_the_same_tensors_is_a_graph(monkeypatch: pytest.Mo
 
 
 def test_a_copy_from_another_allocation_at_the_same_address_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the program has freed the memory (``torch.cuda.empty_cache``) and allocated it again, CUDA refuses to launch
-    the graph."""
+    """If the program freed the memory (``torch.cuda.empty_cache``) and allocated it again, CUDA refuses to launch the
+    old graph. So the old graph is dropped, and a new one is captured."""
     noted, a, b = Noted(monkeypatch), torch.zeros(4, 4), torch.zeros(4)
     for number in range(3):
         noted.allocations[a.data_ptr()] = number
@@ -185,8 +185,8 @@ def test_a_call_whose_graph_cannot_be_launched_is_launched_directly(
 
 
 def test_a_graph_that_fails_later_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Earlier launches of the graph have run. The group is aborted so that peers do not wait for this call until they
-    time out."""
+    """Earlier launches of the same graph have run, so the call cannot simply be launched directly. The group is
+    aborted. Otherwise peers would wait for this call until they time out."""
     noted, a = Noted(monkeypatch), torch.zeros(4)
     noted.failing = {3}
     assert [noted.call(a) for _ in range(3)] == [["start"], ["graph"], ["graph"]]
@@ -248,7 +248,7 @@ def test_a_failing_capture_is_logged_and_given_up_after_some_tries(
 
 
 def test_a_graph_is_captured_on_another_thread_in_the_callers_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks the order of the steps around the capture, without a GPU."""
+    """Checks, without a GPU, the order of the steps before and after the capture."""
     import threading
     from contextlib import contextmanager
 
@@ -294,7 +294,7 @@ def _addresses(tensors: Any) -> list[object]:
 
 
 copies: list[list[object]] = []
-"""For each of ``calls``, the addresses of the tensors that it says are copied."""
+"""For each of ``calls``, the addresses of the tensors that the call declares as copied."""
 
 
 @pytest.fixture
@@ -337,7 +337,7 @@ def test_the_key_of_a_chunked_call_holds_all_that_the_call_depends_on(calls: lis
         assert {t.data_ptr() for t in (a, b, bias, scale, other, out)} == {*calls[-1][1]}, "summed in place"
     assert len({what for what, _ in calls}) == len(calls) == 7
     assert copies == [addresses for _, addresses in calls], (
-        "copy engines send some, and the vendor's library may copy a bias or a scale"
+        "copy engines send some of the tensors, and the vendor's library may copy a bias or a scale"
     )
     left, right = torch.zeros(8, 4), torch.zeros(4, 8)
     chunked.matmul_reduce_scatter(a, VendorMatmul(b, bias, added=((left, right),)), LAUNCH, p)
@@ -369,7 +369,7 @@ def test_the_key_of_a_fused_call_holds_all_that_the_call_depends_on(calls: list[
     assert len({what[:5] for what, _ in calls}) == len(calls) == 19 and not any(copies), "kernels store all of this"
     fused.all_gather_matmuls(a, [b], LAUNCH, FusedParameters(2, copies_from=a.nbytes), [bias])
     assert copies.pop() == [a.data_ptr()]
-    # If all tiles are whole, the product is summed in place: its address is the result's.
+    # If all tiles are whole, the product is summed in place, so it has the address of the result.
     a = torch.zeros(256, 8)
     out = fused.matmul_all_reduce(a, b, LAUNCH, p, bias)
     assert calls[-1][0][5:] == (out.data_ptr(), out.data_ptr())

@@ -26,7 +26,7 @@ from tests.unit import sample_reports as samples
     "report", [samples.llama(3), samples.block(), samples.empty(), samples.hostile(), samples.broken()]
 )
 def test_round_trip_restores_the_whole_report(report: OverlapReport) -> None:
-    """Catches a field that is written and not read back. A cached graph would then show another report."""
+    """Catches a field that is written but not read back. A graph from a cache would then have another report."""
     restored = OverlapReport.from_json(report.to_json(graphs=True))
     assert restored == report
     assert restored.counters() == report.counters()
@@ -39,7 +39,7 @@ def test_another_schema_version_is_refused() -> None:
 
 
 def test_sites_json_has_the_fields_of_the_contract() -> None:
-    """Catches a renamed or dropped field, because other tools read this file."""
+    """Other tools read this file. Catches a field that was renamed or dropped."""
     value = json.loads(samples.llama(1).to_json())
     assert {
         "schema_version",
@@ -96,8 +96,8 @@ def test_names_that_end_in_a_digit_are_not_layers() -> None:
 
 
 def test_layers_that_differ_in_anything_stay_apart() -> None:
-    """Catches grouping by name alone. Layers with another plan, another size, or another value in the reason must stay
-    apart."""
+    """Catches grouping by name alone. Layers with different plans, sizes or values in their reasons must stay in
+    separate groups."""
     report = samples.empty()
     report.sites = [samples.site(f"layers.{i}.mlp.down_proj", samples.overlapped()) for i in range(3)]
     report.sites[1] = samples.site(
@@ -114,7 +114,8 @@ def test_layers_that_differ_in_anything_stay_apart() -> None:
 
 
 def test_node_names_in_reasons_do_not_keep_layers_apart() -> None:
-    """Catches a row for each layer because each layer's reason names another node (mm, mm_1, mm_2)."""
+    """Each layer's reason names another node (mm, mm_1, mm_2). Catches a report that therefore shows one row for each
+    layer."""
     report = samples.empty()
     for i, node in enumerate(["mm", "mm_1", "mm_27"]):
         reason = Reason("other_users", f"{node} is also used by add_{i}")

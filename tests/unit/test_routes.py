@@ -25,8 +25,8 @@ def hops(route: str, world_size: int, parts: int) -> list[list[routes.Hop]]:
 @every_size
 @pytest.mark.parametrize("route", routes.ROUTES)
 def test_every_hop_is_a_permutation(route: str, world_size: int, parts: int) -> None:
-    """Catches two senders to one receiver on one link, a send to oneself, and a receive without a send. Each would be a
-    hang."""
+    """Catches two ranks that send to one receiver in the same hop, a rank that sends to itself, and a receive without a
+    send. Each of these would make ranks hang."""
     for ranks in hops(route, world_size, parts):
         for link in range(len(ranks[0].sends)):
             assert sorted(h.sends[link].peer for h in ranks) == list(range(world_size))
@@ -133,7 +133,8 @@ def test_broadcast_sends_every_shard_to_every_rank(world_size: int, parts: int) 
 
 
 def test_hop_counts_are_those_of_the_table() -> None:
-    """The counts must be those of the table in the docstring of ``routes``. Two directions halve the steps."""
+    """The counts must equal those of the table in the docstring of ``routes``. Two directions halve the number of
+    steps."""
     assert [routes.hop_count(r, 8, 3) for r in routes.ROUTES] == [21, 12, 21, 21, 3]
     assert [routes.hop_count(r, 5, 1) for r in routes.ROUTES] == [4, 2, 4, 4, 1]
 

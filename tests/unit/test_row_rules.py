@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules by which rows propagate (``passes/sequence``), one op at a time: on rows it computes the same values, or it
-is refused with its reason. ``x``: the result of an all-reduce, ``[2, 7, 6]``, which 2 ranks divide evenly and 3 do
-not."""
+"""The rules of the sequence-parallel rewrite (``passes/sequence``), tested for one op at a time. The op must compute
+the same values on rows, or the rules must refuse it with a reason. ``x`` is the result of an all-reduce, ``[2, 7, 6]``.
+Its 14 tokens are divided evenly among 2 ranks, and unevenly among 3."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[str, Op]] = {
         "other tokens",
         lambda g, x: g.op("cat.default", [g.view(x, B * S, H), g.op("select.int", g.tokens(B * S, 3, 2), 2, 0)], 1),
     ),
-    # A part of the features that may be the rank's own: the graphs of the ranks then differ in a number.
+    # A part of the features whose start may depend on the rank. The graphs of the ranks may then differ in a number.
     "one of 3 equal slices": ("the rank's own", lambda g, x: g.op("slice.Tensor", x, 2, 2, 4)),
     "one of 3 equal splits": ("the rank's own", lambda g, x: g.call(getitem, g.op("split.Tensor", x, 2, 2), 1)),
     "one of 3 groups": ("the rank's own", lambda g, x: g.op("select.int", g.view(x, B, S, 3, 2), 2, 1)),
@@ -125,7 +125,8 @@ REFUSED: dict[str, tuple[str, Op]] = {
     "matmul": ("not computed row by row", lambda g, x: g.mm(g.view(x, B * S, H), g.shard(H, 5))),
 }
 NOT_RUN = {"in place", "random numbers", "random numbers in this shape", "dropout", "index"}
-"""Cases whose values are not compared: random ones, or those that need certain values."""
+"""Cases whose values are not compared, because they are random, because the op writes in place, or because it needs
+special inputs."""
 
 
 SUMS: dict[str, tuple[Op, str]] = {
@@ -155,7 +156,7 @@ SUMS: dict[str, tuple[Op, str]] = {
 
 
 def add(made: TokenGraph, op: Op) -> fx.Node:
-    """Add ``x`` and the result of ``op`` to the graph. Its result is computed from that of ``op``."""
+    """Add ``x`` and the op that ``op`` makes of it to the graph. The graph returns twice the op's result."""
     x = made.op("add.Tensor", made.tokens(B, S, H), made.same(B, S, H))
     node = op(made, x)
     made.output(made.op("mul.Tensor", node, 2))
@@ -190,7 +191,8 @@ def test_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", SUMS)
 def test_sum_over_tokens(name: str) -> None:
-    """A sum never reads the rows beyond the last token. A largest or smallest value is only taken of even rows."""
+    """With uneven rows, a rank's rows may reach beyond the last token. A sum leaves these rows out. A maximum or
+    minimum is rewritten only if the tokens divide evenly."""
     op, reduce_op = SUMS[name]
     for world_size in (2, 3):
         with fake_group(world_size):
@@ -228,7 +230,7 @@ def test_sum_in_fewer_than_32_bits_is_added_in_fp32(dtype: torch.dtype) -> None:
 
 
 def test_sums_that_only_results_read_are_combined_in_one_all_reduce() -> None:
-    """One all-reduce, at the end of the graph, in place of one for each norm's weight."""
+    """Gradients of norm weights are such sums. One all-reduce at the end of the graph combines all of them."""
     with fake_group(2):
         made = TokenGraph()
         x = made.op("add.Tensor", made.tokens(B, S, H), made.same(B, S, H))
@@ -242,7 +244,8 @@ def test_sums_that_only_results_read_are_combined_in_one_all_reduce() -> None:
 
 
 def test_a_sum_that_rows_read_is_combined_where_it_stands() -> None:
-    """Quantisation with one scale: the largest value of all tokens, then a division of each row."""
+    """The graph quantises with one scale: it takes the largest value of all tokens, then divides each row by it. So the
+    largest value must be combined before the rows are divided."""
     with fake_group(2):
         made = TokenGraph()
         x = made.op("add.Tensor", made.tokens(B, S, H), made.same(B, S, H))
@@ -254,7 +257,8 @@ def test_a_sum_that_rows_read_is_combined_where_it_stands() -> None:
 
 
 def test_an_operand_is_cut_once_for_each_way_in_which_it_has_the_tokens() -> None:
-    """``[S, H]`` positions are repeated for each batch in one stretch, and are all tokens of another one."""
+    """``positions`` has the shape ``[S, H]``. One stretch broadcasts it over the batch. In another stretch, its rows
+    are all the tokens."""
     with fake_group(2):
         made = TokenGraph()
         positions = made.same(6, H)
@@ -277,7 +281,8 @@ def test_fp8_rows_are_gathered_as_bytes() -> None:
 
 
 def test_numbers_that_are_sizes_of_the_tokens_are_the_same_on_all_ranks() -> None:
-    """A mean over tokens divides by their number. Another symbolic number is known to its own rank only."""
+    """A mean over tokens divides by the number of tokens, which all ranks know. Another symbolic number may differ
+    between ranks."""
     with fake_group(2):
         made = TokenGraph()
         part, other = made.shard(8, H, dynamic=[0]), made.same(8, H, dynamic=[0])
@@ -292,7 +297,7 @@ def test_numbers_that_are_sizes_of_the_tokens_are_the_same_on_all_ranks() -> Non
 
 
 def test_an_all_reduce_of_rows_reads_all_of_them() -> None:
-    """The second all-reduce sums what the first one's stretch has computed."""
+    """The second all-reduce sums the result of the first all-reduce's stretch."""
     with fake_group(2):
         made = TokenGraph()
         first = made.op("tanh.default", made.tokens(B, S, H))

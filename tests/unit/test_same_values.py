@@ -76,8 +76,8 @@ def test_may_differ(name: str) -> None:
 
 
 def test_another_group_of_no_mesh_makes_no_result_alike() -> None:
-    """Ranks 0 and 1 of this group may be in other groups of ranks 0, 2 and 1, 3, which sum other values. Nothing says
-    that these groups are alike."""
+    """The group is of ranks 0 and 1. Rank 0 may also be in a group with rank 2, and rank 1 in a group with rank 3. The
+    sums of these two groups may differ."""
     with fake_group(4):
         mine, other = (torch.distributed.new_group(ranks) for ranks in ([0, 1], [0, 2]))
         g = TokenGraph()
@@ -89,8 +89,8 @@ def test_another_group_of_no_mesh_makes_no_result_alike() -> None:
 
 
 def test_another_dim_of_one_mesh_keeps_ranks_alike() -> None:
-    """Each rank of a row of the mesh has the same place in its column, so the columns' sums are alike if their parts
-    are."""
+    """The group is a row of the mesh. Each of its ranks has the same place in its column. So the sums over the columns
+    are equal if the summed parts are equal along each row."""
     with fake_group(4):
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         data, tensor = (mesh.get_group(name).group_name for name in ("data", "tensor"))

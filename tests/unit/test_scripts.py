@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts that run only on GPUs can be imported, and the attributes that they use of the package's modules exist."""
+"""Scripts that run only on GPUs: they can be imported, and the package's modules have the attributes that the scripts
+use."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def test_a_script_can_be_imported(name: str) -> None:
 
 
 def missing(script: ModuleType) -> list[str]:
-    """The attributes that ``script`` reads or replaces in the package's modules and that do not exist, as
-    ``module.attribute``."""
+    """The attributes, as ``module.attribute``, that ``script`` reads or replaces in the package's modules although they
+    do not exist."""
     modules = {
         name: value
         for name, value in vars(script).items()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the side stream and the current stream wait for each other. Streams and events are fakes, since there is no
-GPU."""
+"""The points at which the side stream and the current stream wait for each other. Streams and events are fakes, so no
+GPU is needed."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_the_streams_wait_for_each_other_at_fork_and_join(said: list[str]) -> No
 
 
 def test_a_stream_that_was_not_entered_is_not_waited_for(said: list[str]) -> None:
-    """So an error before entering is raised as it is, and not replaced by an error about a stream outside the
-    capture."""
+    """An error may be raised before the side stream is entered. If ``join`` then waited for the side stream, CUDA would
+    raise another error, about a stream outside the capture, and hide the first one."""
     side = SideStream(CUDA)
     side.join()
     assert said == []

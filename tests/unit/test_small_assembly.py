@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assembles the small-message kernels for Hopper on a machine without a GPU: accesses are wide, and a barrier separates
-signals from the accesses that they order."""
+"""Assembles the small-message kernels for Hopper on a machine without a GPU. The tests check that accesses are wide,
+and that a barrier separates signals from the accesses that they order."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def test_accesses_are_wide_and_signals_are_in_order(
     binary.write_bytes(compiled.asm["cubin"])
     tool = triton.knobs.nvidia.nvdisasm.path
     machine = subprocess.run([tool, "-c", str(binary)], capture_output=True, text=True, check=True).stdout
-    # (Checked only with the Triton version of the measurements: 3.9 keeps a little on the stack.)
+    # (This is checked only with the Triton version of the measurements, because Triton 3.9 keeps some values on the
+    # stack.)
     assert not triton.__version__.startswith("3.6") or "STL" not in machine and "LDL" not in machine, (
         "the kernel keeps something on the stack"
     )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of small messages: one-shot or two-shot, the cut of a call, and its workspace."""
+"""The plan of small messages: the choice between one-shot and two-shot, the segments into which a call is cut, and the
+workspace."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def test_the_second_leg_pays_if_one_shot_sends_much_more(world_size: int, rows: 
 
 
 def test_two_legs_to_many_peers_go_in_narrow_segments_and_small_blocks() -> None:
-    """Small blocks hold only narrow segments. With many rows, a row of 5120 is not cut, so blocks are large."""
+    """Small blocks can hold only narrow segments. With many rows, a row of 5120 elements is one segment, so its block
+    is large."""
     assert settings_for(8, 16, 8192, 2) == {"two_shot": True, "segment": 1024, "warps": 4}
     assert settings_for(4, 128, 8192, 2) == {"two_shot": True, "segment": 2048, "warps": 8}
     assert settings_for(8, 513, 5120, 2)["warps"] == 8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check that no test module is imported and that ``bench`` imports nothing from ``tests``."""
+"""The check that no file imports a test module and that ``bench`` imports nothing from ``tests``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines show all of the work, one bar at a time on each lane, and end at the estimate beside them."""
+"""A timeline shows all of the work, with one bar at a time on each lane, and ends at the estimate that is printed
+beside it."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ class _OnGpu(torch.Tensor):
 
 
 def test_the_direct_launch_replaces_only_the_varying_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Varying arguments are between fixed ones, and a launch takes them in another order than the kernel. A descriptor
-    becomes several arguments of the C launcher: map, shape and strides."""
+    """The varying arguments stand between fixed ones. A launch takes them in another order than the kernel does. A
+    descriptor becomes several arguments of the C launcher: map, shape and strides."""
     given: list[tuple[Any, ...]] = []
     driver = ModuleType("triton.backends.nvidia.driver")
     driver.TMA_DTYPE_DEVICE_TO_HOST = {0: 0}  # type: ignore[attr-defined]
@@ -88,7 +88,8 @@ def test_the_direct_launch_replaces_only_the_varying_arguments(monkeypatch: pyte
         launch_cooperative_grid=False,
         launch_pdl=False,
     )
-    # (``_Direct`` would look into a function's closure. A launcher in C has none, and neither has this object.)
+    # (If ``run.launch`` were a Python function, ``_Direct`` would inspect its closure. A launcher in C has no closure,
+    # and neither has this object.)
     run.launch = _callable(run.launch)
     meta = {"swizzle": 0, "elem_size": 2, "elem_type": 0, "block_size": [16, 16]}
     metadata = SimpleNamespace(tensordesc_meta=[meta, meta])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions are read as PEP 440 writes them, in one place."""
+"""Versions are parsed by the rules of PEP 440, in one module."""
 
 from __future__ import annotations
 

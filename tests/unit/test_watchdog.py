@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog: what it reports, frees and ends after a fault, and that it never ends a healthy process."""
+"""The watchdog: after a fault it logs the error, stops the waits and ends the process. It never ends a healthy
+process."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ from tests.support.fake_group import fake_group
 
 @dataclass
 class Scene:
-    """A watchdog with one group, and a clock that tests set. ``ends``: the messages with which it would have ended the
-    process."""
+    """A watchdog with one group, and a clock that tests set. ``ends``: the messages with which the watchdog would have
+    ended the process."""
 
     now: float = 0.0
     alive: bool = True
@@ -83,7 +84,8 @@ def test_a_fault_is_logged_once_and_ends_the_process_after_the_grace_period(capl
 
 
 def test_the_rank_that_gave_up_first_is_named_and_waits_here_are_stopped(caplog: pytest.LogCaptureFixture) -> None:
-    """The other rank's abort may not reach this GPU, for example if GPUs have no peer access or if a host gave up."""
+    """The first rank's abort may not reach this GPU, for example if the GPUs have no peer access or if the host of that
+    rank timed out. So the watchdog stops the waits of this GPU."""
     scene = Scene()
     scene.give_up(0, stamp=7)
     scene.give_up(2, stamp=6)
@@ -105,7 +107,7 @@ def test_a_call_whose_number_is_past_2_to_31_is_named() -> None:
 
 
 def test_a_site_has_one_number_on_all_ranks() -> None:
-    """Ranks may see the sites in different orders."""
+    """A site's number must not depend on the order in which a rank meets the sites."""
     ours, theirs = Scene().faults, FaultRecord.of("tp", [4, 5, 6], torch.device("cpu"))
     assert theirs.number("other") != theirs.number("mlp/up") == ours.number("mlp/up") < 2**28
 
@@ -158,7 +160,7 @@ def test_destroyed_groups_are_forgotten() -> None:
 
 
 def test_a_fault_after_the_groups_destruction_is_reported_at_the_programs_end(caplog: pytest.LogCaptureFixture) -> None:
-    """The group's last calls are in flight when it is destroyed, and their results may be read afterwards."""
+    """When the group is destroyed, its last calls are in flight. The program may read their results later."""
     scene = Scene(in_flight=True)
     scene.look(0)
     scene.alive = False
@@ -294,7 +296,8 @@ def later(do):
 
 
 def test_a_fault_that_comes_at_the_programs_end_is_reported() -> None:
-    """The group is destroyed and the result is returned. Then, at the program's end, the result's kernel gives up."""
+    """The program destroys the group and has its result. At the program's end, the kernel that computes this result
+    times out."""
     status, said = _run("alive[0] = False; time.sleep(0.1); later(lambda: (given_up.append(1), ends()))", PENDING)
     assert status == 1 and "rank 1. The program ends without having been told" in said
 

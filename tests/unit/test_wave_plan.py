@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The partition of waves into collectives: the curve, the predictor and its search, against brute force."""
+"""How the waves of a matmul are divided among collectives. The tests check the bandwidth curve, the predicted time, and
+the search for the best partition, which must find the same as brute force."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def test_a_curve_passes_through_its_points_and_is_a_power_law_between_them() -> 
 
 
 def test_groups_run_back_to_back_and_never_before_their_waves() -> None:
-    """Worked out by hand: a band is one wave of 10 s, and a collective takes 4 s for each band and 1 s more."""
+    """The expected times are computed by hand. A band is one wave of 10 s. A collective takes 1 s and another 4 s for
+    each band."""
     waves, curve = Waves(3, 100, 100, 10.0, 3, 1, 1), Curve(((1, 5.0), (2, 9.0), (3, 13.0)))
     assert predicted((0, 3), waves, curve) == pytest.approx(30 + 13)
     assert predicted((0, 1, 2, 3), waves, curve) == pytest.approx(30 + 5)

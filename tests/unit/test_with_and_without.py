@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outcomes that a sweep reports."""
+"""The outcomes that a sweep of models reports: a comparison of each model with overlap and without."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_rank_that_died_is_wrong() -> None:
 
 
 def test_a_number_that_differs_with_overlap_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers with overlap are compared with those of the plain compile."""
+    """The results with overlap are compared with the results of the plain compile."""
     monkeypatch.setattr(with_and_without, "_backend", lambda stage, *_: stage)
 
     def build() -> Any:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's workspace of a group: plans that fit get slots, other plans get none, and every call is ended."""
+"""The workspace that a rank holds for a group. Plans that fit get slots, and other plans get none. Every call that
+begins is also ended, even if it fails."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def requests(**sizes: int) -> str:
 def test_a_plan_that_failed_in_a_capture_is_prepared_at_the_next_call_outside(
     group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the error's advice, to run once before capturing, would not help."""
+    """The error advises to run the function once before capturing. This advice must help."""
     monkeypatch.setattr(symmetric, "capturing", lambda: True)
     with pytest.raises(OverlapError, match="Run the compiled function once before capturing it"):
         workspace.prepare(group, CPU, requests(a=100), 2**20)
@@ -75,7 +76,7 @@ def test_a_plan_without_room_runs_without_overlap_and_takes_no_slot_from_others(
 
 
 def test_what_a_call_needs_is_looked_up_once_for_each_plan(group: Any) -> None:
-    """A new plan may give the site another slot, or room that it did not have."""
+    """A new plan may give the site another slot, or a slot where it had none. So each plan is looked up anew."""
     place, asked = workspace.workspace_of(group, CPU), []
 
     def make() -> Any:
@@ -95,7 +96,8 @@ def test_what_a_call_needs_is_looked_up_once_for_each_plan(group: Any) -> None:
 
 
 def test_schedules_of_one_site_have_their_own_parameters(group: Any) -> None:
-    """The same model may be compiled again with another schedule and equal settings."""
+    """The same model may be compiled again with another schedule and equal settings. Each schedule must get parameters
+    of its own type."""
     workspace.prepare(group, CPU, requests(a=2**17), 2**21)
     a, b = torch.zeros(256, 64, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
 
@@ -139,7 +141,8 @@ def test_a_destroyed_group_leaves_nothing() -> None:
 
 
 def test_a_call_is_ended_even_if_a_later_matmul_fails(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise peers would wait for a credit, and this rank would read the last call's rows in the next call."""
+    """If a failed call were not ended, peers would wait for its credit. In the next call, this rank would read the rows
+    of the failed call."""
     fused = pytest.importorskip(
         "overlap_inductor.lowerings.fused.calls",
         reason="Triton is not installed here; it is where the kernels' tests run",
@@ -157,7 +160,8 @@ def test_a_call_is_ended_even_if_a_later_matmul_fails(group: Any, monkeypatch: p
 
 
 def test_too_many_rows_are_not_a_small_message_even_if_the_slot_holds_them(group: Any) -> None:
-    """A slot is as large as the largest of its sites needs."""
+    """Several sites share a slot, whose size is that of the largest request. So the slot may have room for more rows
+    than the kernels support."""
     workspace.prepare(group, CPU, json.dumps([["small", 2**26, 4096, "halves"]]), 2**30)
     weight = torch.empty(16, 4096, dtype=torch.bfloat16)
     few, many = (torch.empty(rows, 16, dtype=torch.bfloat16) for rows in (1024, 1025))

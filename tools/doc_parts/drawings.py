@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drawings of ``docs/schedules.md``: for each schedule one rank of four, beside the same work as written.
+"""The drawings of ``docs/schedules.md``. For each schedule, a drawing shows one rank of four, with the schedule and as
+written.
 
 Lengths are in arbitrary units and chosen for the picture: the matmul takes 12, an all-gather or a reduce-scatter 6, an
 all-reduce 10.
@@ -15,7 +16,7 @@ from tools.doc_parts.timeline import svg
 
 PEERS = 3
 MATMUL, SHARD, REDUCE = 12.0, 6.0, 10.0
-"""The whole matmul; an all-gather or reduce-scatter; an all-reduce."""
+"""The lengths of the whole matmul, of an all-gather or reduce-scatter, and of an all-reduce."""
 
 
 def gather_as_written() -> Timeline:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's table of hardware: which schedules run on it (the schedules themselves answer), and what was measured."""
+"""README's table of hardware: which schedules run on each kind (each schedule is asked with ``why_not_between``), and
+on which kinds the schedules were measured."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ UNKNOWN = "unknown: `overlap-inductor demo` measures it"
 def table() -> str:
     lines = [[f"{name}, one machine with NVLink", _names(_on_gpus(name)), *_measured(name)] for name in GPUS]
     own = [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]
-    # Several machines or vendors: what runs without this package's kernels.
+    # Several machines, or GPUs of other vendors: the schedules that need no kernels of this package.
     several = [s.name for s in SCHEDULES if s.name in _on_gpus("NVIDIA A100")]
     lines.append(["other GPUs; several machines", _names(several), "not yet", "unknown: measure your own model"])
     lines.append(["CPUs (gloo)", _names(own), "2 and 4 ranks over slow links", "for trying it out"])
@@ -41,7 +42,7 @@ def table() -> str:
 def _on_gpus(name: str) -> list[str]:
     """Names of the schedules that run between 8 GPUs of one machine that reach each other's memory."""
     with planning_for(Box(name, name, len(RANKS), GPUS[name], machine_for("cuda"))):
-        # Where a plan is made for another machine, the tensors here may be on the CPU.
+        # A plan may be made for another machine. The tensors in this process may then be on the CPU.
         return [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]
 
 
@@ -50,7 +51,7 @@ def _names(schedules: Sequence[str]) -> str:
 
 
 def _measured(name: str) -> list[str]:
-    """On how many GPUs schedules were measured, and what to expect."""
+    """The numbers of GPUs on which schedules were measured, and what a user can expect."""
     found = {row["world_size"] for row in rows.read(rows.RESULTS / "operators.jsonl") if row["gpu"] == name}
     counts = [str(count) for count in sorted(found)]
     if len(counts) > 1:

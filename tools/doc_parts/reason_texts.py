@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each reason code means: ``{group: {code: meaning}}``. What a user can do is in ``report.advice``.
+"""The meaning of each reason code: ``{group: {code: meaning}}``. ``report.advice`` has the advice for users.
 
 ``tools.doc_parts.reasons`` fails if these codes differ from the package's codes.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of reason codes, from the code of the package: every code, and the files that give it."""
+"""The list of reason codes, read from the sources of the package: every code, and the files that give it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands and outputs in pages: blocks that a test runs, and outputs that come from such a run.
+"""Commands and outputs in the pages. A test runs the commands and compares the outputs.
 
 A comment before a code block says what the block is::
 
@@ -9,7 +9,7 @@ A comment before a code block says what the block is::
                           the block is run in the root of the repository
     <!-- output -->       the block is the standard output of the last block that ran
 
-All blocks of one text share a folder and run in the text's order, so that later ones find what earlier ones left.
+All blocks of one text share a folder and run in the text's order, so later blocks find the files of earlier ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Sample:
 
 
 class SampleError(RuntimeError):
-    """A block ended with an exit status other than 0, or ran too long."""
+    """A block ended with an exit status that is not 0, or ran too long."""
 
 
 def samples(text: str) -> list[Sample]:

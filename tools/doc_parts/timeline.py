@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A drawing of work over time: lanes of boxes, as SVG that follows the page's colours.
 
-A box starts when its lane is free and all that it waits for has ended. So a drawing cannot show work that starts too
-early.
+A box starts when its lane is free and all boxes on which it depends have ended. So a drawing cannot show work that
+starts too early.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from xml.sax.saxutils import escape
 
 MATMUL, TRANSFER, OTHER = "matmul", "transfer", "other"
 LANE, LEFT, UNIT, TOP, BOX = 38, 150, 26.0, 24, 26
-"""Pixels: a lane's height, the column of lane names, one unit of time, above the first lane, a box's height."""
+"""Sizes in pixels: the height of a lane, the width of the column of lane names, the width of one unit of time, the
+space above the first lane, and the height of a box."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,15 @@ class Timeline:
 
 
 def svg(timelines: Sequence[Timeline], description: str) -> str:
-    """The timelines below each other on one scale, each with a mark at its end. ``description`` is read aloud in place
-    of the picture."""
+    """Draw the timelines below each other, on one scale, each with a mark at its end. A screen reader reads
+    ``description`` in place of the picture."""
     width = LEFT + UNIT * max(t.end for t in timelines) + 70
     parts, y = [], 0.0
     for timeline in timelines:
         parts.append(_drawn(timeline, y, width))
         y += TOP + LANE * len(timeline.lanes) + 14
     head = f'<svg viewBox="0 0 {width:.0f} {y:.0f}" role="img" aria-label="{escape(description)}">'
-    # One line: Markdown would end the block at an empty one.
+    # The output is one line, because Markdown would end the block at an empty line.
     return f'<div class="timeline" style="--width: {width:.0f}px">{head}{"".join(parts)}</svg></div>'
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check whether a stretch may be rewritten: an ordered list of small checks, as ``passes.check`` for sites.
+"""Check whether a stretch may be rewritten, with an ordered list of small checks. (``passes.check`` does the same for
+sites.)
 
-Each check has a reason code. It returns a sentence with the values for which the stretch is refused, or ``None``.
-Nothing changes, and no check reads what differs between ranks.
+Each check has a reason code. It returns a sentence that names the values for which the stretch is refused, or ``None``.
+A check changes nothing, and reads only facts that are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ NEEDED = ("all_gather_matmul", "matmul_reduce_scatter")
 
 @dataclass(frozen=True)
 class Context:
-    """What the checks read besides the stretch. ``refusal``: why the compile can hold no overlap ops, or ``None``."""
+    """The facts besides the stretch that the checks read. ``refusal``: the reason why this compile cannot hold overlap
+    ops, or ``None``."""
 
     config: OverlapConfig
     refusal: str | None
@@ -44,7 +46,7 @@ def check(code: str) -> Callable[[Check], Check]:
 
 
 def refuse(stretch: Stretch, context: Context) -> Reason | None:
-    """Why ``stretch`` must stay as written, or ``None``."""
+    """The reason why ``stretch`` must stay as written, or ``None``."""
     for code, function in CHECKS:
         if (text := function(stretch, context)) is not None:
             return Reason(code, text)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimate what a stretch costs as written and rewritten, each with the plan that the overlap pass would choose for it.
+"""Estimate the time of a stretch as written and as rewritten, each with the plan that the overlap pass would choose.
 
-The rewrite alone costs time: two collectives for one. It pays only if the overlap pass hides them. So both graphs are
-planned as the overlap pass plans them, and what stays exposed is added up. For each stretch::
+The rewrite alone costs time, because two collectives replace one. It pays only if the overlap pass hides them. So both
+graphs are planned as the overlap pass would plan them, and their exposed times are added up. For each stretch::
 
     exposed = time of each overlapped site - its matmuls; time of every other collective
     pays    = matmuls + exposed as written  >  MARGIN * (matmuls + exposed rewritten)
 
-The token-wise work shrinks to 1/W too. Its time is memory traffic: what the stretch's own reads and writes take.
+Both sides also include the token-wise work, which the rewrite reduces to 1/W. Its time is that of the stretch's reads
+and writes of memory.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ result is read, the norm's result is written. Inductor fuses the rest."""
 
 @dataclass
 class Cost:
-    """Seconds of one stretch: the matmuls of its sites, what of its collectives stays exposed, and token-wise work.
-    ``hidden_gathers``: number of its all-gathers that are overlapped."""
+    """Seconds of one stretch: the matmuls of its sites, the exposed part of its collectives, and its token-wise work.
+    ``hidden_gathers``: the number of its all-gathers that are overlapped."""
 
     matmuls: float = 0.0
     exposed: float = 0.0
@@ -59,10 +60,10 @@ def plan(graph: fx.Graph, config: OverlapConfig, refusal: str | None) -> Choice:
 def costs(
     choice: Choice, stretch_of: Mapping[fx.Node, int], numbers: Iterable[int], config: OverlapConfig
 ) -> dict[int, Cost]:
-    """What each stretch costs by the plans in ``choice``.
+    """The time of each stretch with the plans in ``choice``.
 
     Args:
-        stretch_of: the number of its stretch for each collective's node.
+        stretch_of: for the node of each collective, the number of its stretch.
         numbers: the numbers of all stretches.
     """
     found = {number: Cost() for number in numbers}
@@ -85,7 +86,7 @@ def costs(
 
 
 def collective_seconds(collective: CollectiveNode, config: OverlapConfig) -> float:
-    """Estimated seconds of a collective that nothing hides."""
+    """Estimated seconds of a collective that is wholly exposed."""
     return cost_model.collective_seconds(sizes.moved_by(collective), sizes.machine_at(collective, config))
 
 
@@ -99,13 +100,15 @@ def row_work(stretch: Stretch, ranks: int, config: OverlapConfig) -> float:
 
 
 def least_seconds(stretch: Stretch, config: OverlapConfig) -> float:
-    """The fixed costs of the collectives that the rewrite makes: it can take no less, however much is hidden."""
+    """The fixed costs of the collectives that the rewrite writes. Even if all transfers were hidden, the collectives
+    would take this time."""
     fixed = sizes.machine_at(stretch.sources[0].collectives[0], config).collective_seconds
     return fixed * (len(stretch.sources) + len(stretch.needs_whole))
 
 
 def pays(written: Cost, rewritten: Cost) -> bool:
-    """Whether the rewrite is estimated to pay. It cannot if no gather is hidden: the same bytes move in more steps."""
+    """Whether the rewrite is estimated to pay. It cannot pay if no gather is hidden, because the same bytes move in
+    more steps."""
     if not rewritten.hidden_gathers:
         return False
     matmuls = max(written.matmuls, rewritten.matmuls)
@@ -113,9 +116,9 @@ def pays(written: Cost, rewritten: Cost) -> bool:
 
 
 def crossover(count: int, world_size: int, pays_at: Callable[[float], bool]) -> int | None:
-    """The smallest number of tokens, ``count`` times a power of two, from which on the rewrite pays up to there without
-    a gap; ``None`` if it does not pay for ``count`` tokens. ``pays_at``: whether it pays for ``count`` times a
-    factor."""
+    """The smallest number of tokens from which on the rewrite pays, searched by halving ``count``. It pays at every
+    number of the search from this one to ``count``. ``None`` if it does not pay for ``count`` tokens. ``pays_at``:
+    whether it pays for ``count`` times a factor."""
     if not pays_at(1.0):
         return None
     factor = 1.0
@@ -125,8 +128,8 @@ def crossover(count: int, world_size: int, pays_at: Callable[[float], bool]) -> 
 
 
 def limit_of_keeping(count: int, pays_at: Callable[[float], bool], most: int = 1 << 20) -> int | None:
-    """The number of tokens from which on the rewrite pays although it does not for ``count`` tokens; ``None`` if it
-    does not pay up to ``most``."""
+    """For a ``count`` at which the rewrite does not pay: the number of tokens from which on it pays, searched by
+    doubling ``count``. ``None`` if it does not pay up to ``most`` tokens."""
     factor = 2.0
     while count * factor <= most:
         if pays_at(factor):
@@ -136,7 +139,7 @@ def limit_of_keeping(count: int, pays_at: Callable[[float], bool], most: int = 1
 
 
 def _seconds(site: DecidedSite, matmuls: float, config: OverlapConfig) -> float:
-    """Estimated seconds of a site by its plan."""
+    """Estimated seconds of a site with its plan."""
     moving = site.decision.moving
     if site.decision.plan and moving.schedule in moving.estimate_us and moving.schedule != "keep":
         return moving.estimate_us[moving.schedule] * 1e-6

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the stretches of a graph: token-wise work between all-reduces that can run on a rank's rows.
+"""Find the stretches of a graph. A stretch is all-reduces and the token-wise work between them that can run on a rank's
+rows.
 
-The walk goes once through the graph, forward and backward part alike. It changes nothing. H: held as rows::
+The walk visits each node of the graph once, in the forward and the backward part. It changes nothing. ``H`` marks nodes
+that are held as rows::
 
     w = wait_tensor(all_reduce(mm(...)))       H: a reduce-scatter can make the rows
     r = add(w, residual)                       H: the residual is cut to rows, or is held as rows already
@@ -39,12 +41,13 @@ aten = tools.aten
 
 @dataclass
 class Source:
-    """An all-reduce that a reduce-scatter can replace, or several whose results are only added to each other.
+    """One all-reduce that a reduce-scatter can replace, or several all-reduces whose results are only added to each
+    other.
 
     Attributes:
-        result: the node whose rows the reduce-scatter makes: the wait, or the sum of the waits.
+        result: the node whose rows the reduce-scatter gives: the wait, or the sum of the waits.
         collectives: the all-reduces, in graph order.
-        adds: the additions of their results, with ``result``.
+        adds: the nodes that add their results, ``result`` included.
     """
 
     result: fx.Node
@@ -57,13 +60,13 @@ class Stretch:
     """Nodes that are rewritten together.
 
     Attributes:
-        tokens: what the ranks divide among them.
+        tokens: the tokens that the ranks divide among them.
         sources: the all-reduces that become reduce-scatters.
         rows: the nodes that are computed on rows, in graph order, without the sources.
         sums: the nodes that reduce all tokens.
         reads: for each tensor that is not held as rows but is read by a node on rows: the graph's inputs that must be
             the same on all ranks (``same_values``).
-        needs_whole: for each node whose rows are gathered, the users that need all rows, and why: ``(user, reason)``.
+        needs_whole: for each node whose rows are gathered, the users that need all rows, each with its reason.
         readers: the users that need all rows of a node that is held as rows, before ``gather_less`` moves gathers.
         whole_too: nodes that are also computed with all rows, because fewer bytes are gathered in front of them.
     """
@@ -82,8 +85,8 @@ class RowFinder:
     """One walk over a graph.
 
     Attributes:
-        held: how each node is held that can be held as rows, the sources included.
-        stretches: what ``run`` found, in graph order.
+        held: for each node that can be held as rows, its ``Rows``. The sources are included.
+        stretches: the stretches that ``run`` found, in graph order.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -166,8 +169,8 @@ class RowFinder:
 
 
 def _same_numbers(node: fx.Node, tokens: Tokens) -> None:
-    """Raise ``NotRowWise`` if a number among the arguments of ``node`` has a symbol that is no size of the tokens. Only
-    the sizes of what the ranks exchange are known to be the same on all of them."""
+    """Raise ``NotRowWise`` if a number among the arguments of ``node`` has a symbol that does not occur in the number
+    of tokens. Only the sizes of tensors that the ranks exchange are known to be the same on all ranks."""
     known = _symbols(tokens.count)
     for value in operators.leaves((node.args, node.kwargs)):
         number = tools.value(value) if isinstance(value, fx.Node) else value
@@ -182,7 +185,8 @@ def _symbols(number: Any) -> set[Any]:
 
 def find_sources(graph: fx.Graph) -> dict[fx.Node, Source]:
     """The all-reduces that sum rows of at least two dims, by the node that holds their result. All-reduces whose
-    results are only added to each other are one source, because the sum of the parts can be scattered at once."""
+    results are only added to each other are one source: their inputs can be added first, and one reduce-scatter then
+    sums them over the ranks."""
     found: dict[fx.Node, Source] = {}
     for _, kind, collective in find_collectives(graph):
         if kind == "all_reduce" and isinstance(collective, CollectiveNode) and collective.reduce_op == "sum":
@@ -209,7 +213,7 @@ def _alike(a: fx.Node, b: fx.Node, total: fx.Node) -> bool:
 
 
 class _DisjointSets:
-    """Sets of nodes that ``join`` makes larger. The first node of a set names it."""
+    """Disjoint sets of nodes, which ``join`` merges. The first node of a set stands for the set."""
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         self._parent = {n: n for n in nodes}
@@ -228,14 +232,14 @@ class _DisjointSets:
 
 
 def gather_less(stretch: Stretch) -> None:
-    """Move gathers in front of a node if fewer bytes move there. The node is then computed with all rows for the users
-    that need all of them::
+    """Gather the inputs of a node in place of its result if fewer bytes move so, or, for a view, as many. The node is
+    then computed with all rows for the users that need all rows::
 
         x (rows) -> cast to fp32 -> mm      ->   gather x, cast all rows
         view(n), view(n), view(n) -> mm     ->   gather n once
 
-    A node that no user reads as rows any more is not computed on rows. If a size is known only when the graph runs, the
-    bytes are not known, and nothing is moved.
+    If afterwards no user reads a node as rows, it is not computed on rows. If a size is unbacked, the number of bytes
+    is not known, and no gather is moved.
     """
     members = {s.result for s in stretch.sources} | set(stretch.rows)
     if any(tools.has_unbacked(tools.shape(n)) for n in members if tools.is_tensor(n)):
@@ -245,7 +249,8 @@ def gather_less(stretch: Stretch) -> None:
             continue
         inputs = [i for i in node.all_input_nodes if i in members]
         if not all(map(tools.is_tensor, inputs)):
-            # An element of several results. To compute it with all rows would take all of them.
+            # The node is one of several results of an op. To compute it with all rows, the op would have to compute all
+            # its results.
             continue
         new = [i for i in inputs if i not in stretch.needs_whole]
         less = sum(map(_bytes, new)) - _bytes(node)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide what a training graph saves of a gathered tensor: all rows, or the rank's rows, which are gathered again.
+"""Decide what a training graph saves of a gathered tensor: all rows, or only the rank's rows. In the second case, the
+backward gathers the rows again.
 
-The forward gathers a norm's result for its matmuls, and the backward needs all rows again for the weights' gradients.
-Saved whole, the tensor takes W times the memory of a rank's rows. Gathered again (Korthikanti et al., arXiv:2205.05198,
-section 4.2.2), the transfer runs under the matmuls that compute the gradients. So rows are saved if these matmuls take
-longer than the transfer::
+The forward gathers the result of a norm for its matmuls, and the backward needs all rows again for the weights'
+gradients. All rows take W times the memory of a rank's rows. If the backward gathers the rows again (Korthikanti et
+al., arXiv:2205.05198, section 4.2.2), the transfer runs under the matmuls that compute the gradients. So only the
+rank's rows are saved if these matmuls take longer than the transfer::
 
     forward:   g = all_gather(n); y = mm(g, w)            saved: n [t, H] instead of g [T, H]
     backward:  g = all_gather(n); dw = mm(dy^T, g)        the gather is hidden under dw
 
-The partitioner does what the tags say: a node that must be recomputed is not saved.
+The pass tags nodes as recomputed, and the partitioner does not save a tagged node.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ MARGIN = 1.25
 def save_rows(
     made: Mapping[fx.Node, tuple[int, fx.Node]], backward: set[fx.Node], config: OverlapConfig
 ) -> list[fx.Node]:
-    """Tag the gathers of the forward that the backward is to repeat. Returns those of them that the forward does, too.
+    """Tag the gathers of the forward that the backward must repeat. Returns the tagged gathers whose results the
+    forward also reads.
 
     Args:
-        made: the collectives that the rewrite has written, each with the node whose place it takes.
+        made: the collectives that the rewrite has written, each with the number of its stretch and the node whose
+            place it takes.
         backward: the nodes that exist only in the backward.
     """
     repeated = []
@@ -87,9 +90,9 @@ def _behind(wait: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def hidden(collective: CollectiveNode, gradients: Iterable[fx.Node], config: OverlapConfig) -> bool:
-    """Whether the matmuls among ``gradients``, nodes of the backward, are estimated to hide ``collective``. Not on
-    CPUs, unless their link's rate was told: a host has memory to spare, and its links are seldom as fast as the shipped
-    rate."""
+    """Whether the matmuls among ``gradients``, nodes of the backward, are estimated to hide ``collective``. On CPUs the
+    answer is no unless switch ``machine`` is set: a host has enough memory, and its links are seldom as fast as the
+    default rate."""
     if tools.value(collective.input).device.type == "cpu" and config.machine is None:
         return False
     machine = sizes.machine_at(collective, config)

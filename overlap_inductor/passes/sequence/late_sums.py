@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combine sums over tokens that only the graph's results read: in one all-reduce, at the end of the graph.
+"""Combine sums over tokens in one all-reduce at the end of the graph, if only results of the graph depend on them.
 
 The gradients of norms' weights are small, and there are many: one all-reduce each would cost its fixed time::
 
     dw0 = all_reduce(part0); ...; dw64 = all_reduce(part64)
     ->  s = wait_tensor(all_reduce(cat(part0, ..., part64))); dw0 = s[:8192]; ...       # in front of the output
 
-What is computed from such a sum (a view, a cast) moves behind it.
+The nodes that are computed from such a sum (a view, a cast) move after the all-reduce.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from overlap_inductor.sites import graph_tools as tools
 
 aten = tools.aten
 MOST_USERS = 4
-"""The most nodes that may be computed from a sum that is combined late."""
+"""The largest number of nodes that may be computed from a sum that is combined late."""
 
 
 def is_late(node: fx.Node) -> bool:
@@ -61,10 +61,10 @@ def of_the_backward(graph: fx.Graph) -> set[fx.Node]:
 
 
 def combine(parts: Iterable[fx.Node], all_reduced: Callable[[fx.Node], fx.Node], writer: Writer) -> list[fx.Node]:
-    """The sums over the ranks of ``parts``, tensors of one dtype and device, each as a flat tensor.
+    """Sum each tensor of ``parts`` over the ranks. All have one dtype and device. Returns each sum as a flat tensor.
 
     Args:
-        all_reduced: writes the all-reduce of a tensor and its wait.
+        all_reduced: a function that writes the all-reduce of a tensor and its wait.
     """
     flat = [writer.reshape(p, [tools.numel(tools.shape(p))]) for p in parts]
     if len(flat) == 1:

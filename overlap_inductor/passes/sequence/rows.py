@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of a graph can be held as rows: each rank of a group holds ``ceil(T / W)`` of their T tokens.
+"""Tensors that are held as rows: each rank of a group holds ``ceil(T / W)`` of their T tokens.
 
 A tensor has T tokens if its leading dims together have T elements: ``[T, H]``, ``[B, S, H]`` with ``B * S = T``. The
 dims behind them are the tensor's features. A rank's rows have shape ``[ceil(T / W), *features]``, whatever the leading
@@ -76,8 +76,8 @@ def local_shape(node: fx.Node, rows: Rows) -> list[Size]:
 
 
 def leading_dims(shape: Sequence[Size], tokens: Size, behind: Sequence[Size]) -> int | None:
-    """The number of leading dims of ``shape`` that together have ``tokens`` elements, such that the other dims have as
-    many elements as ``behind``; ``None`` if there is no such number."""
+    """The number of leading dims of ``shape`` that together have ``tokens`` elements. The other dims must have as many
+    elements as ``behind``. ``None`` if there is no such number."""
     for lead in range(1, len(shape) + 1):
         if same_size(tools.numel(list(shape[:lead])), tokens):
             same = same_size(tools.numel(list(shape[lead:])), tools.numel(list(behind)))

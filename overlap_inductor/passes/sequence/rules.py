@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules by which rows propagate: for each kind of op, whether it can be computed on rows, and how.
 
-Each rule has two methods. ``held`` says how the result is held, given how the inputs are, or raises ``NotRowWise``; it
-changes nothing. ``write`` writes the op for a rank's rows. T tokens, W ranks, t = ceil(T / W)::
+Each rule has two methods. ``held`` returns how the result is held as rows, or raises ``NotRowWise``. It changes
+nothing. ``write`` writes the op for a rank's rows. T tokens, W ranks, t = ceil(T / W)::
 
     add [B, S, H] + [B, S, H]      -> [t, H] + [t, H]                an operand that is not held as rows is cut first
     mul [B, S, H] * weight [H]     -> [t, H] * [H]
@@ -40,7 +40,7 @@ Held = Mapping[fx.Node, Rows]
 
 
 class Writer(Protocol):
-    """What ``write`` needs of the rewrite (``passes.sequence.write``)."""
+    """The methods of the rewrite (``passes.sequence.write``) that ``Rule.write`` calls."""
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Write a node and evaluate its value."""
@@ -244,8 +244,9 @@ _ON_DIM = {aten.slice.Tensor, aten.select.int, *tools.SPLITS}
 
 
 def _may_be_own_part(node: fx.Node, dim: int, world_size: int) -> bool:
-    """Whether ``node`` takes some of ``world_size`` equal parts of ``dim`` and no other node takes the others: a rank
-    that scatters features takes its own part, by a number that differs between the ranks."""
+    """Whether ``node`` takes some of ``world_size`` equal parts of ``dim``, and some part is taken by no node. A rank
+    that scatters features takes only its own part. The number of this part would differ between the graphs of the
+    ranks."""
     source: Any = node.args[0]
     size = tools.shape(source)[dim]
     if node.target in tools.SPLITS:
@@ -310,7 +311,7 @@ def feature_dim(node: fx.Node, dim: Any, rows: Rows) -> int:
 
 
 def on_dim(node: fx.Node, dim: int, writer: Writer) -> fx.Node:
-    """``node`` for rows. ``dim``: the dim along which it works, of its whole input."""
+    """Write ``node`` for a rank's rows. ``dim``: the dim of the whole input along which the op works."""
     source: Any = node.args[0]
     local = writer.rows(source)
     fewer = len(tools.shape(source)) - len(tools.shape(local))

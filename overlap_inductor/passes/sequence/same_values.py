@@ -2,11 +2,11 @@
 """Decide whether a tensor has the same values on every rank of a group.
 
 If an op on rows also reads a tensor that is not held as rows, each rank reads the part of that tensor that belongs to
-its own rows. The result is the plain program's only if all ranks hold the same tensor. The graph shows that for what is
-computed from results of the group's collectives. It cannot show it for the graph's inputs: a norm's weight is the same
-on all ranks, a shard of a projection is not. So the inputs that a tensor is computed from are listed, and the ranks
-compare their values at the graph's first run (``runtime.same_inputs``). A matmul's result is taken to differ between
-ranks, because its weight may be a shard.
+its own rows. The result equals that of the plain program only if all ranks hold the same tensor. If the tensor is
+computed from results of the group's collectives, the graph proves this. If it is computed from inputs of the graph, the
+graph cannot prove it: a norm's weight is the same on all ranks, but a shard of a projection is not. So these inputs are
+listed, and the ranks compare their values at the graph's first run (``runtime.same_inputs``). A matmul's result counts
+as different on each rank, because its weight may be a shard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _NAMESPACES = ("aten", "prims", "_c10d_functional", "inductor_prims", "quantized
 
 
 class SameValues:
-    """For one group, the inputs of a graph that must be the same on all ranks for a tensor to be the same on them."""
+    """Finds, for one group, the inputs on which a tensor depends. If these inputs are the same on all ranks of the
+    group, so is the tensor."""
 
     def __init__(self, group_name: str) -> None:
         self.group_name = group_name
@@ -36,7 +37,7 @@ class SameValues:
 
     def inputs_of(self, node: fx.Node) -> frozenset[fx.Node] | None:
         """The graph's inputs on which ``node`` depends, except through the group's collectives. ``None`` if ``node``
-        may differ between ranks even if these inputs do not."""
+        may differ between ranks although these inputs are the same."""
         stack = [node]
         while stack:
             current = stack[-1]
@@ -54,7 +55,8 @@ class SameValues:
         return [] if node.op != "call_function" or self._ends(node) else node.all_input_nodes
 
     def _ends(self, node: fx.Node) -> bool:
-        """Whether the answer for ``node`` does not depend on its inputs. Sizes are the same on all ranks."""
+        """Whether the search ends at ``node``, because its inputs do not change the answer. (Sizes are the same on all
+        ranks.)"""
         return _is_size(node) or _may_differ(node) or self._of_group(node) is not None
 
     def _of_group(self, node: fx.Node) -> str | None:
@@ -80,8 +82,9 @@ class SameValues:
         return frozenset().union(*(f for f in found if f is not None))
 
     def _same_on_a_mesh(self, node: fx.Node) -> bool:
-        """Whether a collective of another group keeps the ranks of this group alike. It does if both groups are dims of
-        one mesh: then each rank of this group has the same place in its own copy of the other group."""
+        """Whether ``node`` keeps equal inputs equal on the ranks of this group. A collective of another group does if
+        both groups are dims of a mesh: then each rank of this group has the same place in its own copy of the other
+        group."""
         other = collectives.group_of(node)
         if other is None:
             return True
@@ -100,8 +103,8 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _may_differ(node: fx.Node) -> bool:
-    """Whether ``node`` may differ between ranks although its inputs are the same: random numbers, unknown ops, and
-    matmuls, whose weights may be shards."""
+    """Whether ``node`` may differ between ranks although its inputs are the same. This holds for random numbers, for
+    unknown ops, and for matmuls, whose weights may be shards."""
     if getattr(node.target, "__name__", "") == "getitem" or operators.operator(node) is None:
         return False
     return (

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write symbolic sizes into a graph as nodes.
 
-The partitioner splits a joint graph by its edges. A node whose argument is a bare ``SymInt`` has no edge to what
-defines the symbol, so its part of the graph could lack the symbol. So each size is computed by nodes from an input::
+The partitioner splits a joint graph by its edges. A node whose argument is a plain ``SymInt`` has no edge to the node
+that defines the symbol. After the split, the node's graph could lack the symbol. So nodes compute each size from an
+input of the graph::
 
     (s0 + 3) // 4   ->   floordiv(add(sym_size(x, 0), 3), 4)        behind the last input of the graph
 """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions over all tokens of a tensor that is held as rows: each rank reduces its rows, then the ranks combine.
 
-The gradient of a norm's weight is such a sum. So is the largest value of a tensor that is quantised with one scale::
+The gradient of a norm's weight is such a reduction. So is the largest value of a tensor that is quantised with one
+scale::
 
     sum(x [B, S, H], [0, 1])   ->   wait(all_reduce(sum(x [t, H], 0)))
 
@@ -35,14 +36,14 @@ REDUCE_OPS = {
     aten.max.default: "max",
     aten.min.default: "min",
 }
-"""How the ranks' parts are combined, for each reduction."""
+"""For each reduction, the operation that combines the ranks' parts."""
 EXTREMA = {"max": aten.amax.default, "min": aten.amin.default}
-"""The reductions of several ranks' parts that are no sums."""
+"""The reductions that combine the ranks' parts by a maximum or minimum."""
 
 
 def reduces_tokens(node: fx.Node, held: Held) -> bool:
-    """Whether ``node`` reduces all tokens of an input that is held as rows. Raises ``NotRowWise`` if it reduces some
-    tokens only, or in a way that rows beyond the last token would change."""
+    """Whether ``node`` reduces all tokens of an input that is held as rows. Raises ``NotRowWise`` if it reduces only
+    some tokens, or if the rows beyond the last token would change its result."""
     if node.target not in REDUCE_OPS or (source := _source(node)) not in held:
         return False
     rows, shape = held[source], tools.shape(source)
@@ -73,7 +74,7 @@ def write_partial(node: fx.Node, rows: Rows, writer: Writer) -> fx.Node:
 
 
 def write_result(node: fx.Node, combined: fx.Node, writer: Writer) -> fx.Node:
-    """Write the value of ``node`` from ``combined``, what the ranks' parts were combined to."""
+    """Write the value of ``node``, computed from ``combined``, the combination of the ranks' parts."""
     if tools.dtype(combined) != tools.dtype(node):
         combined = writer.call(torch.ops.prims.convert_element_type.default, combined, tools.dtype(node))
     return writer.reshape(combined, tools.shape(node))

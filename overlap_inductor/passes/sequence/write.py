@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrite stretches: reduce-scatters in place of all-reduces, work on a rank's rows, gathers where all are needed.
+"""Rewrite stretches. Reduce-scatters replace all-reduces, token-wise work runs on a rank's rows, and gathers precede
+the ops that need all rows.
 
-T tokens, W ranks, t = ceil(T / W). No rank number is written into the graph: op ``take`` cuts a rank's rows by the
-group's name::
+T tokens, W ranks, t = ceil(T / W). No rank number is written into the graph: op ``take`` gets the group's name and cuts
+the rows of the rank that runs it::
 
     w = wait_tensor(all_reduce(p [B, S, H]))       p [T, H], padded to [W t, H] if W does not divide T
     r = add(w, residual)                      ->   w = wait_tensor(reduce_scatter(p)) [t, H]
@@ -10,8 +11,9 @@ group's name::
     y = mm(view(n), wq)                            g = wait_tensor(all_gather(n)) [W t, H], cut to [T, H]
                                                    y = mm(view(g), wq)
 
-A gather stands before the first node that needs all rows, and all such nodes share it. A node that only the old program
-needed is erased. Every new node has the metadata (module, stack trace, recompute tag) of the node that it replaces.
+A gather stands before the first node that needs all rows, and all nodes that need them share it. A node that nothing
+reads after the rewrite is erased. Every new node has the metadata (module, stack trace, recompute tag) of the node that
+it replaces.
 """
 
 from __future__ import annotations
@@ -53,14 +55,14 @@ c10d = torch.ops._c10d_functional
 overlap = torch.ops.overlap_inductor
 _TO_A_SHAPE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 NOT_COPIED = ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "from_node", "original_aten")
-"""Metadata that describes a node's own value or operator."""
+"""Metadata that describes the value or the operator of the old node, so it is not copied to a new node."""
 
 
 class RowWriter:
     """Rewrites stretches of one graph, in place. Implements ``rules.Writer``.
 
     Attributes:
-        gathered_again: the gathers that the backward repeats.
+        gathered_again: the forward's gathers that the backward repeats.
         made: for each collective that was written, the number of its stretch and the node whose place it takes: an
             all-reduce, a node that is gathered, or a sum over tokens.
     """
@@ -81,7 +83,8 @@ class RowWriter:
         self._backward = of_the_backward(graph)
 
     def apply(self, stretches: list[tuple[int, Stretch]]) -> None:
-        """Rewrite the numbered ``stretches``. Raises what a step raises; the graph is then half rewritten."""
+        """Rewrite the numbered ``stretches``. An error of a step is raised, and then leaves the graph only partly
+        rewritten."""
         members: dict[fx.Node, tuple[int, Source | None]] = {}
         sums: dict[fx.Node, int] = {}
         for number, stretch in stretches:
@@ -109,15 +112,16 @@ class RowWriter:
             if not node.users:
                 self.graph.erase_node(node)
         for node in inputs:
-            # ``reshape`` reads behind a view. A view that nothing reads would count as another user of its matmul.
+            # ``reshape`` reads the input of a view in place of the view. A view that nothing reads any more would count
+            # as another user of its matmul.
             while tools.is_reshape(node) and not node.users:
                 view, node = node, node.args[0]
                 self.graph.erase_node(view)
         self.graph.lint()
 
     def _readers(self, node: fx.Node, users: list[tuple[fx.Node, str]]) -> list[fx.Node]:
-        """``users``, and what was written to scatter ``node``: if ``node`` is summed again, its all-reduce is among
-        ``users``, and the reduce-scatter in its place needs all rows too."""
+        """``users``, and the nodes that the rewrite wrote to scatter ``node``. If ``node`` is all-reduced again, this
+        all-reduce is among ``users``, and the reduce-scatter in its place also needs all rows."""
         return [*(user for user, _ in users), *(user for user in node.users if user in self._written)]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -144,7 +148,8 @@ class RowWriter:
         return self.call(aten.reshape.default, node, [self.size(s) for s in shape])
 
     def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
-        # The same tensor may have other tokens elsewhere: [S, H] is cut to rows of S tokens, or repeated for B * S.
+        # Another stretch may read the same tensor with other tokens: [S, H] is cut to rows of S tokens, or first
+        # repeated to B * S tokens.
         key = node, tokens.group_name, str((ahead, dims))
         if key not in self._cuts:
             shape = tools.shape(node)
@@ -177,7 +182,8 @@ class RowWriter:
         rows, first = self.held[source.result], source.collectives[0]
         tokens = rows.tokens
         shape = [tokens.count, *tools.shape(source.result)[rows.lead :]]
-        # As in ``_gather``: no [B, S, H] between a matmul and the padding.
+        # The padding reads the matmul directly. A view as [B, S, H] in between would hide the padded rows from the
+        # finders (see ``_gather``).
         parts = [c.input if tokens.even else self.reshape(c.input, shape) for c in source.collectives]
         total = parts[0]
         for part in parts[1:]:
@@ -190,9 +196,9 @@ class RowWriter:
         return self._exchanged(first.node, c10d.reduce_scatter_tensor.default, flat, "sum", tokens)
 
     def _sum_of_exchanged(self, old: fx.Node, flat: fx.Node, tokens: Tokens) -> fx.Node:
-        """A reduce-scatter written as an all-to-all and a sum. Gloo's own takes longer than its all-reduce: 110 ms
-        against 70 ms for 4 MiB on 2 ranks and 500 Mbit/s, where the bytes alone take 33 ms. No schedule serves this
-        one, because no matmul computes ``flat``."""
+        """A reduce-scatter written as an all-to-all and a sum. Gloo's reduce-scatter takes longer than its all-reduce:
+        110 ms against 70 ms for 4 MiB on 2 ranks and 500 Mbit/s, where the bytes alone take 33 ms. No schedule could
+        overlap a reduce-scatter here, because no matmul computes ``flat``."""
         behind, dtype = tools.shape(flat)[1:], tools.dtype(flat)
         splits = [self.size(tokens.shard)] * tokens.world_size
         node = self.call(c10d.all_to_all_single.default, flat, splits, splits, tokens.group_name)
@@ -222,7 +228,8 @@ class RowWriter:
             elif first < self._gathered[local]:
                 raise RuntimeError(f"{first.name} needs all rows of {node.name} before they are gathered")
             full = self._gathered[local]
-            # [B, S, H] between the cut and a user's [T, H] would hide from the finders which rows were padded.
+            # A view as [B, S, H] between the cut and a user's view as [T, H] would hide the padded rows from the
+            # finders.
             flat = [u for u in users if u.target in _TO_A_SHAPE and not tokens.even]
             whole = self.reshape(full, tools.shape(node)) if len(flat) < len(users) else full
         for user in users:
@@ -233,7 +240,8 @@ class RowWriter:
                 user.replace_input_with(node, full if user in flat else whole)
 
     def _with_strides_of(self, node: fx.Node, whole: fx.Node) -> fx.Node:
-        """``whole`` in the strides of ``node``, a result of the graph: what follows the graph may rely on them."""
+        """``whole`` with the strides of ``node``, a result of the graph. Code that reads the result may rely on its
+        strides."""
         wanted = tools.value(node).stride()
         if tools.value(whole).stride() == wanted or not all(isinstance(s, int) for s in (*wanted, *tools.shape(node))):
             return whole
@@ -243,7 +251,7 @@ class RowWriter:
         return self.call(aten.permute.default, dense, sorted(range(len(order)), key=order.__getitem__))
 
     def _movable(self, local: fx.Node) -> fx.Node:
-        """``local``, as bytes if its dtype is fp8, which gloo does not move."""
+        """``local``. If its dtype is fp8, it is viewed as bytes, because gloo cannot move fp8."""
         dtype = tools.dtype(local)
         narrow = dtype.is_floating_point and dtype.itemsize == 1
         return self.call(aten.view.dtype, local, torch.uint8) if narrow else local
@@ -267,7 +275,8 @@ class RowWriter:
             if REDUCE_OPS[node.target] == "sum":
                 combined = self._all_reduced(node, part, rows.tokens.group_name)
             else:
-                # Not by an all-reduce: its maximum drops a NaN, which the op keeps.
+                # The maximum of an all-reduce would drop a NaN, which the op keeps. So the parts are gathered and
+                # combined on each rank.
                 one = self.reshape(part, [1, *tools.shape(part)])
                 parts = self._exchanged(node, c10d.all_gather_into_tensor.default, one, None, rows.tokens)
                 combined = self.call(EXTREMA[REDUCE_OPS[node.target]], parts, [0])
@@ -305,7 +314,7 @@ class RowWriter:
 
 
 def _is_contiguous(node: fx.Node) -> bool:
-    """Whether a tensor is contiguous, whatever the values of its symbolic sizes. Adds no guard."""
+    """Whether a tensor is contiguous for all values of its symbolic sizes. Adds no guard."""
     expected: Any = 1
     for size, stride in zip(reversed(tools.shape(node)), reversed(tools.value(node).stride()), strict=True):
         if not is_one(size) and not same_size(stride, expected):
@@ -315,7 +324,7 @@ def _is_contiguous(node: fx.Node) -> bool:
 
 
 def _members(stretch: Stretch) -> set[fx.Node]:
-    """The nodes that only the old program may need."""
+    """The nodes that may have no user after the rewrite."""
     replaced = (n for source in stretch.sources for n in _nodes_of(source))
     return {*stretch.rows, *stretch.whole_too, *stretch.sums, *replaced}
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two graphs as one list of lines: changed lines marked, unchanged runs folded. Usable for thousands of lines."""
+"""Merges two graphs into one list of lines. Changed lines are marked, and runs of unchanged lines are folded. Also fast
+for thousands of lines."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ class Line:
 
     Attributes:
         kind: same | del | ins.
-        before / after: its number, counted from 1; ``None`` if the line is absent there.
+        before / after: the line's number in each graph, counted from 1. ``None`` if the graph does not have the line.
         first: whether a run of changed lines begins here.
-        anchors: HTML ids that lead here.
+        anchors: HTML ids of this line, to which links can point.
     """
 
     kind: str

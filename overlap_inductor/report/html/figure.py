@@ -36,7 +36,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class PlacedRow:
-    """A timeline of ``lanes``, each a name and its bars. ``verdict``: a box from one row's end to the other's, or
+    """A timeline of ``lanes``, each a name and its bars. ``verdict``: a box between the ends of the two rows, or
     ``None``."""
 
     title: str
@@ -48,8 +48,8 @@ class PlacedRow:
 
 @dataclass(frozen=True)
 class Figure:
-    """One sketch. ``ticks``: (position in per cent, text), without any if nothing was estimated; ``tone``: ``good`` |
-    ``bad`` | ``wait``; ``times``: as written and by the plan."""
+    """One sketch. ``ticks``: (position in per cent, text), empty if nothing was estimated. ``tone``: ``good`` | ``bad``
+    | ``wait``. ``times``: a text with the time as written and the time by the plan."""
 
     title: str
     modules: tuple[str, ...]
@@ -62,7 +62,8 @@ class Figure:
 
 
 def figures(groups: Sequence[SiteGroup]) -> tuple[list[Figure], int]:
-    """One figure for each kind of site and piece that overlaps, and how many are left out beyond ``MOST_FIGURES``.
+    """One figure for each kind of site and each piece that overlaps, up to ``MOST_FIGURES`` figures. Also returns the
+    number of figures that are left out.
 
     Sites whose figures would be the same share one.
     """

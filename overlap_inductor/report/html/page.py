@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``index.html`` of one graph: what ``report.txt`` says, the timelines and both graphs, as a self-contained page."""
+"""``index.html`` of one graph: a self-contained page with the content of ``report.txt``, the timelines and both
+graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 STRETCH_TONES = {"rewritten": TONES["overlapped"], "kept": TONES["kept"], "refused": TONES["refused"]}
-"""The tone of a chip by the status of a stretch."""
+"""The colour class of a stretch's label, by the status of the stretch."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def render_html(report: OverlapReport, before: str | None = None, after: str | N
     after = report.after if after is None else after
     text = before + after
     identities = dict.fromkeys(s.facts.id for s in report.sites if s.facts.id)
-    # Only sites that the graph's text names get an anchor: a link that leads nowhere is worse than none.
+    # Only sites that the graph's text names get an anchor, because a link must lead to a line.
     anchors = {identity: f"line-{n}" for n, identity in enumerate(identities) if identity in text}
     statuses = Counter(words.status(s.decision) for s in report.sites)
     drawn, undrawn = figures(groups)

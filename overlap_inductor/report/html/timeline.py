@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sketch one site's timeline on one rank, from the plan's estimates: as written, and by the plan.
 
-The lengths are ``estimate_us``: of ``matmul`` and ``collective`` alone, of ``keep`` (where the row "as written" ends)
-and of the piece's schedule (where the row of the plan ends). The steps between are a model:
+The lengths come from ``estimate_us``. It has the times of ``matmul`` and ``collective`` alone, of ``keep`` (the end of
+the row "as written") and of the piece's schedule (the end of the plan's row). The steps in between follow a simple
+model:
 
 - a piece with parameter ``route`` (``transports.routes``) moves in sub-chunks, step by step;
 - any other piece runs matmul and transfer at the same time. The one that needs the other's result does not end before
   the other;
 - a piece that does not ``overlap`` runs the transfer after the matmul.
 
-If the steps end before the estimate does, the rest is drawn as fixed costs: launches, steps, credits, waits, and what
-the estimate adds because both run at the same time. If the steps end after the estimate, the schedule's own transfer is
-shorter than the collective. Then the transfer is shortened until both ends meet. The part of a transfer during which no
-matmul runs is exposed.
+If the steps end before the estimate does, the rest is drawn as fixed costs: launches, steps, credits, waits, and the
+slowdown that the estimate adds because matmul and transfer run at the same time. If the steps end after the estimate,
+the schedule's own transfer is shorter than the collective. Then the transfer is shortened until both ends meet. The
+part of a transfer during which no matmul runs is exposed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _HALVINGS = 40
 
 @dataclass(frozen=True)
 class Row:
-    """One timeline. ``end`` is the estimate; the bars' last end."""
+    """One timeline. ``end`` is the estimate, at which the last bar ends."""
 
     bars: tuple[Bar, ...]
     end: float
@@ -87,8 +88,8 @@ def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
 
 
 def _in_turn(gathers_first: bool, matmul: float, keep: float) -> list[Bar]:
-    """Collective and matmul one after the other. The collective takes the rest of ``keep``, because the parts of
-    ``keep`` were rounded one by one."""
+    """Collective and matmul, one after the other. The collective's length is ``keep`` minus the matmul, because the
+    parts of ``keep`` were rounded separately."""
     between = keep - matmul if gathers_first else matmul
     first, second = ("transfer", "matmul") if gathers_first else ("matmul", "transfer")
     names = {"transfer": "collective", "matmul": "matmul"}
