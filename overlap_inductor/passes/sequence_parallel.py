@@ -62,6 +62,9 @@ FAILURE = "overlap_inductor_sequence_parallel_failure"
 """Metadata of an all-reduce in a graph whose rewrite failed: the failure, in the form of ``Failure.to_dict``."""
 SAME = "overlap_inductor_same_on_all_ranks"
 """Metadata of an input that must be the same on all ranks of a group: the group's name."""
+CLEARLY = 4
+"""A graph of few tokens serves up to so many times the number at which the rewrite may begin to pay. Just above that
+number it hardly ever does, and each guard costs a compile."""
 Numbered = list[tuple[int, Stretch]]
 
 
@@ -124,17 +127,20 @@ def _found(graph: fx.Graph) -> RowFinder:
 
 def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: OverlapConfig) -> bool:
     """Whether the number of tokens is a multiple of the number of ranks. For a symbolic number, a guard decides, and
-    each answer has a graph of its own. No guard is added if the rewrite cannot pay at the example's number of
-    tokens."""
+    each answer has a graph of its own. If the rewrite cannot pay at the example's number of tokens, the guard is an
+    upper limit: more tokens get a graph of their own."""
     tokens = stretch.tokens
     if isinstance(tokens.count, int) or tokens.even:
         return True
-    written = sum(estimate.collective_seconds(c, config) for s in stretch.sources for c in s.collectives)
-    if config.sequence_parallel == "auto" and written <= estimate.least_seconds(stretch, config):
+    if config.sequence_parallel == "auto" and not estimate.may_pay(stretch, 1.0, config):
+        count = sizes.hint(tokens.count)
         text = (
-            f"at the example's {sizes.hint(tokens.count)} tokens, the fixed costs of the reduce-scatters and"
-            " all-gathers exceed the time of the all-reduces"
+            f"at the example's {count} tokens, the fixed costs of the reduce-scatters and all-gathers exceed the time"
+            " of the all-reduces"
         )
+        limit = estimate.limit_of_keeping(count, lambda factor: estimate.may_pay(stretch, factor / CLEARLY, config))
+        if limit is not None and not decide(tokens.count >= limit):
+            text += f"; {limit} tokens and more get a graph of their own"
         facts[number] = replace(facts[number], status="kept", reasons=(Reason("few_tokens", text),))
         return False
     if decide(tokens.count % tokens.world_size == 0):

@@ -70,7 +70,10 @@ def test_auto_guards_a_symbolic_number_of_tokens_where_the_choice_changes() -> N
         assert divides == sympy.Eq(Mod(size, 8), 0) and limit == (size >= limit.rhs)
         assert [str(guard.expr)[:3] for guard in middle.shapes.guards] == ["Eq(", str(limit)[:3]]
         assert int(limit.rhs) == int(middle.shapes.guards[1].expr.rhs) > 1024
-        assert [r.code for r in few.reasons] == ["few_tokens"] and not small.shapes.guards
+        (reason,), (upper,) = few.reasons, (guard.expr for guard in small.shapes.guards)
+        (size,) = (n.meta["val"].shape[0].node.expr for n in small.graph.nodes if n.name == "x")
+        assert upper == (size < upper.rhs) and 16 < int(upper.rhs) <= int(limit.rhs)
+        assert reason.code == "few_tokens" and f"{upper.rhs} tokens and more get a graph of their own" in reason.text
 
 
 @pytest.mark.parametrize("mode", ["on", "strict"])

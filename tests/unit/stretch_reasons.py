@@ -59,7 +59,7 @@ def _() -> OverlapReport:
     return divided(stretch(1))
 
 
-@case("few_tokens", "stretch kept", "no guard on a few tokens")
+@case("few_tokens", "stretch kept", "a dynamic number of few tokens")
 def _() -> OverlapReport:
     return divided(stretch(4, dynamic=True), sequence_parallel="auto")
 

@@ -106,6 +106,13 @@ def least_seconds(stretch: Stretch, config: OverlapConfig) -> float:
     return fixed * (len(stretch.sources) + len(stretch.needs_whole))
 
 
+def may_pay(stretch: Stretch, factor: float, config: OverlapConfig) -> bool:
+    """Whether the all-reduces of ``factor`` times the example's tokens take longer than ``least_seconds``."""
+    with sizes.at_scale(factor):
+        written = sum(collective_seconds(c, config) for s in stretch.sources for c in s.collectives)
+        return written > least_seconds(stretch, config)
+
+
 def pays(written: Cost, rewritten: Cost) -> bool:
     """Whether the rewrite is estimated to pay. It cannot pay if no gather is hidden, because the same bytes move in
     more steps."""
