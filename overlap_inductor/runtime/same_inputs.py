@@ -100,7 +100,8 @@ def lasting_digest(tensor: torch.Tensor) -> str:
 
 def digest(tensor: torch.Tensor) -> str:
     """The first 16 hex digits of a hash of a tensor's shape, dtype and bytes."""
-    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    # A copy, because ``numpy`` makes a storage one that cannot be resized, and FSDP2 resizes those of its parameters.
+    flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
     found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
     if flat.numel():
         found.update(flat.view(torch.uint8).numpy())

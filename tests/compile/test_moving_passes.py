@@ -51,6 +51,21 @@ def test_no_ring_is_unrolled_if_a_later_pass_moves_nodes(setting: dict[str, Any]
     assert not any(f"{name}." in made.text() for name in (*ordering.STARTS, *ordering.MEMBERS))
 
 
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))
+def test_the_sequence_parallel_rewrite_with_such_a_pass(setting: dict[str, Any]) -> None:
+    """The sites that the rewrite makes follow the same rule as those of the graph as written."""
+    with fake_group(2), torch._inductor.config.patch(setting):
+        made = HandGraph()
+        total = made.reduce(made.mm(made.input(8, 16), made.input(16, 32, name="down")))
+        made.output(made.mm(made.call(aten.relu.default, total), made.input(32, 16, name="up")))
+        (stretch,) = made.divide()
+        report = made.run()
+    assert stretch.status == "rewritten"
+    assert [(s.decision.status, s.decision.moving.parameters["unrolled"]) for s in report.sites] == [
+        ("overlapped", False)
+    ] * 2
+
+
 def test_a_moved_step_is_detected() -> None:
     """The check finds a read that was moved before the wait for its data. It also finds a read that was moved after a
     write that must follow the read."""

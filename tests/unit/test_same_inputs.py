@@ -53,3 +53,10 @@ def test_a_digest_tells_values_shape_and_dtype() -> None:
     assert digest(torch.tensor(1.0)) != digest(torch.tensor(2.0))
     narrow = x.detach().to(torch.float8_e4m3fn)
     assert digest(narrow) == digest(narrow.clone()) != digest(narrow.view(torch.uint8))
+
+
+def test_the_storage_can_be_resized_afterwards() -> None:
+    """FSDP2 frees a gathered parameter by resizing its storage."""
+    x = torch.arange(6.0)
+    digest(x)
+    x.untyped_storage().resize_(0)
