@@ -10,10 +10,10 @@ from typing import Any
 
 
 def interpret_cheaply() -> None:
-    """In this process and its forks. At each launch the interpreter lists all members of ``triton.language`` to find the
-    builtins; they are always the same. It computes each sum and product of integers a second time in int64, to find
-    overflows, of which indices of a test's tensors are far away; GPUs do not do this. A process's first launch
-    imports Gluon, once for each rank if no parent has done it."""
+    """In this process and its forks. At each launch, the interpreter lists all members of ``triton.language`` to find
+    the builtins, which are always the same. It computes each sum and product of integers again in int64, to find
+    overflows, of which the small indices of tests are far away. The first launch of a process imports Gluon; without an
+    import here, each rank would do it."""
     import triton.experimental.gluon  # noqa: F401
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
