@@ -17,18 +17,13 @@ def set_environment() -> None:
 
 
 def compile_cheaply() -> None:
-    """In this process and its forks: Dynamo logs how long a graph's guards take, and writes 256 MB for it, to empty the
-    processor's caches. It also logs all settings of each compile. A garbage collection visits every object that torch's
-    import made, and a compile makes enough objects for hundreds of collections. All this is left out, or rarer."""
+    """Dynamo logs how long a graph's guards take, and writes 256 MB for it, to empty the processor's caches. A garbage
+    collection visits every object that torch's import made. Neither happens any more in this process and its forks."""
     import torch._dynamo.guards
-    import torch._dynamo.utils
 
     torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
-    for name in ("_get_dynamo_config_for_logging", "_scrubbed_inductor_config_for_logging"):
-        setattr(torch._dynamo.utils, name, lambda: None)
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
 
 
 def probe_vector_instructions() -> None:
