@@ -11,6 +11,11 @@ import pytest
 
 HERE = Path(__file__).parent
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.support.cheap_interpreter import interpret_cheaply
+
+    interpret_cheaply()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":

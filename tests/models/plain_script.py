@@ -20,7 +20,7 @@ if dist.get_rank() == 0:
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "vocab_size": 64,
     }

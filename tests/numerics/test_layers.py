@@ -4,57 +4,71 @@ training."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
+import runpy
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench import layer_variants
 from bench import layers
 from bench import tables
 from bench.layer_variants import LOCAL
 from bench.layer_variants import PLAIN
-from overlap_inductor.cli.local_ranks import RankError
-from overlap_inductor.cli.local_ranks import rank_environment
-from overlap_inductor.cli.local_ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 TINY = "--layers 1 --hidden 64 --ffn 128 --heads 4 --kv-heads 4 --vocabulary 64 --tokens 32 --repeats 5 --seconds 1"
 
 
-def run(folder: Path, words: str) -> list[dict[str, object]]:
+def _worker(rank: int, world_size: int, settings: str, folder: str, compare_all: bool) -> str:
+    """What ``python -m bench.layers_worker`` prints on this rank."""
+    if compare_all:
+        made = layer_variants.variants
+        layer_variants.variants = lambda *a: [dataclasses.replace(v, right=True) for v in made(*a)]
+    sys.argv = ["layers_worker", settings, f"{folder}/model"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_module("bench.layers_worker", run_name="__main__")
+    return printed.getvalue()
+
+
+def run(folder: Path, words: list[str], compare_all: bool = False) -> list[Any]:
+    """What each rank's worker prints. With ``compare_all`` it may be a traceback."""
     pytest.importorskip("transformers", reason="the test extra has it")
-    settings = layers.settings_of(layers.parsed([*TINY.split(), *words.split(), "--trace", str(folder)]), 500)
-    printed: list[str] = []
-    run_ranks(
-        ["-m", "bench.layers_worker", json.dumps(dataclasses.asdict(settings)), str(folder / "model")],
-        2,
-        folder,
-        environment=rank_environment("cpu") | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
-        timeout=600,
-        on_line=printed.append,
-        on_wait=lambda: None,
-    )
-    return [json.loads(line) for line in printed if line.startswith("{")]
+    settings = layers.settings_of(layers.parsed([*TINY.split(), *words, "--trace", str(folder)]), 500)
+    text = json.dumps(dataclasses.asdict(settings))
+    return run_ranks(2, _worker, text, str(folder), compare_all, timeout=500, expect_failure=compare_all, grouped=False)
 
 
-def test_every_variant_is_compared_and_timed(tmp_path: Path) -> None:
-    options = "--phases forward training --set step_node_budget=100000"
-    rows = run(tmp_path, options)
-    names = list(dict.fromkeys(row["variant"] for row in rows))
-    assert (names[0], names[-1]) == (PLAIN, LOCAL) and len(rows) == 2 * len(names)
-    ring = [row for row in rows if str(row["variant"]).startswith("ring")]
-    assert ring and all(any(": ring" in site for site in row["sites"]) for row in ring)  # type: ignore[attr-defined]
-    assert all(row["error"] < 1e-5 for row in rows if row["variant"] != LOCAL)  # type: ignore[operator]
+@pytest.mark.parametrize(
+    ("phase", "only"),
+    [("forward", []), ("training", ["ring, sequence_parallel off", LOCAL])],
+    ids=["forward, every variant", "training"],
+)
+def test_variants_are_compared_and_timed(phase: str, only: list[str], tmp_path: Path) -> None:
+    switches = ["--set", "step_node_budget=100000", "sub_chunks=1"]
+    first, second = run(tmp_path, ["--phases", phase, *switches, *(["--variants", *only] if only else [])])
+    assert second == ""
+    rows = [json.loads(line) for line in first.splitlines()]
+    every = [v.name for v in layer_variants.variants("ring", "{}", {})]
+    assert [row["variant"] for row in rows] == [name for name in every if not only or name in (PLAIN, *only)]
+    ring = [row for row in rows if row["variant"].startswith("ring")]
+    assert ring and all(any(": ring" in site for site in row["sites"]) for row in ring)
+    assert all(row["error"] < 1e-5 for row in rows if row["variant"] != LOCAL)
     assert all(row["collectives"] for row in rows if row["variant"] != LOCAL)
-    assert all(row["median_ms"] >= row["fastest_ms"] > 0 for row in rows)  # type: ignore[operator]
+    assert all(row["median_ms"] >= row["fastest_ms"] > 0 for row in rows)
     assert len(tables.layers(rows).splitlines()) == 2 + len(rows)
-    traced = [json.loads(line) for line in (tmp_path / "forward_2_ranks_rank_1.jsonl").read_text().splitlines()]
+    traced = [json.loads(line) for line in (tmp_path / f"{phase}_2_ranks_rank_1.jsonl").read_text().splitlines()]
     waits = [row["wait"] for row in traced if row["variant"].startswith("ring")]
     assert waits and min(waits) > 0 and all(row["matmul"] > 0 for row in traced)
 
 
 def test_a_wrong_variant_ends_the_bench(tmp_path: Path) -> None:
+<<<<<<< HEAD
     """The results of the variant without collectives are wrong on purpose. Here the bench takes this variant for a
     right one, compares its results, and must end."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -78,3 +92,8 @@ def test_a_wrong_variant_ends_the_bench(tmp_path: Path) -> None:
             on_line=lambda line: None,
             on_wait=lambda: None,
         )
+=======
+    """The variant without collectives, whose results are wrong, is compared as the others are."""
+    for text in run(tmp_path, ["--phases", "forward", "--variants", LOCAL], compare_all=True):
+        assert "Wrong: forward no collectives: error" in text
+>>>>>>> time

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -23,6 +24,14 @@ PRELOADED = [
     "tests.support.warm_ranks",
 ]
 """Modules that the parent process imports before ranks are forked from it. It skips modules that are not installed."""
+PRELOADED_MODELS = [
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.integrations.tensor_parallel",
+    "accelerate",
+]
+"""Preloaded, too, if this process has imported ``transformers``: then some of its tests run models."""
 
 
 def compile_anew() -> None:
@@ -39,7 +48,14 @@ def _free_port() -> int:
 
 
 def _main(
-    rank: int, world_size: int, port: int, folder: str, environment: dict[str, str], call: tuple[Any, ...], alive: bool
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    environment: dict[str, str],
+    call: tuple[Any, ...],
+    grouped: bool,
+    alive: bool,
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
@@ -50,10 +66,11 @@ def _main(
     torch.set_num_threads(1)
     result: tuple[bool, Any]
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        if grouped:
+            dist.init_process_group("gloo", rank=rank, world_size=world_size)
         function, *args = call
         result = True, function(rank, world_size, *args)
-        if alive:
+        if grouped and alive:
             dist.barrier()
             dist.destroy_process_group()
     except BaseException:  # noqa: BLE001  (the parent raises it)
@@ -68,11 +85,13 @@ def run_ranks(
     timeout: float = 300.0,
     expect_failure: bool = False,
     warm: bool = True,
+    grouped: bool = True,
 ) -> list[Any]:
     """Run ``function(rank, world_size, *args)`` on every rank and return the results by rank. With ``expect_failure``
     ranks may raise or die. The result is then a traceback, or says that the rank left no result.
 
-    ``warm=False`` starts each rank as a new process, in which this package was never used.
+    ``warm=False`` starts each rank as a new process, in which this package was never used. With ``grouped=False``,
+    ``function`` makes the process group itself, as a script under ``torchrun`` does.
 
     Raises:
         AssertionError: a rank raised, died or did not end within ``timeout`` seconds; the message holds the tracebacks.
@@ -80,13 +99,13 @@ def run_ranks(
     # Ranks are forked from a clean process that has done the imports, which would take each rank six seconds.
     context = mp.get_context("forkserver" if warm else "spawn")
     if warm:
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload((PRELOADED_MODELS if "transformers" in sys.modules else []) + PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()
         processes = [
             context.Process(
                 target=_main,
-                args=(r, world_size, port, folder, dict(os.environ), (function, *args), not expect_failure),
+                args=(r, world_size, port, folder, dict(os.environ), (function, *args), grouped, not expect_failure),
             )
             for r in range(world_size)
         ]

@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # LayerNorms, parallel attention and MLP, learned biases.
     "gpt_neox, one layer": ("GPTNeoX", {"num_hidden_layers": 1}),
     # The vocabulary is not a multiple of 2 or 3, and the ffn is not a multiple of 3.
-    "llama, odd vocabulary": ("Llama", {"vocab_size": 101}),
+    "llama, odd vocabulary": ("Llama", {"vocab_size": 101, "num_hidden_layers": 1}),
     "llama, odd vocabulary and ffn": (
         "Llama",
         {

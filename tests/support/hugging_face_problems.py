@@ -25,13 +25,13 @@ FORWARD: dict[str, dict[str, int]] = {
     "starcoder2": {REDUCE: 2 * LAYERS, HEAD: 1},
     "cohere": {REDUCE: 2 * LAYERS, HEAD: 1},
     "olmo2": {REDUCE: 2 * LAYERS, HEAD: 1 + 3 * LAYERS},
-    "llama, odd vocabulary": {REDUCE: 2 * LAYERS, HEAD: 1},
+    "llama, odd vocabulary": {REDUCE: 2, HEAD: 1},
     "llama, odd vocabulary and ffn": {REDUCE: 2 * LAYERS, HEAD: 1},
 }
 BACKWARD: dict[str, dict[str, int]] = {
     "llama": {REDUCE: 2 * LAYERS + 1},
     "olmo2": {REDUCE: 5 * LAYERS + 1, HEAD: LAYERS},
-    "llama, odd vocabulary": {REDUCE: 2 * LAYERS + 1},
+    "llama, odd vocabulary": {REDUCE: 2 + 1},
     "llama, odd vocabulary and ffn": {REDUCE: 2 * LAYERS + 1},
 }
 
