@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-<<<<<<< HEAD
-"""Runs every example on two gloo ranks, as a user would start it, and checks its output. Also checks that every example
-=======
-"""Runs every example on two gloo ranks, one example by ``torchrun``, and checks its output. Checks that every example
->>>>>>> time
-is short."""
+"""Runs every example on two gloo ranks, and checks its output. Starts one example by ``torchrun``, as a user would.
+Also checks that every example is short."""
 
 from __future__ import annotations
 
@@ -24,13 +20,9 @@ from tests.support.gloo_ranks import run_ranks
 pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-<<<<<<< HEAD
+BY_TORCHRUN = "functional_collectives"
 # The parts of lines that each example must print, in this order: its sites, which are all overlapped, and then a line
 # that says that the numbers agree.
-=======
-BY_TORCHRUN = "functional_collectives"
-# A part of each line that an example must print, in this order: sites, all overlapped, and that numbers agree.
->>>>>>> time
 LINES: dict[str, list[str]] = {
     "dtensor_block": [
         "forward: mlp.0: all_gather_matmul: overlapped",
@@ -73,12 +65,8 @@ def test_every_example_is_run_here_and_is_short() -> None:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-<<<<<<< HEAD
     """One Inductor cache for all examples. Most of the time of a first compile is spent on C++ headers, which the
     examples share."""
-=======
-    """One Inductor cache for all examples."""
->>>>>>> time
     return tmp_path_factory.mktemp("cache")
 
 
@@ -91,8 +79,8 @@ def _as_torchrun_does(rank: int, world_size: int, path: str, environment: dict[s
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path: Path, tmp_path: Path, cache: Path) -> None:
-    """One example is run by ``torchrun``. The other ones need the imports and the first compile of a process, too, but
-    these are the same; they run in processes that have done both."""
+    """One example is run by ``torchrun``. The others run in processes that have already imported torch and compiled,
+    because that takes most of an example's time."""
     environment = {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     if path.stem == BY_TORCHRUN:
         printed = _by_torchrun(path, environment)

@@ -68,32 +68,7 @@ def test_variants_are_compared_and_timed(phase: str, only: list[str], tmp_path: 
 
 
 def test_a_wrong_variant_ends_the_bench(tmp_path: Path) -> None:
-<<<<<<< HEAD
     """The results of the variant without collectives are wrong on purpose. Here the bench takes this variant for a
     right one, compares its results, and must end."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import dataclasses\n"
-        "from bench import layer_variants\n"
-        "made = layer_variants.variants\n"
-        "layer_variants.variants = lambda *a: [dataclasses.replace(v, right=True) for v in made(*a)]\n"
-    )
-    worker = (
-        "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); import sitecustomize;"
-        " runpy.run_module('bench.layers_worker', run_name='__main__')"
-    )
-    settings = layers.settings_of(layers.parsed([*TINY.split(), "--phases", "forward", "--variants", LOCAL]), 500)
-    with pytest.raises(RankError, match="Wrong: forward no collectives: error"):
-        run_ranks(
-            ["-c", worker, str(tmp_path), json.dumps(dataclasses.asdict(settings)), str(tmp_path / "model")],
-            2,
-            tmp_path,
-            environment=rank_environment("cpu") | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
-            timeout=600,
-            on_line=lambda line: None,
-            on_wait=lambda: None,
-        )
-=======
-    """The variant without collectives, whose results are wrong, is compared as the others are."""
     for text in run(tmp_path, ["--phases", "forward", "--variants", LOCAL], compare_all=True):
         assert "Wrong: forward no collectives: error" in text
->>>>>>> time
