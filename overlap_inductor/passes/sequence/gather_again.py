@@ -91,9 +91,8 @@ def _behind(wait: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 def hidden(collective: CollectiveNode, gradients: Iterable[fx.Node], config: OverlapConfig) -> bool:
     """Whether the matmuls among ``gradients``, nodes of the backward, are estimated to hide ``collective``. On CPUs the
-    answer is no unless switch ``machine`` is set: a host has enough memory, and its links are seldom as fast as the
-    default rate."""
-    if tools.value(collective.input).device.type == "cpu" and config.machine is None:
+    answer is no, because a transfer takes the cores that the matmuls need, and a host has enough memory."""
+    if tools.value(collective.input).device.type == "cpu":
         return False
     machine = sizes.machine_at(collective, config)
     transfer = cost_model.collective_seconds(sizes.moved_by(collective), machine)
