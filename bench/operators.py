@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time every schedule over every transport against ``keep``, Inductor's async TP and the bounds. One torchrun.
+"""Time every schedule over every transport, Inductor's async TP and the plain computation (``keep``).
 
-    torchrun --nproc-per-node 8 -m bench.operators                      # the picture of the README
+    torchrun --nproc-per-node 8 -m bench.operators                      # the cases of the README's picture
     torchrun --nproc-per-node 4 -m bench.operators --shapes llama3-8b-mlp --tokens 1 16 128 \\
         --patterns matmul_all_reduce --budget-seconds 60
     torchrun --nproc-per-node 4 -m bench.operators --dtype fp8_rows --schedules chunked auto
     torchrun --nproc-per-node 4 -m bench.operators --schedules fused --settings hidden \\
         --set fused.parts=1 fused.parts=2,pushers=8
 
-A case is a pattern of a layer at a token count. Its providers are built, compared with fp32 on random data, and timed
-in turn, round after round. There are two settings: ``hidden`` (a device sleep hides the host) and ``compiled``
-(compiled graphs with the host in the loop; ``keep`` is plain Inductor). Figures are medians over rounds, the maximum
-over ranks. A wrong result ends the benchmark. Rows are appended to the file after each case and setting
-(``bench.rows``). ``python -m bench.report`` makes tables and plots from them.
+A case is a pattern of a layer at a token count. Its providers (``bench.providers``) compute it on random data. Each
+result is compared with one computed in fp32 (fp64 for fp32 operands), before the providers are timed and again after
+it. A wrong result ends the benchmark. The providers are timed in turn, round after round, together with the matmul
+alone and the collective alone.
+
+There are two settings. In ``hidden``, the GPU sleeps before each call, so that the host's time does not count. In
+``compiled``, compiled graphs run one after the other and the host's time counts, too; ``keep`` is then the plain graph
+of Inductor. A figure is the median over rounds on the slowest rank.
+
+When a case has been timed in a setting, its rows are appended to the file (``bench.rows``). ``python -m bench.report``
+makes tables and plots from them.
 """
 
 from __future__ import annotations
@@ -86,14 +92,14 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="fp8: one scale per operand; fp8_rows: one per row and column",
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--repeats", type=int, default=20, help="most samples of a provider")
+    parser.add_argument("--repeats", type=int, default=20, help="largest number of samples of one provider")
     parser.add_argument(
         "--case-seconds",
         type=float,
         default=1.0,
-        help="seconds to time one case in one setting; there are at least five samples of each provider",
+        help="seconds to time one case in one setting; each provider still gets at least five samples",
     )
-    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="begin no case that would end later")
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="leave out cases after this time")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "operators.jsonl")
     found = parser.parse_args(arguments)
     try:
@@ -104,7 +110,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(arguments: argparse.Namespace, world_size: int) -> list[Case]:
-    """All cases. The cases with the most tokens come first, so that the others fit into their workspace."""
+    """All cases. Cases with more tokens come first, so that later ones can use the workspace that they made."""
     sizes = itertools.product(sorted(arguments.tokens, reverse=True), arguments.shapes, arguments.patterns)
     return [Case(shape, pattern, tokens, world_size, arguments.dtype) for tokens, shape, pattern in sizes]
 
@@ -128,8 +134,12 @@ def left_out(arguments: argparse.Namespace, all_cases: Sequence[Case], device: t
 
 
 def run(arguments: argparse.Namespace, device: torch.device, start: float) -> list[dict[str, Any]]:
-    """The rows of all cases that fit into the time budget, which begins at ``start``. Each row is appended to the file
-    at once. All ranks call this function together."""
+    """Measure the cases and return their rows. Rank 0 also appends the rows to the file as soon as they are measured.
+    All ranks call this function together.
+
+    The time budget begins at ``start``. The first case always runs. If a later case would exceed the budget by taking
+    as long as the longest case so far, it and all cases after it are left out.
+    """
     clock, world_size, where = Clock(device), dist.get_world_size(), rows.environment(device)
     found: list[dict[str, Any]] = []
     all_cases = cases(arguments, world_size)
@@ -142,8 +152,8 @@ def run(arguments: argparse.Namespace, device: torch.device, start: float) -> li
         before = greatest(time.monotonic() - start)
         if found and before + longest > arguments.budget_seconds:
             say(
-                f"{len(all_cases) - number} of {len(all_cases)} cases left out: {before:.0f} of"
-                f" {arguments.budget_seconds:.0f} s are over"
+                f"{len(all_cases) - number} of {len(all_cases)} cases left out: {before:.0f} s of"
+                f" {arguments.budget_seconds:.0f} s have passed"
             )
             break
         for some in measure(

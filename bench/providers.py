@@ -2,9 +2,13 @@
 """The providers of a case. A provider is one way to compute the case: ``keep``, Inductor's async TP, every schedule
 over each of its transports, ``auto``, or a schedule with other parameters.
 
-In setting ``hidden``, a schedule that writes a site as one op is called as this op. The ring and ``auto`` are compiled
-graphs. ``keep`` runs eagerly. In setting ``compiled``, all providers are compiled graphs except async TP, whose op is
-called as Inductor's output code calls it.
+What is called depends on the setting:
+
+- ``hidden``: a schedule that writes a site as one op is called as this op. The ring and ``auto`` are compiled graphs.
+  ``keep`` runs eagerly.
+- ``compiled``: ``keep``, ``auto`` and every schedule are compiled graphs.
+
+Async TP is not compiled in either setting: its op is called as Inductor's output code calls it.
 """
 
 from __future__ import annotations
@@ -51,14 +55,21 @@ def provider_names() -> list[str]:
 
 
 def kinds_of(offered: Sequence[str]) -> list[str]:
-    """The schedules of the providers ``offered``. Providers without a schedule also count, except ``keep``."""
+    """The names in ``offered`` without their transports, each once. ``keep`` is left out, because it is always
+    timed."""
     return list(dict.fromkeys(name.split("/")[0] for name in offered if name != "keep"))
 
 
 @dataclass(frozen=True)
 class Provider:
-    """``call`` computes the case. ``runs``: the schedule that the call runs. ``parameters``: the schedule's settings.
-    ``held``: the bytes of symmetric memory that the call needs."""
+    """One way to compute a case.
+
+    Attributes:
+        call: computes the case.
+        runs: the schedule that ``call`` runs, ``keep`` or ``async_tp``. For ``auto``, it is what was chosen.
+        parameters: the parameters of that schedule in the plan.
+        held: bytes of symmetric memory on each rank that the call needs.
+    """
 
     name: str
     call: Callable[[], torch.Tensor]
@@ -81,8 +92,9 @@ class Variant:
 
     @classmethod
     def parse(cls, argument: str) -> Variant:
-        """Read ``fused.parts=2`` or ``fused.parts=2,pushers=8``. A value that is not JSON is text. Raises
-        ``ValueError`` if the schedule or a parameter does not exist."""
+        """Read a text such as ``fused.parts=2,pushers=8``. A value is JSON. If it is not valid JSON, it is a string.
+        Raises ``ValueError`` if the schedule is not one op for each site, or if a part does not set one of the
+        schedule's parameters. Values are not checked."""
         schedule, _, text = argument.partition(".")
         settable = {s.name: s.single_op.parameters for s in SCHEDULES if s.single_op is not None}
         if schedule not in settable:
@@ -245,11 +257,11 @@ def chosen(wanted: Sequence[str], variants: Sequence[Variant], case: Case, devic
 def providers(
     site: Site, wanted: Sequence[str], variants: Sequence[Variant], setting: str, made: dict[str, Provider]
 ) -> list[Provider]:
-    """The providers named in ``wanted`` for ``setting``. Variants exist in setting ``hidden`` only. All ranks call this
+    """The providers named in ``wanted`` for ``setting``, without variants in setting ``compiled``. All ranks call this
     together.
 
     Args:
-        made: the compiled providers so far, by name. Settings share them, and new ones are added.
+        made: the compiled providers that exist already, by name. They are used again, and new ones are added.
     """
     found = []
     for name in wanted:

@@ -4,9 +4,9 @@ copy engines, stores by SMs (``sm_push``) and bulk copies by SMs (``bulk``). Eac
 
     torchrun --nproc-per-node 4 -m bench.transfers --out rows.jsonl
 
-A rank's time is from the start until this rank knows that the data of all peers has arrived. A row holds the median
-over the repeats and the maximum over the ranks, in microseconds. Before a provider is timed, the data it delivers is
-compared with the data that was sent.
+A rank's time is measured on its GPU, in microseconds. It begins with the rank's own sends, and ends when the data of
+all peers has arrived at this rank. Each rank takes the median over the repeats, and the row holds the median of the
+slowest rank. Before a provider is timed, the data that it delivers is compared with the data that was sent (``right``).
 """
 
 from __future__ import annotations

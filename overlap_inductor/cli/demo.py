@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``overlap-inductor demo``: compile and run two models on this machine with overlap, in a few minutes, and check the
-numbers.
+"""``overlap-inductor demo``: compile and run two models on this machine with and without overlap, compare the results,
+and time them.
 
-The ranks are the GPUs, or two CPU ranks. They compile a Hugging Face Llama and a sequence-parallel block without
-overlap, with schedule ``auto``, and with each schedule that can run here. A slow link joins CPU ranks if this process
-may make one.
+By default, the ranks run on 2, 4 or 8 GPUs, as many as there are. With fewer than two GPUs, the ranks are two CPU
+processes, joined by a slow link if this process may make one. The models are a Hugging Face Llama and a
+sequence-parallel block. Each is compiled without overlap, with schedule ``auto``, and with each schedule that can run
+here.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class DemoOptions:
 
     Attributes:
         tokens: length of the whole sequence.
-        link: rate of the link between CPU ranks in Mbit/s, ``none``, or ``auto``: ``MEGABITS`` if this process may make
-            a link.
-        timeout: seconds until hung ranks are stopped.
+        link: the slow link between CPU ranks: its rate in Mbit/s, or ``none``. ``auto``: a link of ``MEGABITS``, or
+            none if this process may not make one.
+        timeout: seconds after which ranks that still run are stopped, and the demo fails.
     """
 
     ranks: int | None = None
@@ -78,11 +79,14 @@ class Setup:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo and print what it found. Returns 0, or 1 if numbers differ, nothing was overlapped or a rank failed.
+    """Run the demo and print what it found. Returns 0 if all went well. Returns 1 if a rank failed, a part returned no
+    result, a part's numbers differ too much, or no schedule overlapped a site of a part.
 
     Raises:
-        ConfigError: the options contradict each other, or do not fit this machine.
-        UnsupportedError: a package that a part needs is missing, or this torch is not supported.
+        ConfigError: the options contradict each other, do not fit this machine, or name a folder that cannot be
+            written.
+        UnsupportedError: a package that a part needs is missing, this torch is not supported, or the estimate for
+            another machine failed.
     """
     setup = _resolve(options)
     folder = _writable(options.keep_dir or tempfile.mkdtemp(prefix="overlap_inductor_demo_"))
@@ -123,9 +127,10 @@ def run_demo(options: DemoOptions) -> int:
     elif setup.megabits is not None:
         gigabits = machine_for("cpu").link_bytes * 8 / 1e9
         print(
-            f"\nauto estimates with the shipped figures for CPU ranks, a link of {gigabits:.0f} Gbit/s. It does not"
-            f" know that this link has {setup.megabits} Mbit/s, so it may keep sites that gain here. In your own job,"
-            f" tell it: OVERLAP_INDUCTOR_MACHINE='{{\"link_bytes\": {setup.megabits * 1e6 / 8:g}}}'."
+            f"\nauto estimated with the shipped figures for CPU ranks, which assume a link of {gigabits:.0f} Gbit/s."
+            f" The link of this demo has {setup.megabits} Mbit/s, so auto may have kept sites that gain here. In your"
+            " own job, name your link's rate. For this one:"
+            f" OVERLAP_INDUCTOR_MACHINE='{{\"link_bytes\": {setup.megabits * 1e6 / 8:g}}}'."
         )
     if setup.device == "cpu":
         _estimate()
@@ -143,10 +148,11 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def _estimate() -> None:
-    """Print the estimated gain of the block, with the sizes of a real layer, on the first machine in ``BOXES``.
+    """Print the estimated gain of the block on the first machine in ``BOXES``. The block has the sizes of the MLP of a
+    Llama-3-8B layer. The estimate runs in a process of its own.
 
     Raises:
-        UnsupportedError: the estimate failed; the message has the end of its output.
+        UnsupportedError: that process failed. The message has the end of its standard error.
     """
     box = next(iter(BOXES.values()))
     print(f"\nAn estimate for {box.title}: the same block with the sizes of a Llama-3-8B layer", flush=True)
@@ -188,7 +194,7 @@ def _lack_of_gpus(usable: int) -> str:
         return f"this torch ({torch.__version__}) is built without {missing}; install a build that has it"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     where = "this machine" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden}"
-    return f"{where} has {usable} that torch can use; run it where nvidia-smi shows two"
+    return f"{where} has {usable} that torch can use; run it where torch.cuda.device_count() is 2 or more"
 
 
 def _resolve(options: DemoOptions) -> Setup:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from overlap_inductor.facts.machine import Machine
 
 MARGIN = 1.05
-"""A schedule is chosen only if it is estimated to be at least this many times as fast as ``keep``."""
+"""A schedule is chosen only if it is estimated to be more than this many times as fast as ``keep``."""
 MARGIN_UNMEASURED = 1.25
 """``MARGIN`` for groups with more ranks than any that was measured."""
 
@@ -27,7 +27,8 @@ class SiteSizes:
         bytes_sent: bytes that a rank sends in each leg.
         itemsize: bytes of an element of the matmuls' left operand.
         legs: number of exchanges: 2 for an all-reduce (a reduce-scatter and an all-gather), else 1.
-        tiles: number of output tiles of 128 x 256 elements of its matmuls.
+        tiles: number of output tiles of 128 x 256 elements: of all its matmuls together, or of the largest one if their
+            results are added.
         gathers: whether the collective is an all-gather.
         replays: whether its launches are replayed as one (``runtime.replay``).
         handed_out: bytes of the gathered tensor if nodes other than the site's matmuls read it, else 0. For these nodes

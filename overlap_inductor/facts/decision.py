@@ -11,8 +11,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a site is not overlapped, or not in the way that was asked for. ``code`` stays the same between versions;
-    ``text`` is a sentence with the values."""
+    """Why a site or a collective is not overlapped, or a stretch not rewritten. ``code`` stays the same between
+    versions; ``text`` is a sentence with the values."""
 
     code: str
     text: str
@@ -24,7 +24,8 @@ class PlanPiece:
 
     Attributes:
         schedule: name of the schedule, or ``keep``.
-        transport: name of the transport; ``None`` for ``keep``.
+        transport: name of the transport; ``None`` for ``keep``. Several names joined by "or" if the op chooses one of
+            them at each call.
         tokens: first and last token count that the piece serves, in rows of the rank's own matmul. A last count of
             ``None`` means no upper bound.
         parameters: parameters of the schedule (``sub_chunks``, ``route``, ``unrolled``...).

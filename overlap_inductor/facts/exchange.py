@@ -28,8 +28,8 @@ class ExchangePlan:
             ``on`` and ``strict`` agree.
         steps: one line for each transfer of any group, in the order in which transfers are issued. A kept collective
             has a line, too.
-        overlaps: whether the graph is another one than written: a line is an overlapped transfer, or the graph was
-            rewritten to divide tokens among the ranks.
+        overlaps: whether the pass changed the graph: a line is an overlapped transfer, or the graph was rewritten to
+            divide tokens among the ranks.
         config: the switches. ``difference`` names those that differ as a likely cause. Not in the digest.
         groups: this rank's names of the process groups that the steps call g0, g1, ...; one tuple for each joined plan.
             Not in the digest.

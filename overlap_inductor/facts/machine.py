@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Machine`` holds the rates and fixed costs of a device type, from which the time of a schedule is estimated.
 
-The values ship with the package; nothing is measured at run time. Which values are used depends only on facts that all
-ranks of a group share, so every rank decides alike.
+The values ship with the package, or the user states them (``facts.machine_file``); nothing is measured at run time.
+Which shipped values are used depends only on facts that all ranks of a group share. So every rank decides alike, if the
+user states the same values on all ranks.
 """
 
 from __future__ import annotations

@@ -39,13 +39,13 @@ class StretchFacts:
             of a sum, maximum or minimum over tokens, that the rewrite makes.
         gathered_again: number of the all-gathers that the backward repeats, so that rows are saved for it.
         nodes: number of nodes that run on rows.
-        status: ``rewritten`` | ``kept`` | ``refused`` | ``failed``.
+        status: ``rewritten`` | ``kept`` | ``refused``.
         source: ``analytic`` | ``forced``.
-        estimate_us: microseconds of the matmuls beside the collectives and of the collectives that stay exposed:
-            ``keep`` as written, ``rewritten``; empty if they were not estimated.
+        estimate_us: microseconds of the matmuls beside the collectives, the exposed parts of the collectives and the
+            token-wise work together: ``keep`` as written, and ``rewritten``; empty if they were not estimated.
         reasons: why the stretch is not rewritten.
         program: the first 16 hex digits of a hash of the operators and numbers of all nodes that run on rows, and of
-            those that compute what they read. Ranks compare it, because a number may be the rank's own.
+            those that compute what they read. Ranks compare it, because such a number may differ between ranks.
         gathered_for: for each op that needs all rows, how many gathers it needs: ``{"aten.mm.default": 5}``.
     """
 

@@ -4,8 +4,8 @@
 The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, part after part and to all peers in
 turn. All other blocks first multiply this rank's own shard, which is read in place, and then the peers' shards in the
 order in which their parts arrive. Pushers join them when nothing is left to send. A block whose next rows have not
-arrived pushes instead of waiting, as long as there are pieces to push. Without ``SENDS`` copy engines send (transport
-``copy_engine``).
+arrived pushes instead of waiting, as long as there are pieces to push. Without ``SENDS`` no block pushes: a transport
+of copies sends the shard (``copy_engine``).
 
 Work is claimed from three queues (pieces to send, own tiles, tiles of peers), so no block has work that only it can do.
 

@@ -15,11 +15,11 @@ QUEUE_WORDS = 8
 ANNOUNCED = QUEUE_WORDS - 1
 """The queue word that holds the call number for copy engines."""
 WINDOW = 2**20
-"""A flag has reached its target if it is ahead by less than this, modulo 2**32. Any other flag was last written by an
-earlier call."""
+"""A flag has reached its target if it equals the target, or is ahead of it by less than this (modulo 2**32). Any other
+flag was last written by an earlier call, or after an abort."""
 FAULT_WORDS = 8
-"""int32 words of a rank's fault record on its group's board: whether the record is complete, code of the wait, peer,
-value wanted, value seen, an unused word, and the GPU's clock in two words."""
+"""int32 words of a rank's fault record on its group's board: whether the record is complete, code of the wait (0 if the
+host aborted the group), peer, value wanted, value seen, an unused word, and the time in nanoseconds in two words."""
 BOARD_HEAD = 16
 """int32 words before the first record: whether any rank has given up, and the constant ``1``. The others are unused."""
 STOP_WORDS = 8

@@ -9,8 +9,8 @@ and rounded once (numerics ``preserve``). All tiles of the peers' shards come fi
 to each peer at any time (``departing``). This rank's own tiles come last.
 
 A tile is sent by a bulk store out of shared memory, which continues under the next tile's matmul. It is counted
-(``_flush``) when that store is done. Blocks start ``STAGGER`` ns one after the other. Otherwise blocks that finish
-their tiles at the same moment would send them at the same moment, and loads queue behind stores in an SM's copy unit.
+(``_flush``) when that store is done. Each block starts ``STAGGER`` ns after the block before it. Otherwise all blocks
+would finish and send their tiles at the same moments, and loads queue behind stores in an SM's copy unit.
 
 Forward progress. Work is claimed from one queue, in this order on every rank. A block may hold one later turn besides
 its own (``claim``). Before a block sums an own tile of band ``p``, it waits until the peers' tiles of band ``p`` have

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signals between GPUs: how a kernel releases data to a peer, waits for a bounded time, and records a fault.
 
-A flag is one int32 in symmetric memory. It has 128 bytes to itself. A flag only grows (modulo 2**32), and a wait is for
-*at least* a value, so a signal that runs ahead of the wait is not lost. A peer is at most one call ahead. A flag counts
-as reached only while it is less than ``WINDOW`` ahead of the target (``reached``), so a flag that was last written
-2**31 calls ago is not taken for one that has arrived.
+A flag is one int32 in symmetric memory. It has 128 bytes to itself. Until the group is aborted, a flag only grows
+(modulo 2**32). A wait is for *at least* a value, so it also ends if the flag is already ahead of the value. A peer is
+at most one call ahead. A flag counts as reached only while it is less than ``WINDOW`` ahead of the target
+(``reached``), so a flag that was last written 2**31 calls ago is not taken for one that has arrived.
 
 Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` followed by one thread's ``st.release.sys`` or
 ``red.release.sys``. The barrier orders the block's stores before that thread's release. Release is cumulative, so a
@@ -29,13 +29,13 @@ stopped finds the record. After that every wait of every rank returns at once, a
 that the host rejects because of the board. Nothing branches on the outcome of a wait, so no thread of a block is
 missing at a later barrier.
 
-After an abort a rank signals nothing to its peers, and stores nothing there unless it had permission from before the
-abort. A kernel that stores to peers without waiting first looks at the abort word (``look``) when it loads the call
-number. Every kernel looks after each wait whose outcome it stores or signals. A wait that was given up has set the word
-before the barrier that follows it, so every thread of its block sees the word set. So whatever a rank signals was
-computed from data for which its waits succeeded. One thread may see the word set while another thread of its block did
-not: a thread that signals for both must look later than both (``count_and_signal``), or ask all of them
-(``group_signals.signal_ranks``).
+After an abort the kernels of a rank signal nothing to its peers, and store nothing there unless they had permission
+from before the abort. (Copy engines cannot look: ``transports.copy_engine``.) A kernel that stores to peers without
+waiting first looks at the abort word (``look``) when it loads the call number. Every kernel looks after each wait whose
+outcome it stores or signals. A wait that was given up has set the word before the barrier that follows it, so every
+thread of its block sees the word set. So whatever a rank signals was computed from data for which its waits succeeded.
+One thread may see the word set while another thread of its block did not: a thread that signals for both must look
+later than both (``count_and_signal``), or ask all of them (``group_signals.signal_ranks``).
 
 The abort word is in symmetric memory of the GPU that reads it. Only the board is in the host's memory
 (``STOP_WORDS`` says where the addresses are). A waiting block must not look at the host's memory. On an H100, 108
@@ -46,8 +46,9 @@ and costs a kernel one load from its own GPU's memory, in parallel with other lo
 CUDA graphs. No value of the host is compiled in: flags, targets and patience are arguments, or memory that the kernel
 reads.
 
-``TRITON_INTERPRET=1`` has no inline assembly and runs the blocks of a kernel one after the other. The twins at the end
-of this module do the same with atomics. They have no clock, so they count turns: one turn for 1000 ns of patience.
+Triton's interpreter (``TRITON_INTERPRET=1``) has no inline assembly, and runs the blocks of a kernel one after the
+other. For it, this module has twins (``_wait_twin`` ...) that do the same with atomics. They have no clock, so they
+count turns: one turn for 1000 ns of patience.
 """
 
 from __future__ import annotations

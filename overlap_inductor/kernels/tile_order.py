@@ -64,7 +64,7 @@ def grouped(turn, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 @triton.jit
 def band_tiles(band, tiles_shard, tiles_part, tiles_n):
     """Number of tiles in a band of a shard that has ``tiles_shard`` rows of ``tiles_n`` tiles. A band has
-    ``tiles_part`` rows of tiles, the last band the rest."""
+    ``tiles_part`` rows of tiles; the last band may have fewer."""
     return tl.maximum(tl.minimum(tiles_shard - band * tiles_part, tiles_part), 0) * tiles_n
 
 
@@ -84,8 +84,8 @@ def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, 
     arrive.
 
     All ranks send at once, part after part. So the order is part 0 of shard ``rank + 1``, ``rank + 2``, ..., then part
-    1 of these shards, and so on. A shard has ``tiles_shard`` rows of tiles, a part ``tiles_part`` (the last part may
-    have fewer). ``m`` counts inside the shard.
+    1 of these shards, and so on. A shard has ``tiles_shard`` rows of tiles. A part has ``tiles_part`` of them; the last
+    part may have fewer. ``m`` counts inside the shard.
     """
     whole = tiles_part * tiles_n * (WORLD - 1)
     part = turn // whole

@@ -6,7 +6,7 @@ Contract: ``graph`` is a functional post-grad graph, with views normalised or no
 only at sites that are legal and chosen. If the rewrite of a site fails, the graph is restored, the site is reported,
 and the other sites are tried again. If the pass itself fails, the graph stays as it was. The pass does not communicate.
 Decisions depend on facts that all ranks of a group share, so ranks write the same exchange plan. In case they do not,
-op ``agree`` compares the plans before data moves.
+the ranks compare their plans before data moves (``inductor.compared_call``, op ``agree``).
 
 Pseudo-code::
 
@@ -180,7 +180,7 @@ def _exchange_of(graph: fx.Graph, config: OverlapConfig, rewritten: _Rewritten |
         rewritten = _Rewritten(plan, list(groups), [], {})
     plan = rewritten.plan
     if sequence_parallel.rewritten(graph):
-        # It is not the graph as written, also if no site is overlapped.
+        # Even if no site is overlapped, a rewritten graph is not the graph as written.
         plan = replace(plan, overlaps=True)
     requests, limit = rewritten.requests, config.workspace_limit
     return {

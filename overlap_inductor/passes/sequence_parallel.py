@@ -63,8 +63,8 @@ FAILURE = "overlap_inductor_sequence_parallel_failure"
 SAME = "overlap_inductor_same_on_all_ranks"
 """Metadata of an input that must be the same on all ranks of a group: the group's name."""
 CLEARLY = 4
-"""A graph of few tokens serves up to so many times the number at which the rewrite may begin to pay. Just above that
-number it hardly ever does, and each guard costs a compile."""
+"""A graph that is compiled for few tokens serves all numbers of tokens up to this many times the number at which the
+rewrite may begin to pay. Just above that number the rewrite rarely pays, and one more graph costs a compile."""
 Numbered = list[tuple[int, Stretch]]
 
 
@@ -126,9 +126,11 @@ def _found(graph: fx.Graph) -> RowFinder:
 
 
 def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: OverlapConfig) -> bool:
-    """Whether the number of tokens is a multiple of the number of ranks. For a symbolic number, a guard decides, and
-    each answer has a graph of its own. If the rewrite cannot pay at the example's number of tokens, the guard is an
-    upper limit: more tokens get a graph of their own."""
+    """Whether the stretch may be rewritten for the numbers of tokens that this graph serves. A fixed number is always
+    allowed, and so is a symbolic one that is known to be a multiple of the number of ranks. For any other symbolic
+    number, a guard decides whether it is a multiple, and each answer has a graph of its own. With ``auto``, if the
+    rewrite cannot pay at the example's number of tokens, the guard is an upper limit instead: more tokens get a graph
+    of their own."""
     tokens = stretch.tokens
     if isinstance(tokens.count, int) or tokens.even:
         return True
@@ -325,8 +327,8 @@ def note_divided(graph: fx.Graph) -> None:
 def erase_unread(graph: fx.Graph) -> None:
     """Erase all-gathers of rewritten stretches that nothing in ``graph`` reads.
 
-    The partitioner copies a gather that only the backward reads into the forward too: it takes a collective for a node
-    with side effects.
+    If only the backward reads a gather, the partitioner copies it into the forward, too, because it treats a collective
+    as a node with side effects.
     """
     for node, kind, _ in list(find_collectives(graph)):
         ours = node.meta.get(META, {}).get("status") == "rewritten"

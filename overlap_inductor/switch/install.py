@@ -49,10 +49,11 @@ _lock = threading.RLock()
 
 
 def enable(**fields: Any) -> OverlapConfig:
-    """Overlap in every graph that Inductor compiles from now on, in all threads, until ``disable()``.
+    """Overlap in every graph that Inductor compiles from now on, in all threads, until ``disable()``. Inside a block of
+    ``overlap()``, that block's switches are in force instead.
 
-    A second call replaces the first one's switches. Graphs that are already compiled stay as they are; a warning names
-    their functions, if the new switches would change them.
+    A second call replaces the first one's switches. Graphs that are already compiled stay as they are. A warning names
+    their functions, if the new switches could lead to other code.
 
     Args:
         fields: fields of ``OverlapConfig``. The environment's variables hold for the others.

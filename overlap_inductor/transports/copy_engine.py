@@ -51,12 +51,12 @@ delivered 186 GB/s each in pieces of 4 MiB, 226 in pieces of 8 MiB and 250 in pi
 once they delivered some 200 GB/s. With pieces of 32 MiB they delivered 343 GB/s, but only because 14 rounds ended
 before the ranks fell out of step.
 
-So each large piece of a send, except the first, waits for its turn (``kernels.transfer.wait_for_turn``): until its
-receiver has got the piece that another rank sends to that receiver one turn earlier. A late rank then stays as late as
-it was (bench/results/turns.jsonl). A wait costs some 5 us, which small pieces do not gain back. It also needs room on
-an SM, for one warp and no shared memory. So a schedule allows no turns (``Share.turns_from``) if its kernel occupies
-every SM while it waits for the copies, as schedule ``fused`` does. No piece waits if the process has fewer than
-``QUEUES_FOR_TURNS`` hardware queues, because a wait could then hold back the matmuls.
+So if all pieces of a send are large, each except the first waits for its turn (``kernels.transfer.wait_for_turn``):
+until its receiver has got the piece that another rank sends to that receiver one turn earlier. A late rank then stays
+as late as it was (bench/results/turns.jsonl). A wait costs some 5 us, which small pieces do not gain back. It also
+needs room on an SM, for one warp and no shared memory. So a schedule allows no turns (``Share.turns_from``) if its
+kernel occupies every SM while it waits for the copies, as schedule ``fused`` does. No piece waits if the process has
+fewer than ``QUEUES_FOR_TURNS`` hardware queues, because a wait could then hold back the matmuls.
 """
 
 from __future__ import annotations

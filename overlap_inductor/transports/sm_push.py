@@ -21,8 +21,8 @@ NAME = "sm_push"
 
 
 class SmPush:
-    """Implements ``transports.transport.PeerCopies``. The kernel has ``share.sms`` blocks, at most one per SM. Matmuls
-    that run at the same time have that many fewer SMs."""
+    """Implements ``transports.transport.PeerCopies``. The kernel has ``share.sms`` blocks, so it takes at most that
+    many SMs from matmuls that run at the same time."""
 
     name = NAME
     moved_by = "SMs that store, over symmetric memory"

@@ -49,8 +49,9 @@ class Share:
 
     Attributes:
         sms: SMs that the transport may occupy.
-        turns_from: a piece of at least this many bytes waits for its turn, so that its receiver gets nothing from
-            another rank at the same time (``transports.copy_engine``). ``None``: no piece waits.
+        turns_from: if all pieces of a send have at least this many bytes, each of them except the first waits for its
+            turn, so that its receiver gets nothing from another rank at the same time (``transports.copy_engine``).
+            ``None``: no piece waits.
     """
 
     sms: int = 0

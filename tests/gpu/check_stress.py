@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks all patterns of all schedules except ``ring`` under stress on GPUs. Prints one JSON row per scenario and
-variant. The exit status is 1 if a result was wrong.
+"""Checks all patterns of all schedules except ``ring`` under stress on GPUs.
+
+Rank 0 prints one JSON row for each scenario and variant, with its own number of wrong results. Each other rank prints
+only the rows in which it had wrong results. The exit status is not 0 if any result on any rank was wrong.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_stress [--iterations 10000] [--only delays poison] \\
         [--schedules fused chunked small_message wave_groups]
@@ -11,9 +13,10 @@ and later results must be bitwise equal to it. Set environment variables on the 
     CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 -m tests.gpu.check_stress --iterations 2000
     CUDA_MODULE_LOADING=LAZY (and EAGER) torchrun --nproc-per-node 2 -m tests.gpu.check_stress --only lazy
 
-Comparing runs. A row of scenario ``lazy`` has a digest of the bits of all first results on all ranks. The digest must
-be the same in every run on the same number of ranks. It may differ with another GPU or another version of a library,
-because ``chunked`` and ``small_message`` use the vendor's matmuls, and ``wave_groups`` uses the sums of the collective.
+Comparing runs. A row of scenario ``lazy`` has a digest of the bits of the variant's first results on all ranks. Runs on
+the same number of ranks must give the same digest, if their GPUs and the versions of their libraries are the same.
+(``chunked`` and ``small_message`` use the vendor's matmuls, and ``wave_groups`` uses the sums of NCCL. Another version
+may compute other bits.)
 
 More ranks than GPUs. ``torchrun --nproc-per-node 8 -m tests.gpu.check_stress --ranks-share-gpus`` runs 8 ranks on
 fewer GPUs, to check the arithmetic on rank numbers and the protocol between ranks. Processes take turns on a GPU, so a
@@ -46,7 +49,8 @@ PATIENCE_PART = 0.7
 ends the process."""
 SCHEDULES = ("fused", "chunked", "small_message", "wave_groups")
 WHERE_SHARED = ("lazy", "delays", "poison", "graphs")
-"""The default scenarios if ranks share GPUs. Their results depend on rank numbers."""
+"""The default scenarios if ranks share GPUs: enough to check the arithmetic on rank numbers and the protocol between
+ranks."""
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
@@ -54,10 +58,10 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--iterations",
         type=int,
-        help="calls of each variant; most scenarios make a fifth of them; default: 10000, or 50 if ranks share GPUs",
+        help="calls of each variant, some scenarios make fewer; default: 10000, or 50 if ranks share GPUs",
     )
     parser.add_argument(
-        "--only", nargs="+", choices=SCENARIOS, help="default: all, or WHERE_SHARED if ranks share GPUs"
+        "--only", nargs="+", choices=SCENARIOS, help="default: all; if ranks share GPUs: lazy delays poison graphs"
     )
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--ranks-share-gpus", action="store_true")
@@ -70,7 +74,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def check(arguments: argparse.Namespace, rank: int, world_size: int) -> int:
-    """Run all scenarios. Returns the number of rows with wrong results on this rank."""
+    """Run the chosen scenarios. Returns the number of rows with wrong results on this rank."""
     stress = Stress(
         rank, world_size, stress_scenarios.make_groups(rank, world_size, PATIENCE_PART * arguments.row_seconds)
     )

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of three ranks gives up: a wait in its kernel times out. The tests run every schedule whose kernels wait for
-peers. No rank may return a wrong number without an error. Every rank must learn at once which rank gave up, and for
-what that rank waited. The rank that gave up must store and signal nothing more, also in replays."""
+"""One of three ranks gives up (a wait in its kernel times out) or aborts the group from its host. The tests run every
+schedule whose kernels wait for peers.
+
+No rank may return a wrong number: after the fault, each number must be right or NaN. Each rank must get an error that
+names the rank that gave up or aborted first and, if it gave up, what it waited for. In all later calls, replays of CUDA
+graphs included, the rank that gave up must store nothing at its peers and must set no flag for which a peer waits.
+(Copy engines store and set flags all the same. But they set each flag to a number for which no rank waits.)"""
 
 from __future__ import annotations
 
@@ -23,8 +27,9 @@ from tests.kernels.ranks import shared
 
 WORLD = 3
 IMPATIENT_NS, PATIENT_NS = 100_000, 10**15
-"""The time after which a wait in a kernel times out, called its patience: about 100 polls in the interpreter, or longer
-than any test."""
+"""Two patiences. The patience is the time in nanoseconds after which a wait in a kernel times out. The interpreter
+counts polls instead, one for each 1000 ns: ``IMPATIENT_NS`` is 100 polls, and ``PATIENT_NS`` lasts longer than any
+test."""
 SECONDS = 60.0
 IN_VAIN = r"site some site of group 'tp' timed out waiting for [a-z -]+ rank 2: expected call 2, saw call 1"
 FIRST = "rank 0 gave up first: "
@@ -51,7 +56,7 @@ def _as_a_graph(launch: Launch, patience_ns: int) -> Launch:
 
 
 def _flags_from(space: SharedWorkspace, source: int) -> torch.Tensor:
-    """The credits and signals that ``source`` has set at its peers."""
+    """The flags that ``source`` sets: for each rank, the credit and the ``SIGNALS`` signals from ``source`` there."""
     flags = space.flags.view(WORLD, -1, FLAG_WORDS)[:, :, 0]
     first = WORLD + source * SIGNALS
     return torch.cat([flags[:, source : source + 1], flags[:, first : first + SIGNALS]], 1)
@@ -67,7 +72,7 @@ def _right_or_told(name: str, launch: Launch, call: int) -> None:
 
 
 def _last_is_late(rank: int, space: SharedWorkspace, name: str, steps: torch.Tensor) -> None:
-    """Rank 2 makes its second call after rank 0's wait has timed out, and before rank 1's wait would."""
+    """Rank 2 makes its second call only after rank 0's wait has timed out. Rank 1's patience never ends."""
     launch = space.launch(rank)
     assert EVERY[name].is_right(EVERY[name].run(launch, 1), 1, WORLD)
     _meet(steps, rank, 1)

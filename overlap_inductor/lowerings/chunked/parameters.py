@@ -26,8 +26,8 @@ from overlap_inductor.transports.transport import PeerCopies
 from overlap_inductor.transports.transport import Share
 
 TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
-"""For a piece of at least this many bytes, waiting for a turn gains more than it costs (first number: reductions,
-second: gathers). On 8 H200s a reduction gains nothing at 4 MiB, 12 % at 8 MiB and 20 % at 16 MiB. In a gather all
+"""For pieces of at least this many bytes, waiting for turns gains more than it costs (first number: reductions, second:
+gathers). On 8 H200s a reduction gains nothing at 4 MiB, 12 % at 8 MiB and 20 % at 16 MiB. In a gather all
 copies begin at once, and the first matmul waits for the first copy. A gather loses 7 % at 8 MiB and gains 10 % (host
 time included) from 16 MiB on."""
 TILE = 128, 256
@@ -45,17 +45,17 @@ class ChunkedParameters:
     Attributes:
         sms: SMs of the device.
         transport: name of a ``PeerCopies`` transport, or ``auto``, which chooses by the size of a piece at each call.
-        chunks: number of matmuls of other ranks' rows, all of one size. One more matmul computes this rank's own rows.
-            0 in a reduction: one matmul computes all rows of a band. ``None``: as few matmuls as hide the transfers
-            (``chunked.sizes``).
+        chunks: number of matmuls of other ranks' rows, all of about one size. One more matmul computes this rank's own
+            rows. 0 in a reduction: one matmul computes all rows of a band. ``None``: as few matmuls as hide the
+            transfers (``chunked.sizes``).
         sizes: sizes of the chunks in shards, instead of ``chunks``.
         bands: number of bands of rows of an all-reduce. A band is summed and sent to all peers during the matmuls of
             the next band. 0: as many as keep a band large enough (``BAND_BYTES``).
         grain: a chunk or band begins at a multiple of this many rows of its shard. The default is the height of a tile
             of the vendor's matmul.
         pushers: number of SMs that a transport may use.
-        turns_from: a piece of at least this many bytes waits until its receiver is receiving nothing else
-            (``transports.copy_engine``). ``None``: the default for the pattern (``TURNS_FROM``).
+        turns_from: pieces of at least this many bytes take turns (``transports.transport.Share``). ``None``: the
+            default for the pattern (``TURNS_FROM``).
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
         replays: repeated calls are one launch of a CUDA graph (``runtime.replay``).
 

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bring rows into the ranks' order, for every site that is written as one op.
 
-The ops of ``lowerings.ring.looped_reduce_ops`` and of the schedules with one op for each site (``lowerings.fused.ops``
-...) cut 2-D matmuls along their leading rows: rank r has the r-th run of rows. This is the *ranks' order*. Other cuts
-are brought into this form:
+The ops of the schedules with one op for each site (``lowerings.fused.ops`` ...) and of
+``lowerings.ring.looped_reduce_ops`` compute 2-D matmuls whose rows are cut: the rows of rank 0 come first, then those
+of rank 1, and so on. This is the *ranks' order*. Sites that are cut in another way are brought into this form:
 
-- A gather or scatter of an inner dim, whose rows have the order ``[outer, rank, chunk]``: the result of a gather, or
-  the left operand of a scatter, is permuted.
-- A cut along columns: the op computes the transposed product. The vendor's matmul needs no copy for that. A fused
-  kernel copies its left operand.
+- If the rows have the order ``[outer, rank, chunk]``, because an inner dim is gathered or scattered, they are permuted:
+  after a gather the rows of the result, before a scatter the rows of the left operand.
+- If columns are cut, the op computes the transposed product, and its result is transposed and copied. The vendor's
+  matmul reads the transposed operands where they are. A Triton kernel reads a left operand that is contiguous and
+  aligned to 16 bytes; the op copies any other one first (``operands.left_operand``).
 
-A cut along the contracted dim is computed by the ring's looping op only (``lowerings.ring.looped_gather``).
+A matmul whose contracted dim is cut is computed by no such op except the ring's (``lowerings.ring.looped_gather``).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ overlap = torch.ops.overlap_inductor
 
 PLAIN: tuple[str, ...] = ("mm", "addmm")
 SCALED: tuple[str, ...] = ("scaled_mm",)
-"""``PLAIN`` and ``SCALED`` are kinds of matmuls that one op can compute together. The ring's looping ops compute plain
-ones only."""
+"""Kinds of matmuls (``MatmulNode.kind``). All matmuls that one op computes are of kinds in ``PLAIN``, or all of kinds
+in ``SCALED``. The ring's looping ops compute only those in ``PLAIN``."""
 Op = Callable[[str], Any]
 """Takes the prefix that precedes the pattern in the name of a schedule's op (empty, or ``sum_``), and returns the op's
 overload."""
@@ -51,8 +52,8 @@ def bias_row(emit: StepEmitter, row: fx.Node) -> fx.Node:
 
 
 def as_bits_of(emit: StepEmitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """``x`` with its bits read as ``dtype``; ``x`` itself if it has that dtype. It serves fp8 data that is sent as
-    bytes."""
+    """``x`` with its bits read as ``dtype``, which has as many bytes. Used for fp8 data that is sent as bytes. Writes
+    no node if ``x`` has that dtype, or is such a view of a node that has it."""
     if tools.is_bitcast(x) and tools.dtype(x.args[0]) == dtype:
         return x.args[0]
     return x if tools.dtype(x) == dtype else emit.call(aten.view.dtype, x, dtype)

@@ -3,8 +3,8 @@
 
 Which sites such an op can compute:
 
-- The matrices are fp16 or bf16, and each row has a multiple of 16 bytes. For fp8 matmuls with scales, a schedule may
-  have an op ``<schedule>_scaled_<pattern>`` (``lowerings.one_op.scaled``).
+- The matrices are fp16 or bf16, and K and N are multiples of 8, so that rows are whole 16-byte words. For fp8 matmuls
+  with scales, a schedule may have an op ``<schedule>_scaled_<pattern>`` (``lowerings.one_op.scaled``).
 - The rows can be brought into the ranks' order (``lowerings.one_op.rows``).
 - A reduction has one matmul. For a sum of several, a schedule may have an op ``<schedule>_sum_<pattern>``.
 - A gather may have several matmuls. The op computes those that ``lowerings.one_op.form.served`` selects, and returns

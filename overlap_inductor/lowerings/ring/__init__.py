@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``ring`` cuts a site into pieces, so that the transfer of one piece runs under the matmul of another.
 
-Each step sends and receives one piece. The steps are unrolled in the graph, or one op loops over them.
+In each step, a piece is multiplied while others are sent and received. The steps are unrolled in the graph, or one op
+loops over them.
 
 - Ops: the unrolled steps' ops, e.g. ``gather_step``, in ``ops``; ``all_gather_matmul``, ``matmul_reduce_scatter``,
   ``matmul_all_reduce`` and ``matmul_all_gather`` in ``looped_gather_ops`` and ``looped_reduce_ops``.

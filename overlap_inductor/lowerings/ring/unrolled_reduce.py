@@ -2,8 +2,8 @@
 """Write ``matmul(s) -> reduce-scatter | all-reduce | all-gather of the output`` as unrolled steps of a ring.
 
 The steps replace the collectives and the ops that compute their input. Each slice of the collective's input is computed
-separately, in the order in which the slices are sent. This rank's own slice is last, so that only the sum is exposed
-after the last matmul. Below, ``r`` is the rank.
+separately, in the order in which the slices are sent. This rank's own slice is last: if its matmul hides the last
+transfer, only the sum is exposed. Below, ``r`` is the rank.
 
 Reduce-scatter, route ``owner`` (CommFuse Fig. 8b). Numerics ``preserve``: each partial sum travels once in the
 collective's dtype and is added once, in at least fp32::
