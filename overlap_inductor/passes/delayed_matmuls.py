@@ -9,6 +9,12 @@ section 2, split the backward in the same way). Before and after, for the scatte
     dx pieces: mm, exchange_send ...              ->  dw = after(mm(dy^T, x), last send)
     exchange_wait(buffer, [pieces])                   exchange_wait(buffer, [pieces, dw])
 
+and for a collective that is no site::
+
+    dw = mm(dy^T, x)                                  g = all_gather(e)
+    y = wait_tensor(all_gather(e))                ->  dw = after(mm(dy^T, x), g)
+                                                      y = wait_tensor(g)                  # ordered after dw
+
 Contract: the pass runs on a rewritten graph, before its order is fixed. It moves a matmul only downwards, together with
 the views and casts of its result, and only if no other node and no write in place is affected. Ranks may move different
 matmuls, because the exchange of data does not change.
@@ -16,8 +22,10 @@ matmuls, because the exchange of data does not change.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -31,40 +39,57 @@ from overlap_inductor.torch_compat.step_values import mark
 overlap = torch.ops.overlap_inductor
 SITE = "overlap_site"
 """Metadata of a step: the id of its site."""
+LEAST = 0.1
+"""A matmul is moved only if this part of it is needed to hide the transfer. A matmul that runs late keeps its operands
+in memory."""
 
 
-def delay(graph: fx.Graph, exposed: Mapping[str, float], flops_per_second: float) -> int:
-    """Move matmuls under the transfers of ring scatters.
+@dataclass(frozen=True)
+class Transfer:
+    """A transfer in flight between ``start`` and ``wait``. ``seconds``: how long the ranks are estimated to wait."""
+
+    start: fx.Node
+    wait: fx.Node
+    seconds: float
+
+
+def delay(
+    graph: fx.Graph, exposed: Mapping[str, float], kept: Iterable[Transfer], flops_per_second: float
+) -> dict[fx.Node, set[fx.Node]]:
+    """Move matmuls under the transfers of ring scatters and of collectives that are no sites.
 
     Args:
         exposed: for each site's id, the estimated seconds of its exposed transfers.
+        kept: the collectives that are no sites.
         flops_per_second: the rate of a matmul.
 
     Returns:
-        The number of matmuls moved.
+        For each wait of ``kept`` under which matmuls were moved, these matmuls. The caller orders the wait after them.
     """
-    moved = 0
+    order: dict[fx.Node, set[fx.Node]] = {}
     free = [n for n in graph.nodes if _may_wait(n)]
-    for wait, token in _waits(graph, exposed):
-        left = exposed[wait.meta[SITE]]
+    for transfer in sorted([*_scatters(graph, exposed), *kept], key=lambda t: t.wait):
+        wait, left = transfer.wait, transfer.seconds
         under: list[fx.Node] = []
         for node in reversed([n for n in free if n < wait]):
-            if left <= 0:
-                break
+            seconds = _flops(node) / flops_per_second
+            if left <= LEAST * seconds:
+                continue
             behind = _computed_from(node)
             if behind is None or not _may_move(node, behind, wait):
                 continue
-            left -= _flops(node) / flops_per_second
+            left -= seconds
             free.remove(node)
-            under.append(_moved(node, behind, wait, token))
-        if under:
+            under.append(_moved(node, behind, wait, transfer.start))
+        if under and SITE in wait.meta:
             _wait_for(wait, under)
-            moved += len(under)
-    return moved
+        elif under:
+            order[wait] = set(under)
+    return order
 
 
-def _waits(graph: fx.Graph, exposed: Mapping[str, float]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """``(wait for all hops, last send before it)`` of each site that has one such wait, in graph order."""
+def _scatters(graph: fx.Graph, exposed: Mapping[str, float]) -> Iterator[Transfer]:
+    """The transfers of each site that has one wait for all hops, from the last send on."""
     sends: dict[str, fx.Node] = {}
     waits: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -75,7 +100,7 @@ def _waits(graph: fx.Graph, exposed: Mapping[str, float]) -> Iterator[tuple[fx.N
             waits.setdefault(site, []).append(node)
     for site, found in waits.items():
         if len(found) == 1 and site in sends:
-            yield found[0], sends[site]
+            yield Transfer(sends[site], found[0], exposed[site])
 
 
 def _may_wait(node: fx.Node) -> bool:

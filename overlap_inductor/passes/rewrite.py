@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts import cost_model
 from overlap_inductor.facts.exchange import ExchangePlan
 from overlap_inductor.lowerings.registry import define_ops
 from overlap_inductor.lowerings.registry import schedule_named
@@ -33,8 +34,11 @@ from overlap_inductor.passes import plan as planner
 from overlap_inductor.sites import collectives
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import DecidedSite
+from overlap_inductor.sites.sizes import machine_at
 from overlap_inductor.sites.sizes import machine_of
+from overlap_inductor.sites.sizes import moved_by
 from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.torch_compat.guards import same_expression
 from overlap_inductor.torch_compat.ordering import note_order
@@ -87,7 +91,7 @@ class Rewriter:
                     later.nodes.rename(replaced)
             self.current = None
         self.graph.eliminate_dead_code()
-        delayed_matmuls.delay(self.graph, exposed, flops)
+        self.order |= delayed_matmuls.delay(self.graph, exposed, self._kept(), flops)
         self._chain_kept_collectives()
         live = set(self.graph.nodes)
         for site in sites:
@@ -222,6 +226,17 @@ class Rewriter:
                 self.graph.erase_node(node)
                 erased.add(node)
                 pending += sources
+
+    def _kept(self) -> list[delayed_matmuls.Transfer]:
+        """The collectives that are left in the graph, with their estimated seconds."""
+        found = [c for _, _, c in collectives.find_collectives(self.graph) if isinstance(c, CollectiveNode)]
+        return [
+            delayed_matmuls.Transfer(
+                c.node, c.wait, cost_model.collective_seconds(moved_by(c), machine_at(c, self.config))
+            )
+            for c in found
+            if c.ranks
+        ]
 
     def _chain_kept_collectives(self) -> None:
         """Fix the order between each rewritten group's kept collectives and its steps, the same on every rank."""

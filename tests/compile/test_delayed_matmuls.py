@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matmuls that only the graph's results need run under a transfer that nothing else hides."""
+
+from __future__ import annotations
+
+import torch
+
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.compile.test_generated_code import lines_of
+from tests.support.fake_group import fake_group
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
+from tests.support.spellings import world
+
+SMALL, LARGE = (8, 2000), (8, 4_000_000)
+"""Shapes of the right operand of a weight's gradient. The matmul of the large one takes much longer than the
+transfer."""
+
+
+def _lines(
+    gradient: tuple[int, int], read_elsewhere: bool = False, gathered: tuple[int, int] = (512, 512)
+) -> list[str]:
+    """The rewritten graph: a ring, a gather that is no site, and a gradient that is computed before both."""
+    with fake_group(2):
+        made = HandGraph()
+        x, w, rows = made.input(8, 16), made.input(16, 32, name="w"), made.input(512, 512, name="rows")
+        columns = made.call(aten.permute.default, made.input(8, 64, name="dy"), [1, 0])
+        dw = made.mm(columns, made.input(*gradient, name="features"))
+        results = [dw] if not read_elsewhere else [made.call(aten.relu.default, dw)]
+        y = made.mm(made.gather(x), w)
+        report = made.output(y, made.call(aten.relu.default, made.gather(rows)), *results).run(sub_chunks=1)
+    assert [s.decision.status for s in report.sites] == ["overlapped"] and not report.failures
+    return report.after.splitlines()
+
+
+def _place(lines: list[str], text: str) -> int:
+    return next(i for i, line in enumerate(lines) if text in line and "= subgraph" not in line)
+
+
+def test_a_gradient_runs_under_a_gather_that_is_no_site() -> None:
+    lines = _lines(SMALL)
+    start, wait = _place(lines, "subgraph_all_gather"), _place(lines, "subgraph_wait_tensor")
+    assert start < _place(lines, "[64, 2000] = aten.mm") < wait
+    assert "control_deps([after_default]" in lines[wait]
+
+
+def test_a_gradient_stays_where_it_does_not_help() -> None:
+    """It is read by another op, or it takes much longer than the transfer."""
+    for lines in (_lines(SMALL, read_elsewhere=True), _lines(LARGE)):
+        assert _place(lines, "= aten.mm") < _place(lines, "gather_start.default")
+        assert not any("overlap_inductor.after.default" in line for line in lines)
+
+
+def test_order_in_the_generated_code() -> None:
+    """A scatter's ring and a gather are in flight while the gradients are computed."""
+
+    def fn(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, w, rows, dy, features, others = tensors
+        first, second = dy.t() @ features, dy.t() @ others
+        y = reduce_scatter(x @ w, "sum", 0, world())
+        return y, all_gather(rows, 0, world()).relu(), first, second
+
+    shapes = (512, 16), (16, 512), (512, 512), (8, 64), (8, 100_000), (8, 99_999)
+    # In an inference graph, Inductor would move the gradients behind both before our pass runs.
+    code = lines_of(fn, *shapes, world_size=2, rank=0, options={"reorder_for_locality": False})
+    lines = [line for line in code if line and line[0] != "#"]
+    flights = {
+        (_place(lines, "all_gather_into_tensor.default("), _place(lines, "wait_tensor.default(")),
+        (
+            max(i for i, line in enumerate(lines) if "exchange_send.default(" in line),
+            _place(lines, "exchange_wait.default("),
+        ),
+    }
+    gradients = [
+        i
+        for i, line in enumerate(lines)
+        if "extern_kernels.mm(reinterpret_tensor(" in line and ", (64, 8), (1, 64)" in line
+    ]
+    assert len(gradients) == 2 and all(any(a < g < b for g in gradients) for a, b in flights), "\n".join(lines)
