@@ -18,6 +18,7 @@ from torch import fx
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.one_op import reduce_rows
+from overlap_inductor.lowerings.ring import gather_cuts
 from overlap_inductor.lowerings.ring import looped_gather
 from overlap_inductor.lowerings.ring import looped_reduce
 from overlap_inductor.lowerings.ring import unrolled_gather
@@ -82,15 +83,15 @@ class GatherRing:
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         nodes = nodes_of(site, GatherNodes)
-        lead = unrolled_gather.leading_atom(nodes)
-        cuts = lead is not None and unrolled_gather.can_cut(nodes)
+        lead = gather_cuts.leading_atom(nodes)
+        cuts = lead is not None and gather_cuts.can_cut(nodes)
         parts = part_count(lead.size, config.sub_chunks) if lead is not None and cuts else 1
         return {"sub_chunks": parts, "route": "ring" if config.ring_direction == "unidirectional" else "bidirectional"}
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
         nodes, ranks = nodes_of(site, GatherNodes), site.facts.collective.world_size
         consumer = nodes.consumers[index]
-        crossed = unrolled_gather.crossed_role(nodes, consumer)
+        crossed = gather_cuts.crossed_role(nodes, consumer)
         return {consumer.role: ranks * parts} if crossed is None else {crossed: parts, consumer.role: ranks}
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
@@ -121,7 +122,7 @@ class GatherRing:
         nodes = nodes_of(site, GatherNodes)
         if parts == 1:
             return None
-        forms, lead = None if unrolled else looped_gather.forms_of(nodes), unrolled_gather.leading_atom(nodes)
+        forms, lead = None if unrolled else looped_gather.forms_of(nodes), gather_cuts.leading_atom(nodes)
         if forms is not None:
             return [looped_gather.shard_shape(nodes, forms)[0]], ""
         return [] if lead is None else [lead.size], ""

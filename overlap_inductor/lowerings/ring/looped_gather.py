@@ -22,7 +22,7 @@ from overlap_inductor.lowerings.one_op.rows import PLAIN
 from overlap_inductor.lowerings.one_op.rows import as_bits_of
 from overlap_inductor.lowerings.one_op.rows import rows_in_place
 from overlap_inductor.lowerings.one_op.rows import transposed
-from overlap_inductor.lowerings.ring import unrolled_gather as ring_gather
+from overlap_inductor.lowerings.ring.gather_pieces import evaluate
 from overlap_inductor.lowerings.ring.looped_gather_ops import Form
 from overlap_inductor.lowerings.ring.looped_gather_ops import texts
 from overlap_inductor.sites import graph_tools as tools
@@ -169,7 +169,7 @@ def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Nod
     """This rank's shard of ``operand``, which is the gathered tensor or a node computed from it. It is computed before
     anything is sent. The elements are in the shard's order."""
     if not nodes.layouts:
-        return ring_gather.evaluate(emit, nodes, operand, nodes.collective.input, {})
+        return evaluate(emit, nodes, operand, nodes.collective.input, {})
     raw = nodes.raw.without_rank()
     piece = row_pieces.RowPieces(emit, nodes, nodes.collective.input, raw, 0).of(operand)
     return emit.convert(piece, nodes.layouts[operand].without_rank(), raw)
