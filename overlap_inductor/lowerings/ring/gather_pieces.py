@@ -230,8 +230,8 @@ def evaluate(
     if node is nodes.collective.wait:
         return piece
     if node not in done:
-        if node in nodes.through:
-            done[node] = evaluate(emit, nodes, nodes.through[node], piece, done)
+        if node in nodes.through or (node.target in tools.SAME and tools.is_pointwise(node)):
+            done[node] = evaluate(emit, nodes, nodes.through.get(node, node.args[0]), piece, done)
         elif tools.is_scalar_like(node) and node.op != "call_function" or not tools.is_pointwise(node):
             return node
         else:
