@@ -89,7 +89,7 @@ def hop(route: str, world_size: int, rank: int, parts: int, index: int) -> Hop:
         return Hop((send,), (Move(step, part, (rank - 1 - step) % world_size),))
     if route == "direct":
         to, source = (rank + 1 + step) % world_size, (rank - 1 - step) % world_size
-        return Hop((Move(to, part, to),), (Move(source, part, source),))
+        return Hop((Move(rank, part, to),), (Move(source, part, source),))
     if route == "travel":
         return Hop((Move(step, part, right),), (Move(step, part, left),))
     if route == "broadcast":

@@ -35,9 +35,12 @@ def to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class UlyssesAttention(nn.Module):
-    """Self-attention over ``[batch, own tokens, hidden]``. ``plain``: attention written as two matmuls and a softmax."""
+    """Self-attention over ``[batch, own tokens, hidden]``. ``plain``: attention is written as two matmuls and a
+    softmax."""
 
-    def __init__(self, hidden: int, heads: int, group: dist.ProcessGroup, bias: bool = True, plain: bool = False) -> None:
+    def __init__(
+        self, hidden: int, heads: int, group: dist.ProcessGroup, bias: bool = True, plain: bool = False
+    ) -> None:
         super().__init__()
         self.heads, self.group, self.plain = heads, group, plain
         self.to_q, self.to_k, self.to_v = (nn.Linear(hidden, hidden, bias) for _ in range(3))
