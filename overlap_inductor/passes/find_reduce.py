@@ -342,7 +342,7 @@ def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
     would not give the same zeros in the collective's input, or ``None`` if it does."""
     for matmul in tracer.leaves:
         biased = matmul.bias is not None and matmul.bias not in tracer.unfolded
-        if matmul.kind == "scaled_mm" or role == "B" or biased:
+        if matmul.kind == "scaled_mm" or biased:
             return Reason(
                 "not_plain_scatter",
                 f"zeros are appended to the result of {matmul.node.name} ({matmul.kind}); appending them to the"

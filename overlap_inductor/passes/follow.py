@@ -258,15 +258,6 @@ class Follower:
                 text = f"{matmul.node.name} contracts the gathered dim and has scales; expected a matmul without scales"
                 self.obstacles.append(Reason("split_contraction", text))
                 return
-            if role == "B" and sharded.short:
-                self.obstacles.append(
-                    Reason(
-                        "layout",
-                        f"{matmul.node.name} is batched over the gathered dim, and the padding of uneven shards was cut"
-                        " off; expected equal shards",
-                    )
-                )
-                return
             self.consumers.append(GatherConsumer(matmul, operand, role, layout, sharded))
             return
         if any(scale in self.layouts for scale in matmul.scales()):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.sites import graph_tools as tools
@@ -33,11 +34,10 @@ def unequal(collective: CollectiveNode) -> Reason | None:
     node, ranks = collective.node, collective.world_size
     if changes_shards(node):
         size = tools.shape(collective.input)[_dims(node)[1]]
-        if not isinstance(size, int) or size % ranks:
-            return Reason(
-                "uneven_splits", f"a dim of {size} is cut between {ranks} ranks; expected a known multiple of {ranks}"
-            )
-        return None
+        if statically_known_true(size % ranks == 0):
+            return None
+        text = f"a dim of size {size} is cut between {ranks} ranks; expected a multiple of {ranks}"
+        return Reason("uneven_splits", text)
     rows = tools.shape(collective.input)[0]
     sent, received = (_sizes(operators.argument(node, f"{way}_split_sizes")) for way in ("input", "output"))
     if any(tools.has_unbacked([size]) for size in (*sent, *received)):
@@ -45,11 +45,14 @@ def unequal(collective: CollectiveNode) -> Reason | None:
             "uneven_splits",
             f"the parts of {node.name} have sizes that are only known at run time; expected equal parts of known sizes",
         )
-    if not all(same_size(size, sent[0]) for size in (*sent, *received)) or not same_size(sent[0] * ranks, rows):
+    whole = same_size(sent[0] * ranks, rows) or (
+        statically_known_true(rows % ranks == 0) and same_size(sent[0], rows // ranks)
+    )
+    if not whole or not all(same_size(size, sent[0]) for size in (*sent, *received)):
         return Reason(
             "uneven_splits",
-            f"{node.name} sends {_text(sent)} rows to the ranks and receives {_text(received)}; expected {ranks} equal"
-            " parts",
+            f"{node.name} sends parts of {_text(sent)} of {rows} rows and receives {_text(received)}; expected {ranks}"
+            " parts that are known to be equal",
         )
     return None
 

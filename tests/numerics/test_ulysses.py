@@ -91,3 +91,31 @@ def test_looping_ops() -> None:
 def test_attention_of_plain_matmuls() -> None:
     """Catches a projection that loses its exchange to a matmul of the attention."""
     _check(2, 1, False, True, {}, patterns=[FORWARD])
+
+
+def _lengths(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    """``(graphs compiled, {sequence length: relative error})`` of one dynamic graph for several sequence lengths."""
+    compile_anew()
+    torch.manual_seed(0)
+    block = UlyssesAttention(16, 4, dist.group.WORLD)
+    exact = UlyssesAttention(16, 4, dist.group.WORLD).double()
+    exact.load_state_dict(block.state_dict())
+    compiled = torch.compile(block, backend="overlap_inductor", options={"schedule": "ring", **options})
+    errors = {}
+    with torch.no_grad():
+        for own in (5, 2, 9):
+            tokens = torch.randn(2, own * world_size, 16)
+            x = tokens[:, rank * own : (rank + 1) * own].contiguous()
+            torch._dynamo.mark_dynamic(x, 1)
+            expected = whole(exact, tokens.double())[:, rank * own : (rank + 1) * own]
+            errors[f"{own} tokens"] = _error(compiled(x), expected)
+    (report,) = all_reports()
+    assert [s.decision.status for s in report.sites] == ["overlapped"] * 4, report.sites
+    return len(all_reports()), errors
+
+
+@pytest.mark.parametrize("options", [{}, {"step_node_budget": 1}], ids=["unrolled", "looping"])
+def test_a_dynamic_sequence(options: dict[str, Any]) -> None:
+    """Catches sizes of slices that are those of the first call."""
+    for graphs, errors in run_ranks(2, _lengths, options, timeout=300):
+        assert graphs == 1 and {what: error for what, error in errors.items() if error > 1e-5} == {}

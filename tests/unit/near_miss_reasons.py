@@ -386,8 +386,8 @@ def _() -> OverlapReport:
 @case("layout", "near_miss", "gather")
 def _() -> OverlapReport:
     made = HandGraph()
-    gathered = made.call(aten.slice.Tensor, made.gather(made.input(2, 4, 16)), 0, 0, 3)
-    return made.output(made.call(aten.bmm.default, gathered, made.input(3, 16, 8, name="w"))).run()
+    gathered = made.view(made.gather(made.input(3, 16)), 4, 24)
+    return made.output(made.mm(gathered, made.input(24, 8, name="w"))).run()
 
 
 @case("layout", "near_miss", "reduction")

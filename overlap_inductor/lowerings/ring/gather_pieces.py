@@ -90,7 +90,7 @@ class Consumer:
         if role != "K":
             slicers[role] = lambda x, dim: emit.take_sharded(self._whole(x, dim), dim, sharded, shift, block)
             if role == "B":
-                other = emit.take_sharded(other, 0, sharded, shift, block)
+                other = emit.take_sharded(self._whole(other, 0), 0, sharded, shift, block)
         else:
             other = emit.take_sharded(other, along, sharded, shift, block)
             operand = emit.without_padding(operand, sharded, shift, block)
