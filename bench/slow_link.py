@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overlap on a slow link: all-gather-matmul and matmul-reduce-scatter over gloo, with and without the pass, in one run.
+"""Overlap on a slow link over gloo: matmuls beside all-gathers, reduce-scatters and all-to-alls, with the pass and
+without it.
 
     sudo .venv/bin/python -m bench.slow_link            # two and four ranks, about five minutes
 

@@ -14,9 +14,6 @@ import torch.distributed._functional_collectives as funcol
 
 from tests.compile.readings import misses
 from tests.compile.readings import summary
-from tests.compile.test_generated_code import alone  # noqa: F401  (a fixture)
-from tests.compile.test_generated_code import events
-from tests.compile.test_generated_code import lines_of
 from tests.support.exchange_spellings import RECEIVED
 from tests.support.exchange_spellings import SENT
 from tests.support.exchange_spellings import exchange
@@ -25,6 +22,8 @@ from tests.support.exchange_spellings import to_own_heads
 from tests.support.fake_group import fake_group
 from tests.support.fake_group import report_of
 from tests.support.fake_group import reports_of
+from tests.support.generated_code import events
+from tests.support.generated_code import lines_of
 from tests.support.hand_graph import HandGraph
 from tests.support.hand_graph import c10d
 from tests.support.ulysses import UlyssesAttention
@@ -64,6 +63,7 @@ def test_the_last_slices_also_travel_under_what_comes_before_the_wait() -> None:
     assert ["".join(step) for step in steps] == ["addmm", "send", "addmm"] * 3 + ["wait"] * 3
 
 
+@pytest.mark.usefixtures("alone")
 def test_permutes_of_one_sequence_become_views() -> None:
     """With a batch of one, nothing is copied: no pointwise kernel, and slices are sent from where they are computed."""
     w, b = (16, 64), (64,)
@@ -73,6 +73,7 @@ def test_permutes_of_one_sequence_become_views() -> None:
     assert events(lines) == ["start", "send", "mm", "wait", "send", "mm", "wait", "send", "mm", "wait", "mm"]
 
 
+@pytest.mark.usefixtures("alone")
 def test_permutes_of_a_batch_are_one_copy() -> None:
     """As written there are two: one before and one after the exchange."""
     lines = lines_of(from_own_heads, (2, 12, 2, 8), (64, 8), world_size=4)

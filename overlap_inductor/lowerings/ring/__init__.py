@@ -4,7 +4,8 @@
 Each step sends and receives one piece. The steps are unrolled in the graph, or one op loops over them.
 
 - Ops: the unrolled steps' ops, e.g. ``gather_step``, in ``ops``; ``all_gather_matmul``, ``matmul_reduce_scatter``,
-  ``matmul_all_reduce`` and ``matmul_all_gather`` in ``looped_gather_ops`` and ``looped_reduce_ops``.
+  ``matmul_all_reduce`` and ``matmul_all_gather`` in ``looped_gather_ops`` and ``looped_reduce_ops``;
+  ``matmul_all_to_all`` and ``all_to_all_matmul`` in ``looped_exchange_ops``.
 - Kernels: none. Inductor's own matmul computes each piece of an unrolled ring, and the vendor's matmul each piece of a
   looping op.
 - Tests: ``tests/compile/test_spellings.py`` (graphs), ``tests/numerics/test_random_programs.py`` (numbers),
