@@ -83,9 +83,11 @@ def test_training(world_size: int) -> None:
     _check(world_size, 2, True, False, {}, patterns=[FORWARD, BACKWARD])
 
 
-def test_looping_ops() -> None:
-    """Catches an op that computes something else than the unrolled steps."""
-    _check(2, 2, True, False, {"step_node_budget": 1}, patterns=[FORWARD, BACKWARD])
+@pytest.mark.parametrize("budget", [1, 100])
+def test_looping_ops(budget: int) -> None:
+    """Catches an op that computes something else than the unrolled steps. With a budget of 100 nodes, the wait of some
+    unrolled steps comes after a looping op of the same group."""
+    _check(2, 2, True, False, {"step_node_budget": budget}, patterns=[FORWARD, BACKWARD])
 
 
 def test_attention_of_plain_matmuls() -> None:

@@ -72,6 +72,13 @@ def activated(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return exchange(torch.nn.functional.silu(x @ w) * 2 + 1) @ v
 
 
+def normed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    arrived = exchange(x)
+    return (arrived * torch.rsqrt(arrived.pow(2).mean(-1, keepdim=True) + 1e-6)) @ w
+
+
+WITHOUT_LOOPING_OP = {"L after experts", "L before experts", "L between matmuls", "L before a norm and a matmul"}
+"""A looping op multiplies matrices only, and computes no other op between them and the exchange."""
 SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, list[str]]]] = {
     "K": (lambda x, w: change_shards(x @ w, 0, 1), (x2, weight), (SENT, 1, ["mm N"])),
     "K before a matmul": (
@@ -87,6 +94,7 @@ SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, li
         (SENT, 0, ["bmm B"]),
     ),
     "L before a matmul": (lambda x, w: exchange(x) @ w, (x2, weight), (RECEIVED, 0, ["mm M"])),
+    "L before a norm and a matmul": (normed, (x2, weight), (RECEIVED, 0, ["mm M"])),
     "L before experts": (
         lambda x, w: torch.bmm(exchange(x), w),
         (tokens_of_experts, experts),
