@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 import overlap_inductor
+from overlap_inductor.torch_compat.functional_collectives import all_to_all
 
 all_gather = getattr(funcol, "all_gather_single", funcol.all_gather_tensor)
 reduce_scatter = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_tensor)
@@ -38,6 +39,12 @@ def patterns(
     def matmul_scatter(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return reduce_scatter(x @ w, "sum", 0, group)
 
+    def matmul_exchange(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return all_to_all(x @ w, group)
+
+    def exchange_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return all_to_all(x, group) @ w
+
     full = torch.randn(rows, inner)
     return {
         "all_gather_matmul": (
@@ -52,6 +59,18 @@ def patterns(
             lambda x, w: x @ w,
             lambda x, w: funcol.wait_tensor(reduce_scatter(full, "sum", 0, group)),
             [(rows, columns), (columns, inner)],
+        ),
+        "matmul_all_to_all": (
+            matmul_exchange,
+            lambda x, w: x @ w,
+            lambda x, w: funcol.wait_tensor(all_to_all(full, group)),
+            [(rows, columns), (columns, inner)],
+        ),
+        "all_to_all_matmul": (
+            exchange_matmul,
+            lambda x, w: full @ w,
+            lambda x, w: funcol.wait_tensor(all_to_all(x, group)),
+            [(rows, inner), (inner, columns)],
         ),
     }
 

@@ -7,6 +7,8 @@
     MATMUL_REDUCE_SCATTER   reduce_scatter(x @ w, dim 0)      w: the rank's rows
     MATMUL_ALL_REDUCE       all_reduce(x @ w)                 w: the rank's rows
     MATMUL_ALL_GATHER       all_gather(x @ w, dim 1)          w: the rank's columns
+    MATMUL_ALL_TO_ALL       all_to_all(x @ w, dim 0)          w: the rank's rows
+    ALL_TO_ALL_MATMUL       all_to_all(x, dim 0) @ w          w: the rank's columns
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from overlap_inductor.passes.pattern import Example
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from overlap_inductor.torch_compat.functional_collectives import all_to_all
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 
 
@@ -35,6 +38,12 @@ def _scattered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def _reduced(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     dist.all_reduce(x, group=group)
     return x
+
+
+def _exchanged(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
 
 
 ALL_GATHER_MATMUL = Example(
@@ -64,4 +73,18 @@ MATMUL_ALL_GATHER = Example(
     column_parallel=True,
     traced=lambda x, group: all_gather(x, 1, group),
     eager=lambda x, group: torch.cat(_gathered(x, group).chunk(group.size()), dim=1),
+)
+MATMUL_ALL_TO_ALL = Example(
+    first=False,
+    shards_tokens=False,
+    column_parallel=False,
+    traced=lambda x, group: all_to_all(x, group),
+    eager=_exchanged,
+)
+ALL_TO_ALL_MATMUL = Example(
+    first=True,
+    shards_tokens=False,
+    column_parallel=True,
+    traced=lambda x, group: all_to_all(x, group),
+    eager=_exchanged,
 )

@@ -12,31 +12,20 @@ replaces together. R is the number of ranks::
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import fx
-
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.passes import examples
+from overlap_inductor.passes.follow import Follower
+from overlap_inductor.passes.follow import add_row_wise
+from overlap_inductor.passes.follow import consumers_of
 from overlap_inductor.passes.pattern import Match
 from overlap_inductor.passes.pattern import Miss
 from overlap_inductor.passes.pattern import Search
 from overlap_inductor.sites import beside
 from overlap_inductor.sites import graph_tools as tools
-from overlap_inductor.sites import matmuls
-from overlap_inductor.sites import row_wise
 from overlap_inductor.sites.gather_epilogue import find_epilogue
-from overlap_inductor.sites.gather_nodes import GatherConsumer
 from overlap_inductor.sites.gather_nodes import GatherNodes
-from overlap_inductor.sites.layouts import Atom
 from overlap_inductor.sites.layouts import Layout
-from overlap_inductor.sites.layouts import LayoutError
-from overlap_inductor.sites.layouts import ShardedDim
-from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.nodes import CollectiveNode
-from overlap_inductor.sites.pieces import behind_copies
-from overlap_inductor.sites.pieces import may_be_a_piece
-from overlap_inductor.sites.pieces import piece_of
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.graph_inputs import is_parameter
 from overlap_inductor.torch_compat.ordering import prefetcher
@@ -44,297 +33,16 @@ from overlap_inductor.torch_compat.ordering import prefetcher
 aten = tools.aten
 
 
-def _pieces(cat: fx.Node) -> tuple[fx.Node, list[tuple[Any, Any]]] | None:
-    """``(source, [(start, length) of every piece along dim 0])`` if ``cat`` joins pieces of one tensor, else
-    ``None``."""
-    source: fx.Node | None = None
-    spans: list[tuple[Any, Any]] = []
-    for node in cat.args[0]:
-        piece = piece_of(behind_copies(node))
-        if piece is None or piece.dim != 0 or piece.step != 1 or (source or piece.base) is not piece.base:
-            return None
-        source = piece.base
-        spans.append((piece.start, piece.length))
-    return (source, spans) if source is not None else None
-
-
-def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason | None:
-    """``(gathered tensor, number of rows kept)`` if ``cat`` joins all ranks' shards of a gathered tensor in order. The
-    number is ``None`` if all rows are kept; else the last rows, which are padding, are cut off.
-
-    Returns a ``Reason`` if ``cat`` joins pieces of one tensor in another way (wrong order, overlap, gaps), and ``None``
-    if it does not join pieces of one tensor.
-    """
-    found = _pieces(cat)
-    if found is None:
-        return None
-    source, spans = found
-    rows = tools.shape(source)[0]
-    shard = rows // world_size
-    target = operators.argument(cat, "dim") % len(tools.shape(cat))
-    if len(spans) > world_size:
-        return Reason(
-            "not_plain_gather", f"a cat joins {len(spans)} pieces of {world_size} shards; expected each shard once"
-        )
-    short = False
-    kept: Any = 0
-    for i, (start, length) in enumerate(spans):
-        full = same_size(length, shard)
-        if (
-            short
-            or not same_size(start, i * shard)
-            or not (full or (target == 0 and isinstance(length, int) and length < shard))
-        ):
-            return Reason(
-                "not_plain_gather",
-                f"piece {i} of a cat is rows {start} to {start + length} of the gathered tensor; expected rows"
-                f" {i * shard} to {(i + 1) * shard}",
-            )
-        short = not full
-        kept = kept + length
-    if len(spans) < world_size and target != 0:
-        return Reason("not_plain_gather", f"a cat joins only {len(spans)} of {world_size} shards; expected all of them")
-    return source, None if same_size(kept, rows) else kept
-
-
-class _Follower:
-    """Walks forward from one wait. ``layouts`` holds the layout of every node that is a form of the gathered tensor: a
-    view of it, or a result computed from it row by row."""
-
-    def __init__(self, collective: CollectiveNode) -> None:
-        self.collective = collective
-        shard = tools.shape(collective.input)
-        self.raw = Layout.gathered(shard, collective.world_size)
-        self.layouts: dict[fx.Node, Layout] = {collective.wait: self.raw}
-        self.through: dict[fx.Node, fx.Node] = {}
-        self.obstacles: list[Reason] = []
-        self.known: dict[fx.Node, bool] = {}
-        self.consumers: list[GatherConsumer] = []
-        self.row_wise: dict[fx.Node, list[Atom]] = {}
-        """For each row-wise node that is not element-wise, the dims that it needs whole (``row_wise.RowWise``)."""
-
-    def run(self) -> None:
-        tools.walk([self.collective.wait], self._goes_on)
-
-    def _goes_on(self, node: fx.Node) -> bool:
-        """Visit ``node``; return whether to visit its users: ``node`` is a form of the gathered tensor, or may be a
-        piece of it that a cat joins with other pieces."""
-        if node.op == "call_function" and (
-            node.target is aten.cat.default or any(s in self.layouts for s in node.all_input_nodes)
-        ):
-            try:
-                self._visit(node)
-            except LayoutError as error:
-                self.obstacles.append(Reason("layout", f"{node.name}: {error}"))
-        return node in self.layouts or may_be_a_piece(node)
-
-    def _pass_on(self, node: fx.Node, source: fx.Node, layout: Layout) -> None:
-        self.layouts[node] = layout
-        self.through[node] = source
-
-    def _visit(self, node: fx.Node) -> None:
-        matmul = matmuls.parse(node)
-        if matmul is not None:
-            self._consume(matmul)
-            return
-        if node.target is aten.cat.default:
-            self._visit_cat(node)
-            return
-        source: fx.Node = next(s for s in node.all_input_nodes if s in self.layouts)
-        layout = self.layouts[source]
-        if tools.is_reshape(node):
-            self._pass_on(node, source, layout.reshape(tools.shape(node)))
-        elif (order := tools.permutation(node)) is not None:
-            self._pass_on(node, source, layout.permute(order))
-        elif node.target is aten.slice.Tensor:
-            self._visit_slice(node, source)
-        elif tools.is_pointwise(node) and self._is_element_wise(node, source):
-            self._pass_on_computed(node, source, layout)
-        else:
-            self._visit_row_wise(node, source)
-
-    def _visit_cat(self, node: fx.Node) -> None:
-        found = plain_gather(node, self.collective.world_size)
-        if isinstance(found, Reason):
-            self.obstacles.append(found)
-        elif found is not None and found[0] in self.layouts:
-            source, kept = found
-            target = operators.argument(node, "dim") % len(tools.shape(node))
-            layout = self.layouts[source]
-            if target != 0:
-                layout = layout.move_rank(0, target)
-            self._pass_on(node, source, layout if kept is None else layout.cut_short(0, kept))
-        elif found is None and (gathered := [n for n in node.all_input_nodes if n in self.layouts]):
-            self._visit_row_wise(node, gathered[0])
-
-    def _visit_slice(self, node: fx.Node, source: fx.Node) -> None:
-        dim, start = operators.argument(node, "dim"), operators.argument(node, "start") or 0
-        layout, kept = self.layouts[source], tools.shape(node)[dim]
-        if same_size(kept, tools.shape(source)[dim]):
-            self._pass_on(node, source, layout)
-        elif layout.rank_dim() != dim % len(tools.shape(source)):
-            self._visit_row_wise(node, source)
-        elif isinstance(kept, int) and kept < 2:
-            return
-        elif start == 0 and operators.argument(node, "step") == 1 and layout.leads_with_rank(dim):
-            self._pass_on(node, source, layout.cut_short(dim, kept))
-
-    def _is_element_wise(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether ``node`` keeps the layout of ``source``: it has the same shape, and every tensor input is a scalar or
-        holds the same elements in the same places."""
-        layout = self.layouts[source]
-        if not tools.same_shape(node, source):
-            return False
-        for other in tools.tensor_inputs(node):
-            same = other in self.layouts and self.layouts[other].same_elements(layout)
-            if not same and not tools.is_scalar_like(other):
-                return False
-        return not self._needy(node)
-
-    def _needy(self, node: fx.Node) -> fx.Node | None:
-        """An input of ``node`` that is computed from the gathered tensor but has no layout, or ``None``. Such an input
-        needs the whole gathered tensor."""
-        return next(
-            (
-                n
-                for n in node.all_input_nodes
-                if n not in self.layouts and tools.depends_on(n, self.collective.wait, self.known)
-            ),
-            None,
-        )
-
-    def _pass_on_computed(self, node: fx.Node, source: fx.Node, layout: Layout) -> None:
-        self.layouts[node] = layout
-
-    def _visit_row_wise(self, node: fx.Node, source: fx.Node) -> None:
-        if not row_wise.may_be(node):
-            if _is_operand(node):
-                self.obstacles.append(
-                    Reason(
-                        "op_between",
-                        f"{node.name} ({node.target}) is between the all-gather and a matmul and cannot be computed in"
-                        " pieces",
-                    )
-                )
-            return
-        needy = self._needy(node)
-        if needy is not None:
-            if _is_operand(node):
-                text = f"{node.name} reads {needy.name} ({needy.target}), which needs the whole gathered tensor"
-                self.obstacles.append(Reason("weight_depends_on_collective", text))
-            return
-        try:
-            found = row_wise.result(node, self.layouts)
-            if found.rows_of and any(
-                ShardedDim.of(self.layouts[n]).short for n in node.all_input_nodes if n in self.layouts
-            ):
-                raise LayoutError(
-                    "it combines the gathered rows with another tensor's after the padding of uneven shards was cut off"
-                )
-        except LayoutError as error:
-            if _is_operand(node):
-                self.obstacles.append(
-                    Reason(
-                        "op_between",
-                        f"{node.name} ({node.target}) is between the all-gather and a matmul and cannot be computed in"
-                        f" pieces: {error}",
-                    )
-                )
-            return
-        self.row_wise[node] = found.whole
-        self._pass_on_computed(node, source, found.layout)
-
-    def _consume(self, matmul: matmuls.MatmulNode) -> None:
-        for operand, node, other in (("lhs", matmul.lhs, matmul.rhs), ("rhs", matmul.rhs, matmul.lhs)):
-            if node not in self.layouts:
-                continue
-            if other in self.layouts or matmul.bias in self.layouts:
-                self.obstacles.append(
-                    Reason(
-                        "weight_depends_on_collective",
-                        f"{matmul.node.name} reads the gathered tensor as more than one operand or bias; expected one"
-                        " operand",
-                    )
-                )
-                return
-            refusal = matmul.refusal()
-            if refusal is not None:
-                self.obstacles.append(Reason("matmul_form", refusal))
-                return
-            layout = self.layouts[node]
-            sharded = ShardedDim.of(layout)
-            role = matmul.role(operand, sharded.dim)
-            if role == "K" and matmul.kind == "scaled_mm":
-                text = f"{matmul.node.name} contracts the gathered dim and has scales; expected a matmul without scales"
-                self.obstacles.append(Reason("split_contraction", text))
-                return
-            if role == "B" and sharded.short:
-                self.obstacles.append(
-                    Reason(
-                        "layout",
-                        f"{matmul.node.name} is batched over the gathered dim, and the padding of uneven shards was cut"
-                        " off; expected equal shards",
-                    )
-                )
-                return
-            self.consumers.append(GatherConsumer(matmul, operand, role, layout, sharded))
-            return
-        if any(scale in self.layouts for scale in matmul.scales()):
-            self.obstacles.append(
-                Reason(
-                    "no_matmul",
-                    f"the collective gathers a scale of {matmul.node.name} and none of its operands, so there is"
-                    " nothing to hide it behind",
-                )
-            )
-
-
-def _is_operand(node: fx.Node) -> bool:
-    """Whether a matmul reads ``node`` as an operand. A bias or scale does not count; it is checked with its matmul."""
-    return any(m is not None and node in (m.lhs, m.rhs) for m in map(matmuls.parse, node.users))
-
-
 def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Reason]]:
     """``(site at an all-gather or None, obstacles)``. If there is neither a site nor an obstacle, no matmul reads the
     gathered tensor."""
-    follower = _Follower(collective)
+    follower = Follower(collective, Layout.gathered(tools.shape(collective.input), collective.world_size))
     follower.run()
-    known: dict[fx.Node, bool] = {}
-    consumers = []
-    for consumer in follower.consumers:
-        try:
-            consumer.layout.refined()
-        except LayoutError as error:
-            # After it visited this consumer, the walk may have split the shards' atoms.
-            follower.obstacles.append(Reason("layout", f"{consumer.operand_node.name}: {error}"))
-            continue
-        outside = zip(
-            ("other operand", "bias", "scale", "scale"),
-            (consumer.other_node, consumer.matmul.bias, *consumer.matmul.scales()),
-            strict=True,
-        )
-        needy = next(
-            (what for what, n in outside if n is not None and tools.depends_on(n, collective.wait, known)), None
-        )
-        if needy is not None:
-            follower.obstacles.append(
-                Reason(
-                    "weight_depends_on_collective",
-                    f"the {needy} of {consumer.matmul.node.name} is computed from the gathered tensor; expected one"
-                    " operand only to depend on it",
-                )
-            )
-        else:
-            consumers.append(consumer)
+    consumers = consumers_of(follower)
     if not consumers:
         return None, follower.obstacles
     nodes = GatherNodes(collective, follower.raw, consumers, follower.through, find_epilogue(collective, consumers))
-    inside = nodes.between()
-    if any(node in follower.row_wise for node in inside):
-        nodes.layouts = {
-            node: follower.layouts[node] for node in (collective.wait, *sorted(inside)) if node in follower.layouts
-        }
-        nodes.whole = [atom for node, whole in follower.row_wise.items() if node in inside for atom in whole]
+    add_row_wise(nodes, follower)
     return nodes, follower.obstacles
 
 

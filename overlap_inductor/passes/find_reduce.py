@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``matmul -> collective`` (reduce-scatter, all-reduce, all-gather of an output): follow the collective's input
-backward.
+"""Find ``matmul -> collective`` (reduce-scatter, all-reduce, all-to-all, all-gather of an output): follow the
+collective's input backward.
 
 The matmuls are the leaves of this walk. The views and pointwise ops between them and the collective, together with the
 leaves, are the region. The finder does not change the graph. Before and after the rewrite::
@@ -27,6 +27,8 @@ from torch import fx
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import matmuls
+from overlap_inductor.sites.all_to_all import layouts_of
+from overlap_inductor.sites.exchange_nodes import SentNodes
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import LayoutError
 from overlap_inductor.sites.layouts import ShardedDim
@@ -117,6 +119,7 @@ class Tracer:
         region: the nodes that are computed piece by piece, including the leaves.
         unfolded: biases that were followed.
         padding: the node that appends zeros before a gather, or ``None``.
+        received: the layout of an all-to-all's result; empty for another collective.
     """
 
     def __init__(self, world_size: int, unfolds: bool, owned: Collection[fx.Node], read: Collection[fx.Node]) -> None:
@@ -133,6 +136,7 @@ class Tracer:
         """The node that is computed in pieces for the first collective: its input, or what ``padding`` appends zeros
         to."""
         self.padding: fx.Node | None = None
+        self.received = Layout(())
 
     def trace(self, root: fx.Node, layout: Layout) -> None:
         """Walk from ``root``, which has ``layout``, to the matmuls. Raises ``LayoutError`` if a layout cannot be
@@ -217,7 +221,11 @@ def traced(
     tracer.padding = padding_before(first.input) if first.kind == "all_gather" else None
     tracer.root = first.input if tracer.padding is None else tracer.padding.args[0]
     shape = tools.shape(tracer.root)
-    layout = Layout.scattered(shape, first.world_size) if first.kind == "reduce_scatter" else Layout.of_shape(shape)
+    layout = Layout.of_shape(shape)
+    if first.kind == "reduce_scatter":
+        layout = Layout.scattered(shape, first.world_size)
+    elif first.kind == "all_to_all":
+        layout, tracer.received = layouts_of(first)
     for root in (tracer.root, *(c.input for c in collectives[1:])):
         tracer.trace(root, layout)
     return tracer
@@ -295,8 +303,11 @@ def _site(
     role = leaf.output_role(sharded.dim)
     if sharded.short and (reason := _not_zero(tracer, sharded, role)) is not None:
         return None, reason
-    found = (tracer.leaves, tracer.layouts, tracer.through, tracer.externals)
-    nodes = ReduceNodes(collectives, result, *found, sharded, role, tracer.unfolded, padding=padding)
+    found = (collectives, result, tracer.leaves, tracer.layouts, tracer.through, tracer.externals, sharded, role)
+    if first.kind == "all_to_all":
+        nodes: ReduceNodes = SentNodes(*found, tracer.unfolded, received=tracer.received)
+    else:
+        nodes = ReduceNodes(*found, tracer.unfolded, padding=padding)
     return nodes, used_elsewhere(collectives, tracer)
 
 
@@ -331,7 +342,7 @@ def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
     would not give the same zeros in the collective's input, or ``None`` if it does."""
     for matmul in tracer.leaves:
         biased = matmul.bias is not None and matmul.bias not in tracer.unfolded
-        if matmul.kind == "scaled_mm" or role == "B" or biased:
+        if matmul.kind == "scaled_mm" or biased:
             return Reason(
                 "not_plain_scatter",
                 f"zeros are appended to the result of {matmul.node.name} ({matmul.kind}); appending them to the"
@@ -367,7 +378,7 @@ def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
 def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, gathered: Layout, world_size: int) -> ShardedDim:
     """The dim of the matmul's output that is cut: the scattered dim, or dim 0 for an all-reduce or an all-gather.
     Raises ``LayoutError`` if an all-gather's input holds the elements in another order than the matmul's output."""
-    if kind == "reduce_scatter":
+    if kind in ("reduce_scatter", "all_to_all"):
         return ShardedDim.of(layout)
     if kind == "all_gather" and not layout.same_elements(gathered):
         raise LayoutError(f"the elements of {leaf.node.name} are gathered in another order than they are computed in")

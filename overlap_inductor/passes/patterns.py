@@ -5,6 +5,8 @@ of its nodes (``SiteNodes``). Then register the pattern in one line here."""
 from __future__ import annotations
 
 from overlap_inductor.facts import names
+from overlap_inductor.passes.exchange_patterns import AllToAllMatmul
+from overlap_inductor.passes.exchange_patterns import MatmulAllToAll
 from overlap_inductor.passes.find_gather import AllGatherMatmul
 from overlap_inductor.passes.pattern import Pattern
 from overlap_inductor.passes.reduce_patterns import MatmulAllGather
@@ -36,3 +38,5 @@ register(AllGatherMatmul())
 register(MatmulReduceScatter())
 register(MatmulAllReduce())
 register(MatmulAllGather())
+register(MatmulAllToAll())
+register(AllToAllMatmul())

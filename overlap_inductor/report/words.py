@@ -234,9 +234,12 @@ def _main_schedule(decision: Decision) -> str:
 
 def _direction(route: str) -> str:
     """How sub-chunks travel on a route. The switch ``ring_direction`` decides this only for gathers."""
-    return {"ring": "unidirectional", "owner": "straight to the owner", "broadcast": "straight to all"}.get(
-        route, route
-    )
+    return {
+        "ring": "unidirectional",
+        "owner": "straight to the owner",
+        "broadcast": "straight to all",
+        "direct": "straight to each rank",
+    }.get(route, route)
 
 
 def _moving_pieces(report: OverlapReport) -> list[PlanPiece]:

@@ -29,10 +29,10 @@ _Way = tuple[fx.Node, fx.Node | None, fx.Node | None]
 def reason(collective: CollectiveNode) -> Reason:
     """Why ``collective`` leads to no site, from the ops before and after it."""
     reader = _nearest(collective.wait, forward=True)
-    behind = reader if collective.kind == "all_gather" else None
+    behind = reader if collective.kind in ("all_gather", "all_to_all") else None
     found = behind or _nearest(collective.input, forward=False)
     if found is not None:
-        return _told(found, collective, "the all-gather and " if behind else "")
+        return _told(found, collective, f"the {collective.kind.replace('_', '-')} and " if behind else "")
     if reader is not None:
         name = reader[0].name
         return Reason(

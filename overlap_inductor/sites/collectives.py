@@ -11,6 +11,7 @@ from torch import fx
 from overlap_inductor.facts import site as facts
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.all_to_all import changes_shards
 from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.distributed import group_description
@@ -60,10 +61,8 @@ def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
             f"Inductor's own async TP replaced this site by {name} before the overlap pass ran; set"
             " torch._inductor.config._micro_pipeline_tp to False to leave the site to overlap_inductor",
         )
-    if (namespace, name) == ("_dtensor", "shard_dim_alltoall"):
-        return "all_to_all", Reason(
-            "pattern_not_available", f"this version does not overlap {name}, an exchange of shard dims"
-        )
+    if changes_shards(node):
+        return "all_to_all", None
     base = name.removesuffix("_")
     if namespace not in operators.FUNCTIONAL_COLLECTIVES:
         return base, Reason(
@@ -155,6 +154,24 @@ def describe(node: fx.Node, kind: str, dim: int | None = None, role: str | None 
     )
 
 
+def _wait_of(node: fx.Node) -> fx.Node | Reason:
+    """The last wait for the collective ``node``; the node itself if its result needs no wait."""
+    if changes_shards(node):
+        return node
+    waits = [u for u in node.users if operators.is_wait(u)]
+    others = [u for u in node.users if u not in waits and u.op != "output"]
+    if len(waits) != 1 or others:
+        return Reason(
+            "no_wait",
+            f"the collective's result has {len(waits)} waits and {len(others)} users without a wait; expected"
+            " one wait and no other user",
+        )
+    wait = waits[0]
+    while len(wait.users) == 1 and operators.is_wait(next(iter(wait.users))):
+        wait = next(iter(wait.users))
+    return wait
+
+
 def find_collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, CollectiveNode | Reason]]:
     """Every collective in graph order: ``(node, kind, CollectiveNode)``, or ``(node, kind, Reason)`` if it cannot be a
     site."""
@@ -166,22 +183,10 @@ def find_collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Collective
         if reason is not None:
             yield node, kind, reason
             continue
-        waits = [u for u in node.users if operators.is_wait(u)]
-        others = [u for u in node.users if u not in waits and u.op != "output"]
-        if len(waits) != 1 or others:
-            yield (
-                node,
-                kind,
-                Reason(
-                    "no_wait",
-                    f"the collective's result has {len(waits)} waits and {len(others)} users without a wait; expected"
-                    " one wait and no other user",
-                ),
-            )
+        wait = _wait_of(node)
+        if isinstance(wait, Reason):
+            yield node, kind, wait
             continue
-        wait = waits[0]
-        while len(wait.users) == 1 and operators.is_wait(next(iter(wait.users))):
-            wait = next(iter(wait.users))
         name = group_name(node)
         ranks = group_ranks(name) if name is not None else None
         if name is None or ranks is None:

@@ -87,6 +87,11 @@ class GatherNodes(SiteNodes):
     whole: list[Atom] = field(default_factory=list)
 
     @property
+    def shard_shape(self) -> list[Size]:
+        """The sizes of one rank's shard, in the order in which its elements are sent."""
+        return tools.shape(self.collective.input)
+
+    @property
     def collectives(self) -> list[CollectiveNode]:
         return [self.collective]
 

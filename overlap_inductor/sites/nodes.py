@@ -29,7 +29,8 @@ from overlap_inductor.sites.placement import Placement
 @dataclass(frozen=True)
 class CollectiveNode:
     """A functional collective and its wait. ``node.args[0]`` is the input. ``wait`` is the result; if the program waits
-    several times in a row, it is the last wait. ``ranks``: global ranks of the group."""
+    several times in a row, it is the last wait, and ``node`` itself if the op waits. ``ranks``: global ranks of the
+    group."""
 
     node: fx.Node
     wait: fx.Node

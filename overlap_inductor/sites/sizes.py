@@ -86,7 +86,8 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     collective = site.collectives[0]
     moved = moved_by(collective)
     itemsize = tools.dtype(site.matmuls[0].lhs).itemsize
-    handed_out = _local_bytes(collective) * moved.world_size if site.nodes.hands_out_gathered() else 0.0
+    gathered = _local_bytes(collective) * (moved.world_size if moved.gathers else 1)
+    handed_out = gathered if site.nodes.hands_out_gathered() else 0.0
     return dataclasses.replace(
         moved,
         flops=flops * scale,

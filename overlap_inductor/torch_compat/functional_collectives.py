@@ -29,3 +29,8 @@ def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
     if all(s == 1 for s in x.shape[:dim]):
         return stacked.view([*x.shape[:dim], world_size * x.shape[dim], *x.shape[dim + 1 :]])
     return torch.cat(stacked.chunk(world_size, 0), dim)
+
+
+def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send each rank an equal part of the rows of ``x``."""
+    return funcol.all_to_all_single(x, None, None, group)

@@ -26,7 +26,10 @@ from overlap_inductor.torch_compat.operators import qualified_name
 
 STARTS = ("gather_start", "exchange_start")
 """Ops whose result is the buffer of a transfer in flight."""
-MEMBERS = {"gather_step": "gathered", "exchange_send": "buffer", "exchange_wait": "buffer", "reduce_tail": "buffer"}
+MEMBERS = {
+    "gather_step": "gathered",
+    **dict.fromkeys(("exchange_send", "exchange_keep", "exchange_wait", "reduce_tail"), "buffer"),
+}
 """Ops that write to such a buffer, and the name of the argument by which they take it."""
 _SCHEDULING = "aten_distributed_optimizations.enable_overlap_scheduling"
 _NOTED = "overlap_inductor_order"

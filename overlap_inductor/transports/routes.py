@@ -14,6 +14,8 @@ bidirectional  W//2 S   the same on both directions of the ring             XLA 
 owner          (W-1) S  hop (i, j): partial for rank r+1+i, straight there  CommFuse Fig. 8b
 travel         (W-1) S  hop (i, j): accumulator of slice r-1-i, to r+1      CommFuse Alg. 2
 broadcast      S        own piece j to every other rank                     direct all-gather
+direct         (W-1) S  hop (i, j): slice for rank r+1+i, straight there;   CommFuse sections 1.5, 1.6
+                        every slice received has a slot of its own
 =============  =======  ==================================================  =====================================
 """
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROUTES = ("ring", "bidirectional", "owner", "travel", "broadcast")
+ROUTES = ("ring", "bidirectional", "owner", "travel", "broadcast", "direct")
 
 
 @dataclass(frozen=True)
@@ -41,24 +43,24 @@ class Hop:
 
 
 def slots(route: str, world_size: int) -> int:
-    """Number of shards that the exchange buffer of a route holds: one per rank for gathers, one per other rank for
-    reductions."""
+    """Number of shards that the exchange buffer of a route holds: one per rank for gathers and all-to-alls, one per
+    other rank for reductions."""
     return world_size - 1 if route in ("owner", "travel") else world_size
 
 
 def distances(route: str, world_size: int) -> list[tuple[int, ...]]:
-    """For gathers: the shards that rank r receives in each step (``parts`` hops). In step i they are those of ranks
-    ``r + d`` for d in ``distances[i]``.
+    """For gathers and all-to-alls: the shards that rank r receives in each step (``parts`` hops). In step i they are
+    those of ranks ``r + d`` for d in ``distances[i]``.
 
     Raises:
-        ValueError: ``route`` is not one that gathers in steps.
+        ValueError: ``route`` is not one that receives shards in steps.
     """
-    if route == "ring":
+    if route in ("ring", "direct"):
         return [(-(i + 1),) for i in range(world_size - 1)]
     if route == "bidirectional":
         right, left = world_size // 2, (world_size - 1) // 2
         return [(-(i + 1), i + 1) if i < left else (-(i + 1),) for i in range(right)]
-    raise ValueError(f"route {route!r} does not gather in steps; expected 'ring' or 'bidirectional'")
+    raise ValueError(f"route {route!r} receives no shards in steps; expected 'ring', 'bidirectional' or 'direct'")
 
 
 def hop_count(route: str, world_size: int, parts: int) -> int:
@@ -85,6 +87,9 @@ def hop(route: str, world_size: int, rank: int, parts: int, index: int) -> Hop:
     if route == "owner":
         send = Move(step, part, (rank + 1 + step) % world_size)
         return Hop((send,), (Move(step, part, (rank - 1 - step) % world_size),))
+    if route == "direct":
+        to, source = (rank + 1 + step) % world_size, (rank - 1 - step) % world_size
+        return Hop((Move(rank, part, to),), (Move(source, part, source),))
     if route == "travel":
         return Hop((Move(step, part, right),), (Move(step, part, left),))
     if route == "broadcast":

@@ -13,51 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import overlap_inductor
-from overlap_inductor.runtime import agreement
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
-from tests.support.fake_group import fake_group
+from tests.support.generated_code import WORLD_SIZE
+from tests.support.generated_code import events
+from tests.support.generated_code import lines_of
 
-WORLD_SIZE = 8
-EVENTS = {
-    "gather_start.default(": "start",
-    "gather_step.default(": "step",
-    "exchange_start.default(": "start",
-    "exchange_send.default(": "send",
-    "exchange_wait.default(": "wait",
-    "extern_kernels.mm(": "mm",
-    "extern_kernels.addmm(": "mm",
-    "extern_kernels.bias_addmm(": "mm",  # the autotuner may choose this kernel in place of addmm
-    "cpp_fused": "pointwise",
-}
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the comparison of plans, because this process is the only rank that publishes one."""
-    monkeypatch.setattr(agreement, "require", lambda group, plan: None)
-
-
-def lines_of(
-    fn: Callable[..., Any], *shapes: tuple[int, ...], world_size: int = WORLD_SIZE, rank: int = 3, **fields: Any
-) -> list[str]:
-    """The lines of the generated ``call``."""
-    from torch._inductor.utils import run_and_get_code
-
-    with fake_group(world_size, rank), torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
-        options = fields.pop("options", None)
-        with overlap_inductor.overlap(schedule="ring", **{"sub_chunks": 1, **fields}):
-            _, (code,) = run_and_get_code(torch.compile(fn, options=options), *[torch.randn(s) for s in shapes])
-    return [line.strip() for line in code[code.index("def call(") :].split("runner = ")[0].splitlines()]
-
-
-def events(lines: list[str]) -> list[str]:
-    found = []
-    for line in lines:
-        found += [event for mark, event in EVENTS.items() if mark in line and not line.startswith(("assert", "#"))]
-    return found
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def world() -> Any:

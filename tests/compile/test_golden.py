@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from overlap_inductor.report.report import OverlapReport
+from tests.support import exchange_spellings
 from tests.support import sequence_blocks
 from tests.support.fake_group import fake_group
 from tests.support.fake_group import reports_of
@@ -32,7 +33,7 @@ RANKS = {2: (0, 1), 3: (1,), 8: (0, 7), 64: (40,)}
 """``{number of ranks: ranks whose text is compared}``. The first rank, the last rank and, in larger groups, one in the
 middle are compared."""
 GRAPHS: dict[str, tuple[Function, tuple[Make, ...]]] = {
-    **{f"spelling {k}": v[:2] for k, v in SPELLINGS.items()},
+    **{f"spelling {k}": v[:2] for k, v in {**SPELLINGS, **exchange_spellings.SPELLINGS}.items()},
     **{f"spelling {k}": v for k, v in KEPT.items()},
     **STRUCTURES,
 }

@@ -25,6 +25,9 @@ WITHOUT_LOOPING_OP = {
     "gather uneven rows, padded with NaN",
     "gather uneven rows, a bias for each row",
     "gather uneven columns and contract",
+    "bmm of uneven batches",
+    "bmm of uneven batches, padded with NaN",
+    "scatter uneven batches",
     "bmm of uneven rows",
     "bmm of an uneven contraction",
 }

@@ -51,7 +51,7 @@ K. The change of a DTensor from ``Shard(i)`` to ``Shard(j)``, which has its own 
 
        mm -> _dtensor.shard_dim_alltoall(y, i, j)
 
-L. All-to-all, before or after a matmul: experts and context parallelism. ::
+L. All-to-all, before or after a matmul: experts and context parallelism (K and L: ``exchange_spellings``). ::
 
        all_to_all_single(x, output sizes, input sizes) -> wait -> mm
 
@@ -300,5 +300,4 @@ KEPT: dict[str, tuple[Function, tuple[Make, ...]]] = {
         lambda x, w: all_gather(x, 1, world()) @ w,
         (lambda ranks=2: unbacked(x3(ranks), 0), weight),
     ),
-    "K": (lambda x, w: torch.ops._dtensor.shard_dim_alltoall(x @ w, 0, 1, world().group_name), (x2, weight)),
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.tensor
 import torch.nn.functional as F
@@ -86,6 +87,12 @@ def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, b: torch.Tensor
 
 
 # Each name describes the ops around the site. Names with "trained" have a forward and a backward graph.
+def uneven_parts(rows: int) -> tuple[list[int], list[int]]:
+    """Sizes of parts that an all-to-all receives and sends: all rows to and from the first rank."""
+    sizes = [rows] + [0] * (dist.get_world_size() - 1)
+    return sizes, sizes
+
+
 STRUCTURES: dict[str, tuple[Function, tuple[Make, ...]]] = {
     "one gather feeds matmuls of every kind": (of_every_kind, (x2, weight, bias, lambda w: torch.randn(5, 16))),
     "gathered tensor used elsewhere": (used_elsewhere, (x2, weight)),
@@ -125,7 +132,10 @@ STRUCTURES: dict[str, tuple[Function, tuple[Make, ...]]] = {
     "softmax between": (lambda x, w: torch.softmax(all_gather(x, 0, world()), 0) @ w, (x2, weight)),
     "collective without a matmul": (lambda x: all_reduce(x, "sum", world()) * 2, (x2,)),
     "weight gathered for use": (GatheredWeight(), (lambda w: torch.randn(4, 16 * w),)),
-    "all-to-all": (lambda x, w: funcol.all_to_all_single(x, None, None, world()) @ w, (x2, weight)),
+    "all-to-all of uneven parts": (
+        lambda x, w: funcol.all_to_all_single(x, *uneven_parts(x.shape[0]), world()) @ w,
+        (x2, weight),
+    ),
     "gather and scatter in a row": (
         lambda x, w, v: reduce_scatter((all_gather(x, 0, world()) @ w).relu() @ v, "sum", 0, world()),
         (x2, weight, second_weight),

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An example of a pattern and a schedule from outside the package. The pattern is ``matmul -> all-to-all``. The
-schedule sends the rows to one peer after the other.
+"""An example of a pattern and a schedule from outside the package. The pattern is ``matmul -> cumsum -> all-to-all``.
+The schedule sends the rows to one peer after the other.
 
 ::
 
-    y = wait_tensor(all_to_all_single(mm(x, w)))          # equal splits of the rows
-    ->  y, chain = overlap_toy::matmul_all_to_all(chain, x, w, group, site)
+    y = wait_tensor(all_to_all_single(cumsum(mm(x, w), 1)))          # equal splits of the rows
+    ->  y, chain = overlap_toy::cumsum_all_to_all(chain, x, w, group, site)
 
-For each peer, the op multiplies the rows that the peer receives, and sends them while it multiplies the next peer's
-rows.
+The package's own patterns do not cut a ``cumsum``. For each peer, the op computes the rows that the peer receives, and
+sends them while it computes the next peer's rows.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.torch_compat.distributed import why_no_backend
 
-PATTERN, SCHEDULE = "matmul_all_to_all", "pairs"
+PATTERN, SCHEDULE = "cumsum_all_to_all", "pairs"
 
 
 @dataclass
 class ExchangeNodes(SiteNodes):
-    """matmul -> all-to-all over its rows."""
+    """matmul -> cumsum -> all-to-all over its rows."""
 
     collective: CollectiveNode
     matmul: MatmulNode
@@ -98,7 +98,7 @@ class ExchangeNodes(SiteNodes):
         return False
 
     def others(self) -> list[fx.Node]:
-        return []
+        return [self.collective.input]
 
     def places(self) -> list[Placement]:
         return []
@@ -124,27 +124,30 @@ class ExchangeNodes(SiteNodes):
 
 def _exchanged(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=group)
+    dist.all_to_all_single(out, x.cumsum(1), group=group)
     return out
 
 
-class MatmulAllToAll:
-    """See ``Pattern``: an all-to-all of equal splits of a matmul's rows. Nothing else may read the matmul's result."""
+class CumsumAllToAll:
+    """See ``Pattern``: an all-to-all of equal parts of a matmul's running sums, which nothing else reads."""
 
     name, kind, early = PATTERN, "all_to_all", False
     example = Example(
         first=False,
         shards_tokens=True,
         column_parallel=False,
-        traced=lambda x, group: funcol.all_to_all_single(x, None, None, group),
+        traced=lambda x, group: funcol.all_to_all_single(x.cumsum(1), None, None, group),
         eager=_exchanged,
     )
 
     def find(self, collective: CollectiveNode, search: Search) -> Match | Miss:
-        matmul = matmuls.parse(collective.input)
+        summed: Any = collective.input
+        if summed.target is not tools.aten.cumsum.default or summed.args[1] not in (1, -1):
+            return Miss()
+        matmul = matmuls.parse(summed.args[0])
         if matmul is None:
             return Miss()
-        if matmul.kind != "mm" or len(matmul.node.users) > 1:
+        if matmul.kind != "mm" or len(matmul.node.users) > 1 or len(summed.users) > 1:
             return Miss([Reason("toy", f"{matmul.node.name} is read elsewhere, or is no plain matmul")])
         rows = tools.shape(matmul.node)[0]
         splits = [split for argument in collective.node.args[1:3] for split in argument]  # type: ignore[union-attr]
@@ -197,13 +200,13 @@ class Pairs:
         self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]
     ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
         nodes = nodes_of(site, ExchangeNodes)
-        op = torch.ops.overlap_toy.matmul_all_to_all.default
+        op = torch.ops.overlap_toy.cumsum_all_to_all.default
         out = emit.communicate(op, emit.chain, nodes.matmul.lhs, nodes.matmul.rhs, emit.group_name, emit.site)
         result, chain = (emit.call(getitem, out, i) for i in range(2))
         return chain, {nodes.collective.wait: result, nodes.collective.node: result}
 
 
-def _matmul_all_to_all(
+def _cumsum_all_to_all(
     chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, group_name: str, site: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = resolve_group(group_name)
@@ -213,10 +216,10 @@ def _matmul_all_to_all(
     received, pending, sent = out.chunk(size), [], []
     for shift in range(1, size):
         to, source = (rank + shift) % size, (rank - shift) % size
-        sent.append(rows[to] @ rhs)
+        sent.append((rows[to] @ rhs).cumsum(1))
         pending.append(dist.isend(sent[-1], group=group, group_dst=to))
         pending.append(dist.irecv(received[source], group=group, group_src=source))
-    torch.mm(rows[rank], rhs, out=received[rank])
+    received[rank].copy_((rows[rank] @ rhs).cumsum(1))
     for work in pending:
         work.wait()
     return out, torch.empty_like(chain)
@@ -229,15 +232,15 @@ def _fake(
 
 
 _library = torch.library.Library("overlap_toy", "DEF")
-_library.define("matmul_all_to_all(Tensor chain, Tensor lhs, Tensor rhs, str group_name, str site) -> (Tensor, Tensor)")
-_library.impl("matmul_all_to_all", _matmul_all_to_all, "CompositeExplicitAutograd")
-torch.library.register_fake("overlap_toy::matmul_all_to_all", _fake, lib=_library)
+_library.define("cumsum_all_to_all(Tensor chain, Tensor lhs, Tensor rhs, str group_name, str site) -> (Tensor, Tensor)")
+_library.impl("cumsum_all_to_all", _cumsum_all_to_all, "CompositeExplicitAutograd")
+torch.library.register_fake("overlap_toy::cumsum_all_to_all", _fake, lib=_library)
 
 
 @contextmanager
 def registered() -> Iterator[None]:
     """Register the pattern and the schedule inside the block."""
-    pattern, schedule = MatmulAllToAll(), Pairs()
+    pattern, schedule = CumsumAllToAll(), Pairs()
     patterns.register(pattern)
     registry.register(schedule)
     try:

@@ -100,6 +100,17 @@ def cases(rank: int, world_size: int) -> dict[str, tuple[Any, list[tuple[int, ..
         ),
         "gather uneven columns and contract": (lambda x, a: gathered(x, 1) @ a, [(6, mine), (total, 4)], 1),
         "gather uneven columns of the right": (lambda x, a: a @ gathered(x * 3, 0).t(), [(mine, 8), (6, 8)], 1),
+        "bmm of uneven batches": (lambda x, a: torch.bmm(gathered(x, 0), a), [(mine, 3, 8), (total, 8, 4)], 1),
+        "bmm of uneven batches, padded with NaN": (
+            lambda x, a, c: torch.baddbmm(c, gathered(x, 0, float("nan")), a),
+            [(mine, 3, 8), (total, 8, 4), (total, 3, 4)],
+            1,
+        ),
+        "scatter uneven batches": (
+            lambda x, a: scattered(torch.bmm(x, a), 0),
+            [(total, 3, 8), (total, 8, 4)],
+            1,
+        ),
         "bmm of uneven rows": (lambda x, a: torch.bmm(gathered(x, 1), a), [(3, mine, 8), (3, 8, 4)], 1),
         "bmm of an uneven contraction": (lambda x, a: torch.bmm(gathered(x, 2), a), [(3, 6, mine), (3, total, 4)], 1),
         "activation of uneven rows": (lambda x, a: F.silu(gathered(x, 1) + 1) @ a, [(2, mine, 8), (8, 4)], 1),

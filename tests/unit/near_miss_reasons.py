@@ -79,11 +79,32 @@ def _() -> OverlapReport:
     return made.output(made.wait(started)).run()
 
 
-@case("pattern_not_available", "near_miss")
+@case("uneven_splits", "near_miss")
 def _() -> OverlapReport:
     made = HandGraph()
     y = made.mm(made.input(4, 16), weight(made))
-    return made.output(made.wait(made.call(c10d.all_to_all_single.default, y, [2, 2], [2, 2], made.group))).run()
+    return made.output(made.wait(made.call(c10d.all_to_all_single.default, y, [2, 2], [1, 3], made.group))).run()
+
+
+@case("uneven_splits", "near_miss", "known at run time")
+def _() -> OverlapReport:
+    made = HandGraph()
+    x = made.unbacked_input(16)
+    sizes = [made.call(aten.sym_size.int, x, 0) for _ in range(2)]
+    exchanged = made.wait(made.call(c10d.all_to_all_single.default, x, sizes, sizes, made.group))
+    return made.output(made.mm(exchanged, weight(made))).run()
+
+
+@case("uneven_splits", "near_miss", "a change of shards")
+def _() -> OverlapReport:
+    import torch.distributed.tensor  # noqa: F401  (defines the operator)
+
+    made = HandGraph()
+    y = made.mm(made.input(4, 16), made.input(16, 7, name="w"))
+    moved = made.graph.call_function(torch.ops._dtensor.shard_dim_alltoall.default, (y, 0, 1, made.group))
+    with made.mode:
+        moved.meta["val"] = torch.empty(8, 3)
+    return made.output(moved).run()
 
 
 @case("pattern_not_available", "near_miss", "broadcast")
@@ -366,8 +387,8 @@ def _() -> OverlapReport:
 @case("layout", "near_miss", "gather")
 def _() -> OverlapReport:
     made = HandGraph()
-    gathered = made.call(aten.slice.Tensor, made.gather(made.input(2, 4, 16)), 0, 0, 3)
-    return made.output(made.call(aten.bmm.default, gathered, made.input(3, 16, 8, name="w"))).run()
+    gathered = made.view(made.gather(made.input(3, 16)), 4, 24)
+    return made.output(made.mm(gathered, made.input(24, 8, name="w"))).run()
 
 
 @case("layout", "near_miss", "reduction")

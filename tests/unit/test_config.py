@@ -20,7 +20,14 @@ from overlap_inductor.facts import names
 
 SCHEDULES = ("auto", "keep", "ring", "chunked", "fused", "wave_groups", "small_message")
 TRANSPORTS = ("auto", "p2p", "copy_engine", "sm_push", "nccl")
-PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_gather")
+PATTERNS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "matmul_all_gather",
+    "matmul_all_to_all",
+    "all_to_all_matmul",
+)
 BAD = [
     ("OVERLAP_INDUCTOR", "yes", MODES),
     ("OVERLAP_INDUCTOR", "ON", MODES),

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.lowerings.ring.looped_gather_ops import Form
+from overlap_inductor.lowerings.ring.looped_gather_ops import Matmul
 from overlap_inductor.lowerings.ring.looped_gather_ops import _all_gather_matmul
-from overlap_inductor.lowerings.ring.looped_gather_ops import _as_it_stood
-from overlap_inductor.lowerings.ring.looped_gather_ops import _Matmul
+from overlap_inductor.lowerings.ring.looped_gather_ops import as_it_stood
 from overlap_inductor.lowerings.ring.looped_gather_ops import texts
 from tests.support.fake_group import fake_group
 
@@ -28,7 +28,7 @@ FORMS = [
 def slice_by_slice(
     form: Form, shards: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, cuts: list[int]
 ) -> torch.Tensor:
-    matmul = _Matmul(form, shards[1], other, bias, len(shards))
+    matmul = Matmul(form, shards[1], other, bias, len(shards))
     matmul.add(shards[1], 1, 0)
     for slot in (0, 2):
         for start, stop in itertools.pairwise(cuts):
@@ -51,7 +51,7 @@ def test_slices_make_the_whole_matmul(form: Form, rows: int, width: int) -> None
     columns = b.shape[1]
     for bias in (None, torch.randn(columns, generator=generator, dtype=torch.float64)) if form.role != "N" else (None,):
         expected = a @ b if bias is None else a @ b + bias
-        whole = _as_it_stood(form, shards.reshape(3 * rows, width), other, bias, 3)
+        whole = as_it_stood(form, shards.reshape(3 * rows, width), other, bias, 3)
         found = slice_by_slice(form, shards, other, bias, cuts)
         assert list(found.shape) == form.result_shape(shards[0], other, 3) and found.is_contiguous()
         torch.testing.assert_close(found, expected)

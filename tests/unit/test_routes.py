@@ -71,7 +71,7 @@ def test_gathers_bring_every_shard_to_every_rank(route: str, world_size: int, pa
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("route", GATHERS)
+@pytest.mark.parametrize("route", (*GATHERS, "direct"))
 def test_distances_name_every_other_rank_once(route: str, world_size: int) -> None:
     """Catches a shard that is multiplied twice or never."""
     found = [shift % world_size for shifts in routes.distances(route, world_size) for shift in shifts]
@@ -135,8 +135,8 @@ def test_broadcast_sends_every_shard_to_every_rank(world_size: int, parts: int) 
 def test_hop_counts_are_those_of_the_table() -> None:
     """The counts must equal those of the table in the docstring of ``routes``. Two directions halve the number of
     steps."""
-    assert [routes.hop_count(r, 8, 3) for r in routes.ROUTES] == [21, 12, 21, 21, 3]
-    assert [routes.hop_count(r, 5, 1) for r in routes.ROUTES] == [4, 2, 4, 4, 1]
+    assert [routes.hop_count(r, 8, 3) for r in routes.ROUTES] == [21, 12, 21, 21, 3, 21]
+    assert [routes.hop_count(r, 5, 1) for r in routes.ROUTES] == [4, 2, 4, 4, 1, 4]
 
 
 @pytest.mark.parametrize("parts", range(1, 9))
@@ -153,5 +153,5 @@ def test_unknown_routes_are_errors() -> None:
     """Catches a misspelt route that moves nothing without an error."""
     with pytest.raises(ValueError, match="unknown route 'circle'; expected one of ring"):
         routes.hop("circle", 4, 0, 1, 0)
-    with pytest.raises(ValueError, match="route 'owner' does not gather in steps"):
+    with pytest.raises(ValueError, match="route 'owner' receives no shards in steps"):
         routes.distances("owner", 4)

@@ -27,13 +27,15 @@ ROUTES = {
     "matmul_reduce_scatter": ("owner", "reduce_scatter"),
     "matmul_all_reduce": ("owner", "all_reduce"),
     "matmul_all_gather": ("broadcast", "all_gather"),
+    "matmul_all_to_all": ("direct", "all_to_all"),
+    "all_to_all_matmul": ("direct", "all_to_all"),
 }
 """The route of each pattern's ring, and the kind of its collective."""
 
 
 def facts_of(pattern: str, world_size: int) -> SiteFacts:
     kind = ROUTES[pattern][1]
-    reduce_op = None if kind == "all_gather" else "sum"
+    reduce_op = None if kind in ("all_gather", "all_to_all") else "sum"
     collective = Collective(kind, tuple(range(world_size)), "0", "bfloat16", reduce_op=reduce_op)
     return SiteFacts("id", pattern, "m", collective, (Matmul("mm", 8, 8, 8, "bfloat16"),))
 

@@ -82,6 +82,9 @@ GROUPS: dict[str, dict[str, str]] = {
         "reduce_op": "The reduction is neither `sum` nor `avg`.",
         "dtype": "The matmul or the collective has a dtype that is not supported, or partial sums would be in fp8.",
         "strides": "The collective's input is not a strided tensor.",
+        "uneven_splits": (
+            "An all-to-all sends the ranks parts of unequal sizes, or of sizes that are only known when the graph runs."
+        ),
         "not_divisible": "The number of rows of a reduce-scatter is not a multiple of the number of ranks.",
         "dynamic_shape": (
             "A size is only known when the graph runs (unbacked), or no single op can choose a schedule by this"
@@ -91,7 +94,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "The collective itself is not supported": {
         "coalesced": "A coalesced collective moves several tensors at once.",
         "out_variant": "The collective works in place or writes into the caller's buffer.",
-        "pattern_not_available": "No pattern starts at this kind of collective, for example all-to-all or broadcast.",
+        "pattern_not_available": "No pattern starts at this kind of collective, for example broadcast.",
         "taken_by_async_tp": "Inductor's own async TP has replaced the site before this pass ran.",
         "group_not_resolved": "The process group does not exist in this process.",
         "backend_not_supported": "The graph is compiled ahead of time (AOTInductor) or with `cpp_wrapper`.",

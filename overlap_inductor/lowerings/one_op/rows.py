@@ -73,3 +73,10 @@ def rows_in_place(emit: StepEmitter, x: fx.Node, sharded: ShardedDim, from_ranks
     by_rank = Layout(((rank, *sharded.before, *sharded.after), (columns,)))
     in_place = Layout(((*sharded.before, rank, *sharded.after), (columns,)))
     return emit.convert(x, by_rank, in_place) if from_ranks else emit.convert(x, in_place, by_rank)
+
+
+def columns_in_place(emit: StepEmitter, x: fx.Node, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
+    """``rows_in_place`` for the columns of ``x [rows, columns]``."""
+    if isinstance(sharded.outer, int) and sharded.outer == 1:
+        return x
+    return transposed(emit, rows_in_place(emit, transposed(emit, x), sharded, from_ranks))

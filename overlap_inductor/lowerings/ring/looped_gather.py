@@ -10,6 +10,7 @@ matmul's result, or in the matmul's other operand if the dim is contracted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import getitem
 from typing import Any
 
@@ -20,9 +21,9 @@ from overlap_inductor.lowerings.one_op.gather_rows import behind_views
 from overlap_inductor.lowerings.one_op.gather_rows import gathered_as
 from overlap_inductor.lowerings.one_op.rows import PLAIN
 from overlap_inductor.lowerings.one_op.rows import as_bits_of
+from overlap_inductor.lowerings.one_op.rows import columns_in_place
 from overlap_inductor.lowerings.one_op.rows import rows_in_place
-from overlap_inductor.lowerings.one_op.rows import transposed
-from overlap_inductor.lowerings.ring import unrolled_gather as ring_gather
+from overlap_inductor.lowerings.ring.gather_pieces import evaluate
 from overlap_inductor.lowerings.ring.looped_gather_ops import Form
 from overlap_inductor.lowerings.ring.looped_gather_ops import texts
 from overlap_inductor.sites import graph_tools as tools
@@ -127,32 +128,40 @@ def rewrite(
     Raises:
         RuntimeError: no looping op can compute the site.
     """
+    operand = behind_views(nodes.consumers[0].operand_node, nodes)
+    shard = as_bits_of(emit, _computed(emit, nodes, operand), tools.dtype(nodes.consumers[0].operand_node))
+    op = overlap.all_gather_matmul.default
+    chain, replaced, gathered = write(emit, nodes, op, lambda shape: emit.reshape(shard, shape), (parts, floor, route))
+    return chain, replaced | gathered_as(emit, nodes, gathered) if operand is nodes.collective.wait else replaced
+
+
+def write(
+    emit: StepEmitter,
+    nodes: GatherNodes,
+    op: Any,
+    sent: Callable[[list[Any]], fx.Node],
+    how: tuple[Any, ...],
+) -> tuple[fx.Node, dict[fx.Node, fx.Node], fx.Node]:
+    """Lay out the other operands, write ``op`` and lay out its results. Returns ``(next token of the chain, {matmul:
+    its replacement}, what the op received)``.
+
+    Args:
+        sent: gives what the op sends, for a shard of the sizes ``[m, k]`` as the op sees it.
+        how: the op's arguments after the matmuls' forms.
+
+    Raises:
+        RuntimeError: no looping op can compute the site.
+    """
     forms = forms_of(nodes)
     if forms is None:
         raise RuntimeError(
             "the site was planned as one looping op, but the graph has changed and no looping op can compute it now"
         )
-    first, shape = nodes.consumers[0], shard_shape(nodes, forms)
-    operand = behind_views(first.operand_node, nodes)
-    computed = _computed(emit, nodes, operand)
-    shard = emit.reshape(as_bits_of(emit, computed, tools.dtype(first.operand_node)), shape)
     others = [_in_ranks_order(emit, c) for c in nodes.consumers]
     biases = [c.matmul.bias for c in nodes.consumers]
-    op = overlap.all_gather_matmul.default
-    out = emit.communicate(
-        op,
-        emit.chain,
-        shard,
-        others,
-        biases,
-        texts(forms),
-        parts,
-        floor,
-        route,
-        emit.group_name,
-        emit.site,
-        *emit.transport,
-    )
+    where = (emit.group_name, emit.site, *emit.transport)
+    operand = sent(shard_shape(nodes, forms))
+    out = emit.communicate(op, emit.chain, operand, others, biases, texts(forms), *how, *where)
     results, gathered, chain = (emit.call(getitem, out, i) for i in range(3))
     replaced = {}
     for i, consumer in enumerate(nodes.consumers):
@@ -162,14 +171,14 @@ def rewrite(
             whole = _in_place(emit, result, dim, consumer.sharded, from_ranks=True)
             result = emit.contiguous(emit.cut_to_size(whole, dim, consumer.sharded))
         replaced[consumer.matmul.node] = result
-    return chain, replaced | gathered_as(emit, nodes, gathered) if operand is nodes.collective.wait else replaced
+    return chain, replaced, gathered
 
 
 def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Node:
     """This rank's shard of ``operand``, which is the gathered tensor or a node computed from it. It is computed before
     anything is sent. The elements are in the shard's order."""
     if not nodes.layouts:
-        return ring_gather.evaluate(emit, nodes, operand, nodes.collective.input, {})
+        return evaluate(emit, nodes, operand, nodes.collective.input, {})
     raw = nodes.raw.without_rank()
     piece = row_pieces.RowPieces(emit, nodes, nodes.collective.input, raw, 0).of(operand)
     return emit.convert(piece, nodes.layouts[operand].without_rank(), raw)
@@ -187,9 +196,4 @@ def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:
 def _in_place(emit: StepEmitter, x: fx.Node, dim: int, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
     """``x`` with the indices of ``dim`` moved from the ranks' order to the tensor's; if not ``from_ranks``, from the
     tensor's order to the ranks'."""
-    if isinstance(sharded.outer, int) and sharded.outer == 1:
-        return x
-    if dim == 0:
-        return rows_in_place(emit, x, sharded, from_ranks)
-    turned = rows_in_place(emit, transposed(emit, x), sharded, from_ranks)
-    return transposed(emit, turned)
+    return (columns_in_place if dim else rows_in_place)(emit, x, sharded, from_ranks)

@@ -14,10 +14,12 @@ Both can start on a sub-chunk of a shard. For dgrad it gives some rows of ``y``,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.library import define
@@ -77,7 +79,19 @@ def texts(forms: Sequence[Form]) -> str:
     return ", ".join(map(str, forms))
 
 
-class _Matmul:
+def forms_from(text: str, parts: int, site: str) -> list[Form]:
+    """The forms that ``texts`` wrote as ``text``. Raises ``ValueError`` if ``parts`` sub-chunks would split a
+    contraction."""
+    parsed = [Form.parse(one) for one in text.split(", ")]
+    if parts > 1 and any(f.whole for f in parsed):
+        raise ValueError(
+            f"site {site}: {parts} sub-chunks would split the contraction of a matmul that has the ranks along its rows"
+            f" ({text}); expected 1 sub-chunk"
+        )
+    return parsed
+
+
+class Matmul:
     """Computes one matmul's result slice by slice. This rank's own slice comes first, as a whole."""
 
     def __init__(
@@ -123,7 +137,7 @@ def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, empty: bo
         total.add_(torch.ops.aten.mm.dtype(a, b, total.dtype))
 
 
-def _as_it_stood(
+def as_it_stood(
     form: Form, gathered: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, world_size: int
 ) -> torch.Tensor:
     """The whole matmul as the program wrote it, on ``gathered [W * m, k]``, the ranks' shards in order."""
@@ -156,45 +170,61 @@ def _all_gather_matmul(
 ) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     group = resolve_group(group_name)
     world_size, rank, (rows, width) = group.size(), group.rank(), shard.shape
-    parsed = [Form.parse(text) for text in forms.split(", ")]
-    if parts > 1 and any(f.whole for f in parsed):
-        raise ValueError(
-            f"site {site}: {parts} sub-chunks would split the contraction of a matmul that has the ranks along its rows"
-            f" ({forms}); expected 1 sub-chunk"
-        )
+    parsed = forms_from(forms, parts, site)
     if world_size * rows < min_rows:
         gathered, _ = reference.all_gather_matmul(shard, [], [], group)
-        outs = [_as_it_stood(f, gathered, o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
+        outs = [as_it_stood(f, gathered, o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
         return outs, gathered, chain.new_empty(1)
     gathered = shard.new_empty(world_size * rows, width)
     gathered[rank * rows : (rank + 1) * rows].copy_(shard)
     cuts = routes.bounds(rows, parts)
-    matmuls = [_Matmul(f, shard, o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
+    matmuls = [Matmul(f, shard, o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
+    exchange = exchanges.open_exchange(gathered, [c * width for c in cuts], route, group, site, transport)
+    multiply_arrivals(gathered, matmuls, cuts, route, exchange, group, lambda hop, its: its.post(hop))
+    return [m.finish() for m in matmuls], gathered, chain.new_empty(1)
+
+
+def multiply_arrivals(
+    gathered: torch.Tensor,
+    matmuls: Sequence[Matmul],
+    cuts: Sequence[int],
+    route: str,
+    exchange: exchanges.Exchange | None,
+    group: dist.ProcessGroup,
+    post: Callable[[int, exchanges.Exchange], None],
+) -> None:
+    """Multiply every shard of ``gathered [W * m, k]``: this rank's own one first, each other sub-chunk when it arrives.
+
+    Args:
+        cuts: bounds of a shard's sub-chunks, in rows.
+        exchange: brings the sub-chunks and is closed at the end; ``None`` if the shards have no elements.
+        post: starts a hop of the exchange. A sub-chunk's worth of hops is in flight at any time.
+    """
+    world_size, rank, parts = group.size(), group.rank(), len(cuts) - 1
+    rows = gathered.shape[0] // world_size
 
     def multiply(slot: int, start: int, stop: int) -> None:
         for matmul in matmuls:
             matmul.add(gathered[slot * rows + start : slot * rows + stop], slot, start)
 
-    exchange = exchanges.open_exchange(gathered, [c * width for c in cuts], route, group, site, transport)
     if exchange is not None:
         for index in range(min(parts, exchange.hop_count)):
-            exchange.post(index)
+            post(index, exchange)
     multiply(rank, 0, rows)
     if exchange is None:
-        # The shards have no elements, so nothing is sent. The results are still computed: they are zeros, or the bias.
+        # Nothing is sent. The results are still computed: they are zeros, or the bias.
         for distance in range(1, world_size):
             multiply((rank + distance) % world_size, 0, rows)
-    else:
-        for step, distances in enumerate(routes.distances(route, world_size)):
-            for part in range(parts):
-                hop = step * parts + part
-                exchange.wait(hop)
-                if hop + parts < exchange.hop_count:
-                    exchange.post(hop + parts)
-                for distance in distances:
-                    multiply((rank + distance) % world_size, cuts[part], cuts[part + 1])
-        exchanges.close_exchange(gathered, group)
-    return [m.finish() for m in matmuls], gathered, chain.new_empty(1)
+        return
+    for step, distances in enumerate(routes.distances(route, world_size)):
+        for part in range(parts):
+            hop = step * parts + part
+            exchange.wait(hop)
+            if hop + parts < exchange.hop_count:
+                post(hop + parts, exchange)
+            for distance in distances:
+                multiply((rank + distance) % world_size, cuts[part], cuts[part + 1])
+    exchanges.close_exchange(gathered, group)
 
 
 def _all_gather_matmul_fake(
@@ -226,4 +256,4 @@ define(
     _all_gather_matmul_fake,
 )
 
-__all__ = ["Form", "texts"]
+__all__ = ["Form", "Matmul", "as_it_stood", "forms_from", "multiply_arrivals", "texts"]

@@ -26,22 +26,22 @@ overlap = torch.ops.overlap_inductor
 
 def computes(pattern: str, nodes: ReduceNodes) -> bool:
     """Whether a looping op can compute a site of this ``pattern``."""
-    biases = _biases(nodes)
-    if biases is None or any(m.kind not in PLAIN for m in nodes.leaves):
+    found = biases_of(nodes)
+    if found is None or any(m.kind not in PLAIN for m in nodes.leaves):
         return False
-    if not all(map(_bias_fits, nodes.leaves, biases)):
+    if not all(map(bias_fits, nodes.leaves, found)):
         return False
-    return reduce_rows.reduced_in_rows(pattern, nodes, biases)
+    return reduce_rows.reduced_in_rows(pattern, nodes, found)
 
 
-def _biases(nodes: ReduceNodes) -> reduce_rows.Biases | None:
+def biases_of(nodes: ReduceNodes) -> reduce_rows.Biases | None:
     """The bias of each matmul; ``None`` if the site computes more than a sum of matmuls and biases. A cast of the sum
     is allowed, because the op reduces in the dtype to which it casts."""
     terms = nodes.computed
     return reduce_rows.biases_of(nodes, terms if len(terms) > 1 else [_before_cast(terms[0], nodes)])
 
 
-def _bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
+def bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
     """Whether ``bias`` is ``None``, one row as wide as the result, or a tensor of the result's shape. Neither a scalar
     nor a column fits."""
     if bias is None:
@@ -83,7 +83,7 @@ def rewrite(
     Raises:
         RuntimeError: no looping op can compute the site.
     """
-    biases = _biases(nodes)
+    biases = biases_of(nodes)
     if biases is None:
         raise RuntimeError(
             "the site was planned as one looping op, but the graph has changed and no looping op can compute it now"

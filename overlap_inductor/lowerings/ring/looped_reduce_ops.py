@@ -32,7 +32,7 @@ def _cut(bias: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
     return bias[rows] if bias is not None and bias.dim() == 2 else bias
 
 
-def _sum_of_products(
+def sum_of_products(
     lhs: Sequence[torch.Tensor],
     rhs: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
@@ -63,15 +63,14 @@ def _partials(
     for step in range(world_size - 1):
         slot = (rank + 1 + step) % world_size
         for band in bands:
-            piece = _sum_of_products(
+            piece = sum_of_products(
                 lhs, rhs, biases, slice(slot * rows + cuts[band], slot * rows + cuts[band + 1]), dtype
             )
             if exchange is not None:
                 exchange.post(step * parts + band, piece.view(-1))
             sent.append(piece)
     own = [
-        _sum_of_products(lhs, rhs, biases, slice(rank * rows + cuts[b], rank * rows + cuts[b + 1]), dtype)
-        for b in bands
+        sum_of_products(lhs, rhs, biases, slice(rank * rows + cuts[b], rank * rows + cuts[b + 1]), dtype) for b in bands
     ]
     return [*sent, *own]
 
@@ -100,7 +99,7 @@ def _matmul_reduce_scatter(
     group = resolve_group(group_name)
     world_size, total_rows, width = group.size(), lhs[0].shape[0], rhs[0].shape[1]
     if total_rows < min_rows:
-        whole = _sum_of_products(lhs, rhs, biases, slice(None), dtype)
+        whole = sum_of_products(lhs, rhs, biases, slice(None), dtype)
         return reference.reduced("matmul_reduce_scatter", whole, reduce_op, group), chain.new_empty(1)
     rows = total_rows // world_size
     cuts = routes.bounds(rows, parts)
@@ -156,7 +155,7 @@ def _matmul_all_reduce(
     group = resolve_group(group_name)
     world_size, rank, total_rows, width = group.size(), group.rank(), lhs[0].shape[0], rhs[0].shape[1]
     if total_rows < min_rows:
-        whole = _sum_of_products(lhs, rhs, biases, slice(None), dtype)
+        whole = sum_of_products(lhs, rhs, biases, slice(None), dtype)
         return reference.reduced("matmul_all_reduce", whole, reduce_op, group), chain.new_empty(1)
     rows = total_rows // world_size
     cuts = routes.bounds(rows, parts)
@@ -183,7 +182,7 @@ def _matmul_all_reduce(
     give_back(parts - 1, alive[-1][-1])
     body = world_size * rows
     if body < total_rows:
-        left = _sum_of_products(lhs, rhs, biases, slice(body, total_rows), dtype)
+        left = sum_of_products(lhs, rhs, biases, slice(body, total_rows), dtype)
         dist.all_reduce(left, group=group)
         result[body:] = left / world_size if reduce_op == "avg" else left
     if scatter is not None and back is not None:
@@ -232,13 +231,13 @@ def _matmul_all_gather(
     rows, columns = lhs.shape[0], rhs.shape[1]
     gathered = lhs.new_empty(group.size() * rows, width, dtype=dtype)
     if rows < min_rows:
-        own = _sum_of_products([lhs], [rhs], [bias], slice(None), dtype)
+        own = sum_of_products([lhs], [rhs], [bias], slice(None), dtype)
         dist.all_gather_into_tensor(gathered, torch.nn.functional.pad(own, (0, width - columns)), group=group)
         return gathered, chain.new_empty(1)
     cuts = routes.bounds(rows, parts)
     exchange = exchanges.open_exchange(gathered, [c * width for c in cuts], "broadcast", group, site, transport)
     for band in range(parts):
-        piece = _sum_of_products([lhs], [rhs], [bias], slice(cuts[band], cuts[band + 1]), dtype)
+        piece = sum_of_products([lhs], [rhs], [bias], slice(cuts[band], cuts[band + 1]), dtype)
         if exchange is not None:
             place = exchange.piece(group.rank(), band).view(-1, width)
             place[:, :columns].copy_(piece)

@@ -183,6 +183,20 @@ define(
 )
 
 
+def _exchange_keep(buffer: torch.Tensor, own: torch.Tensor, group_name: str) -> torch.Tensor:
+    group = resolve_group(group_name)
+    buffer.view(group.size(), own.numel())[group.rank()].copy_(own.reshape(-1))
+    return buffer.new_empty(1)
+
+
+# Copies ``own``, the slice that this rank keeps, into its slot of ``buffer``, which has one slot for each rank.
+define(
+    "exchange_keep(Tensor(a!) buffer, Tensor own, str group_name) -> Tensor",
+    _exchange_keep,
+    lambda buffer, own, group_name: buffer.new_empty(1),
+)
+
+
 def _reduce_tail(
     chain: torch.Tensor,
     buffer: torch.Tensor,

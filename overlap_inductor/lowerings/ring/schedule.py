@@ -45,10 +45,20 @@ class RingSchedule:
     """
 
     name = "ring"
-    patterns = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_gather")
+    patterns = (
+        "all_gather_matmul",
+        "matmul_reduce_scatter",
+        "matmul_all_reduce",
+        "matmul_all_gather",
+        "matmul_all_to_all",
+        "all_to_all_matmul",
+    )
     noun = "ring"
     called = "as a ring"
-    ops = tuple(f"overlap_inductor.lowerings.ring.{name}" for name in ("ops", "looped_gather_ops", "looped_reduce_ops"))
+    ops = tuple(
+        f"overlap_inductor.lowerings.ring.{name}"
+        for name in ("ops", "looped_gather_ops", "looped_reduce_ops", "looped_exchange_ops")
+    )
     called_by_others = False
     holds_workspace = False
     single_op = None

@@ -78,9 +78,9 @@ def gather(matmul: float, transfer: float, world_size: int, parts: int) -> list[
     return bars
 
 
-def reduce(matmul: float, transfer: float, world_size: int, parts: int) -> list[Bar]:
-    """Matmul, then reduce-scatter. The other ranks' slices are multiplied first. Each is sent to its owner while the
-    next is multiplied."""
+def reduce(matmul: float, transfer: float, world_size: int, parts: int, what: str) -> list[Bar]:
+    """Matmul, then reduce-scatter or all-to-all. The other ranks' slices are multiplied first. Each is sent while the
+    next is multiplied. ``what``: the label of a transfer, with ``{}`` in place of its number."""
     hops = (world_size - 1) * parts
     hop, step = transfer / hops, matmul / (world_size * parts)
     bars: list[Bar] = []
@@ -89,7 +89,7 @@ def reduce(matmul: float, transfer: float, world_size: int, parts: int) -> list[
         bars.append(Bar("matmul", now, now + step, f"slice {i + 1}/{hops}"))
         now += step
         free = max(free, now) + hop
-        bars.append(Bar("transfer", free - hop, free, f"partial {i + 1}/{hops} to its owner"))
+        bars.append(Bar("transfer", free - hop, free, what.format(f"{i + 1}/{hops}")))
     bars.append(Bar("matmul", now, now + step * parts, "own slice"))
     return bars
 

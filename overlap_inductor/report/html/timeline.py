@@ -83,7 +83,7 @@ def sketch(facts: SiteFacts, piece: PlanPiece) -> Sketch:
 def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
     """Whether the collective runs before the matmul. A pattern's name has the two in this order."""
     if "route" in piece.parameters:
-        return piece.parameters["route"] in _SHARDS_TRAVEL
+        return piece.parameters["route"] in _SHARDS_TRAVEL or facts.pattern == "all_to_all_matmul"
     return not facts.collective.reduce_op and not facts.pattern.startswith("matmul")
 
 
@@ -115,7 +115,8 @@ def _shape(facts: SiteFacts, piece: PlanPiece) -> tuple[Callable[[float, float],
         return lambda matmul, transfer: steps.gather(matmul, transfer, slices, drawn), merged
     if facts.collective.kind == "all_reduce":
         return lambda matmul, transfer: steps.reduce_and_give_back(matmul, transfer, slices, drawn), merged
-    return lambda matmul, transfer: steps.reduce(matmul, transfer, slices, drawn), merged
+    what = "slice {} to its rank" if route == "direct" else "partial {} to its owner"
+    return lambda matmul, transfer: steps.reduce(matmul, transfer, slices, drawn, what), merged
 
 
 def _fitted(shape: Callable[[float, float], list[Bar]], matmul: float, transfer: float, total: float) -> list[Bar]:

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multiply the pieces of a gathered tensor: each piece by each matmul that reads the tensor, and its epilogue.
+
+Contract: nodes are written at the emitter's insertion point. Pieces may come in any order, but this rank's own shard
+comes first, as a whole. On rank r, for the shard of rank ``r + shift`` or a part of it::
+
+    operand = f(piece)                       # the nodes between the collective and the matmul
+    y[r + shift][part] = operand @ w         # B, M or N gathered: ``assemble`` writes them in place
+    total += operand @ w[r + shift]          # K gathered: accumulated in fp32
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.lowerings.ring.gather_cuts import axis_of
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import matmuls
+from overlap_inductor.sites.gather_nodes import Epilogue
+from overlap_inductor.sites.gather_nodes import GatherConsumer
+from overlap_inductor.sites.gather_nodes import GatherNodes
+from overlap_inductor.sites.layouts import Atom
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.sites.step_emitter import Block
+from overlap_inductor.sites.step_emitter import StepEmitter
+
+aten = torch.ops.aten
+overlap = torch.ops.overlap_inductor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a consumer's output, computed from the shard of rank ``r + shift``. Its place is ``block`` along the
+    gathered dim, and ``cross_start`` along the crossing dim (``Consumer``)."""
+
+    node: fx.Node
+    shift: int
+    block: Block
+    cross_start: Size
+
+
+class Consumer:
+    """Multiplies one consumer's pieces and joins their results.
+
+    If sub-chunks cut a dim of the operand that is not the gathered one, that dim is the *crossing dim*.
+    """
+
+    def __init__(self, emit: StepEmitter, consumer: GatherConsumer, lead: Atom | None) -> None:
+        self.emit, self.consumer = emit, consumer
+        self.axis = axis_of(consumer, lead) if lead is not None else None
+        self.pieces: list[Piece] = []
+        self.totals: dict[int, fx.Node] = {}
+        self.whole: dict[fx.Node, fx.Node] = {}
+        self.bands: dict[int, tuple[Size, Size]] = {}
+
+    def block(self, start: Size, length: Size) -> tuple[Block, Size, Size | None]:
+        """The place of a sub-chunk: ``(block along the gathered dim, start in the crossing dim, length there)``. The
+        length is ``None`` if there is no crossing dim."""
+        whole = Block.whole(self.consumer.sharded)
+        if self.axis is None:
+            return whole, 0, None
+        kind, _, unit = self.axis
+        if kind == "chunk":
+            return Block(start * unit, length * unit, 0, whole.outer_length), 0, None
+        if kind == "outer":
+            return Block(0, whole.length, start * unit, length * unit), 0, None
+        return whole, start * unit, length * unit
+
+    def multiply(self, operand: fx.Node, shift: int, part: int | None, start: Size, length: Size) -> None:
+        consumer, emit = self.consumer, self.emit
+        matmul, sharded, role = consumer.matmul, consumer.sharded, consumer.role
+        block, cross_start, cross_length = (
+            self.block(start, length) if part is not None else (Block.whole(sharded), 0, None)
+        )
+        cross_role = matmul.role(consumer.operand, self.axis[1]) if self.axis and self.axis[0] == "cross" else None
+        side = "rhs" if consumer.operand == "lhs" else "lhs"
+        along: Any = matmul.operand_dim(side, "K")
+        other = consumer.other_node if role != "K" else self._whole(consumer.other_node, along)
+        slicers: dict[str, matmuls.Slicer] = {}
+        if cross_length is not None and cross_role is not None:
+            slicers[cross_role] = lambda x, dim: emit.narrow(x, dim, cross_start, cross_length)
+            if cross_role == "B":
+                other = emit.narrow(other, 0, cross_start, cross_length)
+        if role != "K":
+            slicers[role] = lambda x, dim: emit.take_sharded(self._whole(x, dim), dim, sharded, shift, block)
+            if role == "B":
+                other = emit.take_sharded(self._whole(other, 0), 0, sharded, shift, block)
+        else:
+            other = emit.take_sharded(other, along, sharded, shift, block)
+            operand = emit.without_padding(operand, sharded, shift, block)
+        lhs, rhs = (operand, other) if consumer.operand == "lhs" else (other, operand)
+        if role != "K":
+            piece = matmuls.emit(emit.graph, matmul, lhs, rhs, slicers)
+            annotate_new(emit, piece)
+            self.pieces.append(Piece(piece, shift, block, cross_start))
+            return
+        # The own slice is multiplied as a whole, into total -1. If there is a crossing dim, sub-chunk ``part`` of every
+        # other slice is added to total ``part``, which starts as the same part of total -1.
+        band = part if cross_length is not None and part is not None else -1
+        total = self.totals.get(band)
+        if total is None and band >= 0 and -1 in self.totals:
+            dim = matmul.output_dim(cross_role)  # type: ignore[arg-type]
+            total = emit.narrow(self.totals[-1], dim, cross_start, cross_length)
+        node = matmuls.emit_partial(emit.graph, matmul, lhs, rhs, total)
+        annotate_new(emit, node)
+        self.totals[band] = node
+
+    def _whole(self, x: fx.Node, dim: int) -> fx.Node:
+        """``x``, whose dim ``dim`` is indexed like the gathered dim, with rows of zeros in place of the rows that the
+        last shards lack."""
+        if x not in self.whole:
+            self.whole[x] = self.emit.whole_chunks(x, dim, self.consumer.sharded)
+        return self.whole[x]
+
+    def finish(self) -> fx.Node:
+        return self._sum() if self.consumer.role == "K" else self.assemble(self.pieces)
+
+    def assemble(self, pieces: list[Piece]) -> fx.Node:
+        """Join ``pieces`` of the matmul's output, or of an output of its epilogue. The result has the shape of the
+        matmul's output."""
+        matmul, emit = self.consumer.matmul, self.emit
+        out_dim = matmul.output_dim(self.consumer.role)
+        sharded = self.consumer.sharded
+        shape = tools.shape(matmul.node)
+        full = emit.world_size * sharded.chunk
+        flat = isinstance(sharded.outer, int) and sharded.outer == 1
+        split = [*shape[:out_dim], *([full] if flat else [sharded.outer, full]), *shape[out_dim + 1 :]]
+        dim = out_dim if flat else out_dim + 1
+        nodes, shifts, starts = [], [], []
+        for part in pieces:
+            piece, block = part.node, part.block
+            start: list[Size] = [0] * len(split)
+            start[dim] = block.start
+            if not flat:
+                rows = tools.shape(piece)
+                piece = emit.reshape(piece, [*rows[:out_dim], block.outer_length, block.length, *rows[out_dim + 1 :]])
+                start[out_dim] = block.outer_start
+            if self.axis and self.axis[0] == "cross":
+                role = matmul.role(self.consumer.operand, self.axis[1])
+                crossing = matmul.output_dim(role)
+                start[crossing + (1 if not flat and crossing > out_dim else 0)] = part.cross_start
+            nodes.append(piece)
+            shifts.append(part.shift)
+            starts += start
+        out = emit.call(overlap.assemble.default, nodes, split, dim, sharded.chunk, shifts, starts, emit.group_name)
+        if sharded.short:
+            out = emit.narrow(out, dim, 0, full - sharded.missing)
+        return emit.reshape(out, shape)
+
+    def _sum(self) -> fx.Node:
+        matmul, emit = self.consumer.matmul, self.emit
+        bands = [self.totals[b] for b in sorted(self.totals) if b >= 0]
+        if not bands:
+            total = self.totals[-1]
+        elif len(bands) == 1:
+            total = bands[0]
+        else:
+            role = matmul.role(self.consumer.operand, self.axis[1])  # type: ignore[index]
+            total = emit.call(aten.cat.default, bands, matmul.output_dim(role))
+        if matmul.bias is not None:
+            total = emit.call(aten.add.Tensor, total, matmul.bias)
+        wanted = tools.dtype(matmul.node)
+        if tools.dtype(total) != wanted:
+            total = emit.call(torch.ops.prims.convert_element_type.default, total, wanted)
+        return total
+
+
+class EpiloguePieces:
+    """Computes the epilogue on the newest piece of each of its matmuls, and joins the pieces of each output."""
+
+    def __init__(self, emit: StepEmitter, epilogue: Epilogue, consumers: list[Consumer]) -> None:
+        self.emit, self.epilogue = emit, epilogue
+        self.base = {c.consumer.matmul.node: c for c in consumers if c.consumer.matmul.node in epilogue.base}
+        self.pieces: dict[fx.Node, list[Piece]] = {n: [] for n in epilogue.outputs}
+        self.newest: list[fx.Node] = []
+
+    def compute(self) -> None:
+        newest = {node: consumer.pieces[-1] for node, consumer in self.base.items()}
+        done = {node: piece.node for node, piece in newest.items()}
+        for node in self.epilogue.nodes:
+            if tools.is_reshape(node):
+                done[node] = done[node.args[0]]
+            else:
+                copied = self.emit.graph.node_copy(node, lambda n: done[n] if n in done else self._row(n))
+                done[node] = self.emit.annotate(copied)
+        self.newest = [done[n] for n in self.pieces if n not in self.base]
+        for node, pieces in self.pieces.items():
+            pieces.append(replace(next(iter(newest.values())), node=done[node]))
+
+    def _row(self, node: fx.Node) -> fx.Node:
+        if not tools.is_tensor(node) or len(tools.shape(node)) < 2:
+            return node
+        return self.emit.reshape(node, tools.shape(node)[-1:])
+
+    def finish(self) -> dict[fx.Node, fx.Node]:
+        results = {}
+        for node, pieces in self.pieces.items():
+            # All matmuls have the output's rows. The pieces are placed as those of a matmul with the output's width.
+            width = tools.shape(node)[-1]
+            consumer = next(c for n, c in self.base.items() if same_size(tools.shape(n)[-1], width))
+            whole = consumer.assemble(pieces)
+            for last in self.newest:
+                # A piece of this output may be read to compute a piece of another output. So this output is complete
+                # only after the newest pieces of all outputs.
+                whole = whole if last is pieces[-1].node else self.emit.call(overlap.after.default, whole, last)
+            results[node] = self.emit.reshape(whole, tools.shape(node))
+        return results
+
+
+def annotate_new(emit: StepEmitter, node: fx.Node) -> None:
+    """Annotate nodes that ``matmuls`` wrote into the graph without the emitter, operands first."""
+    for source in node.all_input_nodes:
+        if "val" not in source.meta:
+            annotate_new(emit, source)
+    emit.annotate(node)
+
+
+def evaluate(
+    emit: StepEmitter, nodes: GatherNodes, node: fx.Node, piece: fx.Node, done: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """Compute ``node``, a node between the gather and an operand, from one slice ``piece`` in the collective's own
+    layout. Pointwise ops are copied and views are skipped; any other node is returned as it is. ``done`` holds the
+    results so far."""
+    if node is nodes.collective.wait:
+        return piece
+    if node not in done:
+        if node in nodes.through or (node.target in tools.SAME and tools.is_pointwise(node)):
+            done[node] = evaluate(emit, nodes, nodes.through.get(node, node.args[0]), piece, done)
+        elif tools.is_scalar_like(node) and node.op != "call_function" or not tools.is_pointwise(node):
+            return node
+        else:
+            done[node] = emit.annotate(
+                emit.graph.node_copy(node, lambda n: evaluate(emit, nodes, n, piece, done) if tools.is_tensor(n) else n)
+            )
+    return done[node]

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write all-to-alls as the looping ops of ``lowerings.ring.looped_exchange_ops``: decide which sites an op computes,
+and lay out operands and results."""
+
+from __future__ import annotations
+
+from operator import getitem
+
+import torch
+from torch import fx
+
+from overlap_inductor.lowerings.one_op.gather_rows import only_views
+from overlap_inductor.lowerings.one_op.rows import PLAIN
+from overlap_inductor.lowerings.one_op.rows import bias_row
+from overlap_inductor.lowerings.one_op.rows import columns_in_place
+from overlap_inductor.lowerings.one_op.rows import is_row
+from overlap_inductor.lowerings.one_op.rows import rows_in_place
+from overlap_inductor.lowerings.ring import looped_gather
+from overlap_inductor.lowerings.ring import looped_reduce
+from overlap_inductor.lowerings.ring.unrolled_exchange import arranged
+from overlap_inductor.lowerings.ring.unrolled_exchange import given
+from overlap_inductor.lowerings.ring.unrolled_exchange import sent_rows
+from overlap_inductor.lowerings.schedule import Replaced
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.exchange_nodes import ReceivedNodes
+from overlap_inductor.sites.exchange_nodes import SentNodes
+from overlap_inductor.sites.step_emitter import StepEmitter
+
+overlap = torch.ops.overlap_inductor
+
+
+def computes_sent(nodes: SentNodes) -> bool:
+    """Whether the op can compute ``matmul -> all-to-all``: plain matmuls, and a bias for each row or column."""
+    biases = looped_reduce.biases_of(nodes)
+    return (
+        biases is not None
+        and not nodes.sharded.short
+        and all(m.kind in PLAIN for m in nodes.leaves)
+        and all(map(looped_reduce.bias_fits, nodes.leaves, biases))
+    )
+
+
+def rewrite_sent(emit: StepEmitter, nodes: SentNodes, parts: int, floor: int) -> tuple[fx.Node, Replaced]:
+    """Write ``matmul -> all-to-all`` as one op. Returns ``(next token of the chain, {old node: its replacement})``.
+
+    Args:
+        parts: sub-chunks of a slice.
+        floor: below this token count, the op runs the plain collective.
+
+    Raises:
+        RuntimeError: the op cannot compute the site.
+    """
+    biases = looped_reduce.biases_of(nodes)
+    if biases is None:
+        raise RuntimeError(
+            "the site was planned as one looping op, but the graph has changed and no looping op can compute it now"
+        )
+    columns, sharded = nodes.sharded.dim == 1, nodes.sharded
+    in_ranks_order = columns_in_place if columns else rows_in_place
+
+    def ordered(x: fx.Node) -> fx.Node:
+        return in_ranks_order(emit, x, sharded, from_ranks=False)
+
+    def as_bias(bias: fx.Node | None) -> fx.Node | None:
+        if bias is None or not is_row(bias):
+            return None if bias is None else ordered(bias)
+        row = bias_row(emit, bias)
+        return emit.reshape(ordered(emit.reshape(row, [1, *tools.shape(row)])), tools.shape(row)) if columns else row
+
+    lhs = [m.lhs if columns else ordered(m.lhs) for m in nodes.leaves]
+    rhs = [ordered(m.rhs) if columns else m.rhs for m in nodes.leaves]
+    dtype, where = tools.dtype(nodes.collectives[0].input), (emit.group_name, emit.site, *emit.transport)
+    out = emit.communicate(
+        overlap.matmul_all_to_all.default,
+        emit.chain,
+        lhs,
+        rhs,
+        list(map(as_bias, biases)),
+        columns,
+        nodes.lead,
+        parts,
+        floor,
+        dtype,
+        *where,
+    )
+    received, chain = (emit.call(getitem, out, i) for i in range(2))
+    return chain, arranged(emit, nodes, received)
+
+
+def computes_received(nodes: ReceivedNodes) -> bool:
+    """Whether the op can compute ``all-to-all -> matmul``. Only views may stand between the two."""
+    first = nodes.consumers[0].operand_node
+    same = tools.dtype(first) == tools.dtype(nodes.collective.input)
+    return same and only_views(first, nodes) and looped_gather.forms_of(nodes) is not None
+
+
+def rewrite_received(emit: StepEmitter, nodes: ReceivedNodes, parts: int, floor: int) -> tuple[fx.Node, Replaced]:
+    """``rewrite_sent`` for ``all-to-all -> matmul``."""
+    rows = sent_rows(emit, nodes)
+    chain, replaced, received = looped_gather.write(
+        emit,
+        nodes,
+        overlap.all_to_all_matmul.default,
+        lambda shape: emit.reshape(rows, [emit.world_size * shape[0], shape[1]]),
+        (parts, floor),
+    )
+    result = given(emit, nodes, received)
+    return chain, replaced | {nodes.collective.wait: result, nodes.collective.node: result}

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The looping ops of all-to-alls: one functional op per site, which runs the steps of ``unrolled_exchange`` in a loop.
+
+Below ``min_rows`` tokens, an op runs the plain collective and the whole matmul. All ranks share the token count, so
+they choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.lowerings.library import define
+from overlap_inductor.lowerings.ring.looped_gather_ops import Form
+from overlap_inductor.lowerings.ring.looped_gather_ops import Matmul
+from overlap_inductor.lowerings.ring.looped_gather_ops import as_it_stood
+from overlap_inductor.lowerings.ring.looped_gather_ops import forms_from
+from overlap_inductor.lowerings.ring.looped_gather_ops import multiply_arrivals
+from overlap_inductor.lowerings.ring.looped_reduce_ops import sum_of_products
+from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.transports import exchange as exchanges
+from overlap_inductor.transports import routes
+
+Tensors = list[torch.Tensor]
+
+
+def _matmul_all_to_all(
+    chain: torch.Tensor,
+    lhs: Sequence[torch.Tensor],
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    columns: bool,
+    lead: int,
+    parts: int,
+    min_rows: int,
+    dtype: torch.dtype,
+    group_name: str,
+    site: str,
+    transport: str = "",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = resolve_group(group_name)
+    world_size, rank = group.size(), group.rank()
+    rows, width = _slice_shape(lhs, rhs, columns, world_size)
+    buffer = lhs[0].new_empty(world_size, rows, width, dtype=dtype)
+
+    def piece(slot: int, start: int, stop: int) -> torch.Tensor:
+        if not columns:
+            return sum_of_products(lhs, rhs, biases, slice(slot * rows + start, slot * rows + stop), dtype)
+        part = slice(slot * width, (slot + 1) * width)
+        theirs = [None if b is None else b[..., part] for b in biases]
+        return sum_of_products(lhs, [b[:, part] for b in rhs], theirs, slice(start, stop), dtype)
+
+    if lhs[0].shape[0] < min_rows:
+        whole = sum_of_products(lhs, rhs, biases, slice(None), dtype)
+        by_rank = whole.view(rows, world_size, width).transpose(0, 1) if columns else whole
+        dist.all_to_all_single(buffer.view(-1), by_rank.reshape(-1), group=group)
+        return buffer, chain.new_empty(1)
+    cuts = [c * (rows // lead) if lead else 0 for c in routes.bounds(lead, parts)]
+    bounds = [c * width for c in cuts]
+    exchange = exchanges.open_exchange(buffer, bounds, "direct", group, site, transport)
+    sent = []
+    if exchange is not None:
+        for step in range(world_size - 1):
+            for part in range(parts):
+                sent.append(piece((rank + 1 + step) % world_size, cuts[part], cuts[part + 1]))
+                exchange.post(step * parts + part, sent[-1].view(-1))
+    buffer[rank].copy_(piece(rank, 0, rows))
+    if exchange is not None:
+        for hop in range(exchange.hop_count):
+            exchange.wait(hop)
+        exchanges.close_exchange(buffer, group)
+    return buffer, chain.new_empty(1)
+
+
+def _slice_shape(
+    lhs: Sequence[torch.Tensor], rhs: Sequence[torch.Tensor], columns: bool, world_size: int
+) -> tuple[int, int]:
+    rows, width = lhs[0].shape[0], rhs[0].shape[1]
+    return (rows, width // world_size) if columns else (rows // world_size, width)
+
+
+def _matmul_all_to_all_fake(
+    chain: torch.Tensor,
+    lhs: Tensors,
+    rhs: Tensors,
+    biases: object,
+    columns: bool,
+    lead: int,
+    parts: int,
+    min_rows: int,
+    dtype: torch.dtype,
+    group_name: str,
+    site: str,
+    transport: str = "",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    world_size = resolve_group(group_name).size()
+    shape = (world_size, *_slice_shape(lhs, rhs, columns, world_size))
+    return lhs[0].new_empty(shape, dtype=dtype), chain.new_empty(1)
+
+
+# Returns ``(received [W, rows, width], next token of the chain)``. Slice r has the r-th run of the rows of the result,
+# or of its columns if ``columns``. ``lead``: number of units into which a slice's rows may be cut, ``parts`` of them.
+define(
+    "matmul_all_to_all(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, bool columns, SymInt lead,"
+    " int parts, SymInt min_rows, ScalarType dtype, str group_name, str site, str transport='') -> (Tensor, Tensor)",
+    _matmul_all_to_all,
+    _matmul_all_to_all_fake,
+)
+
+
+def _all_to_all_matmul(
+    chain: torch.Tensor,
+    sent: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    forms: str,
+    parts: int,
+    min_rows: int,
+    group_name: str,
+    site: str,
+    transport: str = "",
+) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
+    group = resolve_group(group_name)
+    world_size, rank, width = group.size(), group.rank(), sent.shape[1]
+    rows = sent.shape[0] // world_size
+    parsed, received = forms_from(forms, parts, site), torch.empty_like(sent)
+    if sent.shape[0] < min_rows:
+        dist.all_to_all_single(received, sent, group=group)
+        outs = [as_it_stood(f, received, o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
+        return outs, received, chain.new_empty(1)
+    slices = sent.view(world_size, rows, width)
+    received[rank * rows : (rank + 1) * rows].copy_(slices[rank])
+    cuts = routes.bounds(rows, parts)
+    matmuls = [Matmul(f, slices[0], o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
+    exchange = exchanges.open_exchange(received, [c * width for c in cuts], "direct", group, site, transport)
+
+    def post(hop: int, its: exchanges.Exchange) -> None:
+        step, part = divmod(hop, parts)
+        its.post(hop, slices[(rank + 1 + step) % world_size, cuts[part] : cuts[part + 1]].view(-1))
+
+    multiply_arrivals(received, matmuls, cuts, "direct", exchange, group, post)
+    return [m.finish() for m in matmuls], received, chain.new_empty(1)
+
+
+def _all_to_all_matmul_fake(
+    chain: torch.Tensor, sent: torch.Tensor, others: Tensors, biases: object, forms: str, *args: object
+) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
+    world_size = resolve_group(str(args[2])).size()
+    shard = sent[: sent.shape[0] // world_size]
+    parsed = [Form.parse(text) for text in forms.split(", ")]
+    outs = [sent.new_empty(f.result_shape(shard, o, world_size)) for f, o in zip(parsed, others, strict=True)]
+    return outs, torch.empty_like(sent), chain.new_empty(1)
+
+
+# ``looped_gather_ops.all_gather_matmul`` for ``sent [W * m, k]``, which has a slice ``[m, k]`` for each rank. Returns
+# ``(results, received [W * m, k], next token of the chain)``.
+define(
+    "all_to_all_matmul(Tensor chain, Tensor sent, Tensor[] others, Tensor?[] biases, str forms, int parts, SymInt"
+    " min_rows, str group_name, str site, str transport='') -> (Tensor[], Tensor, Tensor)",
+    _all_to_all_matmul,
+    _all_to_all_matmul_fake,
+)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ring cuts and writes matmuls whose result is scattered, reduced or gathered (``form.RingForm``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.lowerings.one_op import reduce_rows
+from overlap_inductor.lowerings.ring import looped_reduce
+from overlap_inductor.lowerings.ring import unrolled_reduce
+from overlap_inductor.lowerings.ring.gather_form import in_eights
+from overlap_inductor.lowerings.schedule import Replaced
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.nodes import OverlapSite
+from overlap_inductor.sites.nodes import nodes_of
+from overlap_inductor.sites.reduce_nodes import ReduceNodes
+from overlap_inductor.sites.step_emitter import StepEmitter
+from overlap_inductor.sites.step_emitter import part_count
+
+
+class ReduceRing:
+    """See ``form.RingForm``. Each piece is sent once it is computed: to the rank that sums it (route ``owner``), to the
+    next rank (``travel``), or to all ranks (``broadcast``)."""
+
+    def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
+        nodes = nodes_of(site, ReduceNodes)
+        if site.facts.pattern == "matmul_all_gather":
+            return {"sub_chunks": part_count(nodes.padded_shape[0], config.sub_chunks), "route": "broadcast"}
+        travels = config.numerics == "allow_hop_rounding" and site.facts.pattern == "matmul_reduce_scatter"
+        parts = part_count(nodes.sharded.chunk, config.sub_chunks)
+        return {"sub_chunks": parts, "route": "travel" if travels else "owner"}
+
+    def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
+        ranks = 1 if site.facts.pattern == "matmul_all_gather" else site.facts.collective.world_size
+        return {site.facts.matmuls[index].role: ranks * parts}
+
+    def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
+        nodes, world_size = nodes_of(site, ReduceNodes), site.facts.collective.world_size
+        own = (n for n in nodes.layouts if n not in nodes.through and n not in nodes.externals)
+        region = len(nodes.leaves) + in_eights(own)
+        if site.facts.pattern == "matmul_all_gather":
+            return 4 + parts * (2 + region)
+        region += len(nodes.leaves) - 1
+        legs = 2 if site.facts.collective.kind == "all_reduce" else 1
+        return 8 + world_size * parts * (3 + 2 * region) + legs * parts * 6
+
+    def loopable(self, site: OverlapSite) -> bool:
+        return looped_reduce.computes(site.facts.pattern, nodes_of(site, ReduceNodes))
+
+    def chooses_at_run_time(self, site: OverlapSite) -> bool:
+        return looped_reduce.chooses_at_run_time(site.facts.pattern, nodes_of(site, ReduceNodes))
+
+    def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:
+        nodes = nodes_of(site, ReduceNodes)
+        if site.facts.pattern == "matmul_reduce_scatter":
+            result = unrolled_reduce.rewrite_reduce_scatter(emit, nodes, parts, route)
+        elif site.facts.pattern == "matmul_all_reduce":
+            result = unrolled_reduce.rewrite_all_reduce(emit, nodes, parts)
+        else:
+            result = unrolled_reduce.rewrite_gathered_output(emit, nodes, parts)
+        return emit.chain, reduce_rows.reduced(nodes, result)
+
+    def looping(
+        self, emit: StepEmitter, site: OverlapSite, parts: int, route: str, floor: int
+    ) -> tuple[fx.Node, Replaced]:
+        return looped_reduce.rewrite(emit, site.facts.pattern, nodes_of(site, ReduceNodes), parts, floor)
+
+    def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
+        """As ``SiteNodes.cut``. The text also says if a looping op moves the rows of a reduction to the front before it
+        cuts them."""
+        nodes = nodes_of(site, ReduceNodes)
+        sizes, words = nodes.cut()
+        outer = nodes.sharded.outer
+        in_front = isinstance(outer, int) and outer == 1 and nodes.sharded.dim == 0
+        if unrolled or in_front or site.facts.pattern == "matmul_all_gather":
+            return sizes, words
+        return sizes, f"{words} rows in front"

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute slices of what a matmul, or a sum of matmuls, sends: the slice of a rank, or some rows of it.
+
+A slice is computed from the slices of the matmuls' operands, through the views and pointwise ops of the site's region::
+
+    t = add(mm(x, w), mm(y, v))        ->        slice i: add(mm(x[i], w), mm(y[i], v))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from overlap_inductor.lowerings.ring.gather_pieces import annotate_new
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import matmuls
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.reduce_nodes import ReduceNodes
+from overlap_inductor.sites.reduce_nodes import Region
+from overlap_inductor.sites.step_emitter import Block
+from overlap_inductor.sites.step_emitter import StepEmitter
+
+aten = torch.ops.aten
+overlap = torch.ops.overlap_inductor
+
+Cuts = dict[int, matmuls.Slicer]
+"""What cuts each dim of the matmuls' result, or of the layout of a ``Region``."""
+
+
+class Slices:
+    """Computes slices of the collective's input, in the matmuls' own layout. ``after``: the token of the last send; the
+    next matmul is ordered after it."""
+
+    def __init__(self, emit: StepEmitter, nodes: ReduceNodes) -> None:
+        self.emit, self.nodes = emit, nodes
+        self.after: fx.Node | None = None
+        self.whole: dict[fx.Node, fx.Node] = {}
+
+    def of_rank(self, shift: int, block: Block, rows: tuple[Size, Size] | None = None) -> fx.Node:
+        """``block`` of the slice of rank ``r + shift``. ``rows``: ``(start, length)`` in dim 0 of the matmuls' result,
+        if the slices are cut along another dim; ``None`` for all rows."""
+        sharded = self.nodes.sharded
+        cuts: Cuts = {sharded.dim: lambda x, dim: self.emit.take_sharded(x, dim, sharded, shift, block)}
+        if rows is not None:
+            cuts[0] = lambda x, dim: self.emit.narrow(x, dim, *rows)
+        return self._compute(cuts)
+
+    def rows(self, start: Size, length: Size) -> fx.Node:
+        return self._compute({self.nodes.sharded.dim: lambda x, dim: self.emit.narrow(x, dim, start, length)})
+
+    def _compute(self, cuts: Cuts) -> fx.Node:
+        done: dict[fx.Node, fx.Node] = {}
+        pieces = [self._evaluate(node, cuts, done) for node in self.nodes.computed]
+        total = pieces[0]
+        for piece in pieces[1:]:
+            total = self.emit.call(aten.add.Tensor, total, piece)
+        expected = tools.dtype(self.nodes.collectives[0].input)
+        if tools.dtype(total) != expected:
+            raise RuntimeError(f"a piece was computed as {tools.dtype(total)}; expected the collective's {expected}")
+        if self.nodes.region is not None:
+            summed = {d for dims in self.nodes.region.reduced.values() for d in dims}
+            total = self.emit.reshape(total, [size for d, size in enumerate(tools.shape(total)) if d not in summed])
+        if self.nodes.padding is not None and self.nodes.padding.columns:
+            total = self.emit.call(aten.constant_pad_nd.default, total, [0, self.nodes.padding.columns])
+        return self.in_memory(total)
+
+    def in_memory(self, piece: fx.Node) -> fx.Node:
+        """``piece``, written to memory once. Otherwise Inductor could compute a cheap ``piece`` a second time for the
+        op that waits for its hop. That op would keep the second copy alive, and the memory that is being sent could be
+        reused."""
+        if piece.target is overlap.after.default or piece.target in matmuls.KINDS:
+            return piece  # Inductor never inlines a matmul into the kernel that reads it.
+        return self.emit.call(overlap.after.default, piece, self.after or self.emit.chain)
+
+    def _evaluate(self, node: fx.Node, cuts: Cuts, done: dict[fx.Node, fx.Node]) -> fx.Node:
+        if node in done:
+            return done[node]
+        emit, nodes = self.emit, self.nodes
+        leaf = next((m for m in nodes.leaves if m.node is node), None)
+        if leaf is not None:
+            slicers = {nodes.role if d == nodes.sharded.dim else leaf.output_role(d): cut for d, cut in cuts.items()}
+            lhs, rhs = (self._operand(leaf, side, slicers) for side in ("lhs", "rhs"))
+            added = leaf.bias if nodes.bias_of(leaf) is None else None
+            bias = None if added is None else self._evaluate(added, cuts, done)
+            result = matmuls.emit(emit.graph, leaf, lhs, rhs, slicers, bias_slice=bias)
+            annotate_new(emit, result)
+            if self.after is not None:
+                # Without this edge Inductor may run all matmuls before the first send, or all sends last.
+                result = emit.call(overlap.after.default, result, self.after)
+        elif node in nodes.through or (node.target in tools.SAME and node not in nodes.externals):
+            # A copy of a slice is not needed: matmuls and pointwise ops compute slices in memory of their own.
+            result = self._evaluate(nodes.through.get(node, node.args[0]), cuts, done)
+        elif node in nodes.externals:
+            result = self._external(node, cuts) if nodes.region is None else self._placed(node, nodes.region, cuts)
+        elif nodes.region is not None and node in nodes.region.reduced:
+            source = self._evaluate(node.args[0], cuts, done)
+            kind = {name: value for name, value in node.kwargs.items() if name == "dtype"}
+            result = emit.call(node.target, source, nodes.region.reduced[node], True, **kind)
+        elif nodes.region is not None and node in nodes.region.joined:
+            parts = [self._evaluate(n, cuts, done) for n in node.args[0]]
+            result = emit.call(aten.cat.default, parts, nodes.region.joined[node])
+        else:
+            result = emit.annotate(
+                emit.graph.node_copy(node, lambda n: self._evaluate(n, cuts, done) if tools.is_tensor(n) else n)
+            )
+        done[node] = result
+        return result
+
+    def _operand(self, leaf: matmuls.MatmulNode, side: str, slicers: dict[str, matmuls.Slicer]) -> fx.Node:
+        operand = leaf.lhs if side == "lhs" else leaf.rhs
+        for role, cut in slicers.items():
+            dim = leaf.operand_dim(side, role)
+            if dim is not None:
+                operand = cut(self._whole(operand, dim) if role == self.nodes.role else operand, dim)
+        return operand
+
+    def _whole(self, operand: fx.Node, dim: int) -> fx.Node:
+        if operand not in self.whole:
+            self.whole[operand] = self.emit.whole_chunks(operand, dim, self.nodes.sharded)
+        return self.whole[operand]
+
+    def _placed(self, node: fx.Node, region: Region, cuts: Cuts) -> fx.Node:
+        """``node``, a tensor that the region reads but does not compute, laid out over the matmuls' dims. If it has the
+        dim that is cut, it is cut."""
+        if not tools.shape(node):
+            return node
+        place = region.places[node]
+        placed = self.emit.convert(node, self.nodes.layouts[node], place)
+        (cut,) = cuts.values()
+        return cut(placed, region.cut) if place.dims[region.cut] else placed
+
+    def _external(self, node: fx.Node, cuts: Cuts) -> fx.Node:
+        shape = tools.shape(node)
+        leaf = tools.shape(self.nodes.leaves[0].node)
+        if not shape or tools.is_scalar_like(node):
+            # In type promotion, a tensor of one element with dims counts as a tensor, and one without dims as a scalar.
+            # So one dim is kept if there are any.
+            return self.emit.reshape(node, [1]) if len(shape) > 1 else node
+        if self.nodes.layouts[node].same_elements(self.nodes.leaf_layout):
+            piece = self.emit.reshape(node, leaf)
+            for dim, cut in cuts.items():
+                piece = cut(piece, dim)
+            return piece
+        vector = self.emit.reshape(node, [shape[-1]])
+        return cuts[len(leaf) - 1](vector, 0) if len(leaf) - 1 in cuts else vector

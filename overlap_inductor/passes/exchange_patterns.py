@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find ``matmul -> all-to-all`` and ``all-to-all -> matmul``: experts' dispatch and combine, and Ulysses attention,
+which exchanges a shard of the sequence for a shard of the heads.
+
+::
+
+    wait_tensor(all_to_all_single(f(mm(x, w))))      matmul_all_to_all      f: views, permutes, pointwise ops
+    mm(f(wait_tensor(all_to_all_single(x))), w)      all_to_all_matmul
+
+``find_reduce`` follows the input backward, ``find_received`` the result forward. All ranks must get equal parts.
+"""
+
+from __future__ import annotations
+
+from overlap_inductor.passes import examples
+from overlap_inductor.passes.find_received import find_received
+from overlap_inductor.passes.find_reduce import find_reduce
+from overlap_inductor.passes.pattern import Match
+from overlap_inductor.passes.pattern import Miss
+from overlap_inductor.passes.pattern import Search
+from overlap_inductor.sites.all_to_all import unequal
+from overlap_inductor.sites.nodes import CollectiveNode
+
+
+class MatmulAllToAll:
+    """Pattern ``matmul -> all-to-all`` (see ``Pattern``). It is asked before ``all-to-all -> matmul``, so that the
+    projections before attention hide their exchange even if attention itself consists of plain matmuls."""
+
+    name = "matmul_all_to_all"
+    kind = "all_to_all"
+    early = False
+    example = examples.MATMUL_ALL_TO_ALL
+
+    def find(self, collective: CollectiveNode, search: Search) -> Match | Miss:
+        if (reason := unequal(collective)) is not None:
+            return Miss([reason], final=True)
+        nodes, obstacle, left = find_reduce([collective], collective.wait, search.owned())
+        if nodes is None or (obstacle is not None and find_received(collective)[0] is not None):
+            return Miss([] if obstacle is None else [obstacle], left=left)
+        return Match(nodes, nodes.sharded.dim, nodes.role, obstacle, left)
+
+
+class AllToAllMatmul:
+    """Pattern ``all-to-all -> matmul`` (see ``Pattern``)."""
+
+    name = "all_to_all_matmul"
+    kind = "all_to_all"
+    early = False
+    example = examples.ALL_TO_ALL_MATMUL
+
+    def find(self, collective: CollectiveNode, search: Search) -> Match | Miss:
+        nodes, obstacles = find_received(collective)
+        if nodes is None:
+            return Miss(obstacles)
+        return Match(nodes, nodes.given.rank_dim(), nodes.consumers[0].role)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find ``all-to-all -> matmul``: follow the result forward to its matmuls, and the input backward through its views.
+
+The site sends slices in the order in which the first matmul reads them. So the permuted copies before and after the
+all-to-all become one copy before it, or none::
+
+    clone(permute(x)) -> all_to_all -> permute -> clone -> mm        # as written
+    x in the matmul's order -> slices -> mm of each slice            # the site
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.passes.follow import Follower
+from overlap_inductor.passes.follow import add_row_wise
+from overlap_inductor.passes.follow import consumers_of
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.all_to_all import layouts_of
+from overlap_inductor.sites.exchange_nodes import ReceivedNodes
+from overlap_inductor.sites.layouts import Layout
+from overlap_inductor.sites.layouts import LayoutError
+from overlap_inductor.sites.nodes import CollectiveNode
+
+
+def find_received(collective: CollectiveNode) -> tuple[ReceivedNodes | None, list[Reason]]:
+    """``(site at an all-to-all or None, obstacles)``. If there is neither a site nor an obstacle, no matmul reads the
+    result."""
+    sent, given = layouts_of(collective)
+    follower = Follower(collective, given)
+    follower.run()
+    consumers = consumers_of(follower)
+    if not consumers:
+        return None, follower.obstacles
+    source, layout = _behind_views(collective.input, sent)
+    nodes = ReceivedNodes(
+        collective, given, consumers, follower.through, source=source, source_layout=layout, given=given
+    )
+    add_row_wise(nodes, follower)
+    nodes.raw = _wire(given, consumers[0].layout if not nodes.layouts else given)
+    return nodes, follower.obstacles
+
+
+def _wire(given: Layout, read: Layout) -> Layout:
+    """The layout of what is sent: a slice for each rank, with its elements in the order of ``read``, or in that of
+    ``given`` if ``read`` holds other elements."""
+    rank, atoms = next(a for a in given.flat() if a.rank), given.without_rank().flat()
+    wanted = read.without_rank().flat()
+    if {id(a) for a in wanted} == {id(a) for a in atoms}:
+        atoms = wanted
+    return Layout(((rank, *atoms[:1]), *((a,) for a in atoms[1:])))
+
+
+def _behind_views(node: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
+    """The tensor of which ``node`` is a view or a permuted copy, and its layout. A reshape that splits the layout's
+    atoms in another way than the matmuls read them is not followed."""
+    while node.op == "call_function":
+        order = tools.permutation(node)
+        if order is not None:
+            layout = layout.permute(sorted(range(len(order)), key=order.__getitem__))
+        elif tools.is_reshape(node):
+            try:
+                layout = layout.reshape(tools.shape(node.args[0]))
+            except LayoutError:
+                break
+        elif node.target not in tools.SAME:
+            break
+        node = node.args[0]
+    return node, layout

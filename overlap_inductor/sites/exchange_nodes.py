@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``SentNodes`` and ``ReceivedNodes``: the nodes of ``matmul -> all-to-all`` and of ``all-to-all -> matmul``.
+
+An all-to-all sends each rank a slice of its own. So the nodes before it are those of a reduce-scatter whose slices are
+not summed, and the nodes after it are those of an all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+
+from torch import fx
+
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.gather_nodes import GatherNodes
+from overlap_inductor.sites.layouts import Layout
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.reduce_nodes import ReduceNodes
+
+
+@dataclass
+class SentNodes(ReduceNodes):
+    """matmuls -> views and pointwise ops -> all-to-all.
+
+    Attributes:
+        received: layout of the collective's result, in the atoms of ``layouts``.
+    """
+
+    received: Layout = field(default_factory=lambda: Layout(()))
+
+    @property
+    def lead(self) -> Size:
+        """The outermost size of a rank's slice in the matmuls' layout. Sub-chunks are cut along it, so that each is one
+        run of the slice."""
+        sharded = self.sharded
+        if sharded.dim:
+            return self.shape[0]
+        return sharded.chunk if isinstance(sharded.outer, int) and sharded.outer == 1 else sharded.outer
+
+    @property
+    def rest(self) -> Size:
+        """Elements of a rank's slice for each index of ``lead``."""
+        sharded = self.sharded
+        others = [sharded.outer * sharded.chunk if d == sharded.dim else s for d, s in enumerate(self.shape)][1:]
+        inside = [] if sharded.dim or (isinstance(sharded.outer, int) and sharded.outer == 1) else [sharded.chunk]
+        return tools.numel([*inside, *others])
+
+    @property
+    def wire(self) -> Layout:
+        """The layout of what is received: a slice of each rank, with its elements in the matmuls' order."""
+        rank = next(a for a in self.received.flat() if a.rank)
+        return Layout(((rank,), *self.leaf_layout.without_rank().dims))
+
+
+@dataclass
+class ReceivedNodes(GatherNodes):
+    """all-to-all -> views and pointwise ops -> matmuls.
+
+    Attributes:
+        source: the tensor whose slices are sent: the collective's input, or the tensor of which that is a permuted
+            copy.
+        source_layout: layout of ``source``, in the atoms of ``raw``.
+        given: layout of the collective's result. ``raw`` is the order in which slices are received, which is the order
+            in which the first matmul reads them.
+    """
+
+    source: fx.Node = field(kw_only=True)
+    source_layout: Layout = field(kw_only=True)
+    given: Layout = field(kw_only=True)
+
+    @property
+    def shard_shape(self) -> list[Size]:
+        return self.raw.without_rank().shape()
+
+    def others(self) -> list[fx.Node]:
+        return [*self._copied(), *super().others()]
+
+    def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
+        self.source = replaced.get(self.source, self.source)
+
+    def order_sent(self) -> tuple[Layout, Layout]:
+        return self.raw, self.given
+
+    def _copied(self) -> list[fx.Node]:
+        """The views and copies between ``source`` and the collective, in graph order."""
+        found, node = [], self.collective.input
+        while node is not self.source:
+            found.append(node)
+            node = node.args[0]
+        return found[::-1]

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graphs and the generated code of all-to-alls beside matmuls: where steps stand, what is copied, what is refused,
+and what the planner chooses."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+from tests.compile.readings import misses
+from tests.compile.readings import summary
+from tests.support.exchange_spellings import RECEIVED
+from tests.support.exchange_spellings import SENT
+from tests.support.exchange_spellings import exchange
+from tests.support.exchange_spellings import from_own_heads
+from tests.support.exchange_spellings import to_own_heads
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import report_of
+from tests.support.fake_group import reports_of
+from tests.support.generated_code import events
+from tests.support.generated_code import lines_of
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import c10d
+from tests.support.ulysses import UlyssesAttention
+
+FORWARD = [(SENT, "N")] * 3 + [(RECEIVED, "K")]
+SLOW = json.dumps({"link_bytes": 6.25e7, "step_seconds": 3e-4, "matmul_flops": {"4": 4e10}})
+
+
+def _block(hidden: int = 32, heads: int = 8, plain: bool = False) -> UlyssesAttention:
+    return UlyssesAttention(hidden, heads, dist.group.WORLD, plain=plain)
+
+
+def _sites(report: object) -> list[tuple[str, str]]:
+    sites = [s for s in report.sites if s.decision.status == "overlapped"]  # type: ignore[attr-defined]
+    return [(s.facts.pattern, s.facts.matmuls[0].role) for s in sites]
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_every_exchange_of_a_ulysses_block_is_a_site(world_size: int, dynamic: bool) -> None:
+    """Also for a sequence whose length is known at run time only."""
+    with fake_group(world_size, world_size - 1):
+        x = torch.randn(2, 16, 32)
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 1)
+        forward, backward = reports_of(_block(), x.requires_grad_(), step_node_budget=10_000)
+    assert _sites(forward) == FORWARD and forward.near_misses == []
+    assert _sites(backward) == [(SENT, "N")] + [(RECEIVED, "K")] * 3 and backward.near_misses == []
+    assert [len(s.facts.matmuls) for s in backward.sites] == [1, 2, 2, 2]
+
+
+def test_the_last_slices_also_travel_under_what_comes_before_the_wait() -> None:
+    """Each projection's wait stands where the program waits: behind the matmuls of all three."""
+    with fake_group(2), torch.no_grad():
+        report = report_of(_block(), torch.randn(1, 16, 32), sub_chunks=1)
+    steps = re.findall(r"inductor\.exchange_(send|wait)|aten\.(addmm)\.", report.after.split("scaled_dot")[0])
+    assert ["".join(step) for step in steps] == ["addmm", "send", "addmm"] * 3 + ["wait"] * 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_permutes_of_one_sequence_become_views() -> None:
+    """With a batch of one, nothing is copied: no pointwise kernel, and slices are sent from where they are computed."""
+    w, b = (16, 64), (64,)
+    lines = lines_of(to_own_heads, (1, 3, 16), w, b, world_size=4)
+    assert events(lines) == ["start", *["mm", "send"] * 3, "mm", "wait"]
+    lines = lines_of(from_own_heads, (1, 12, 2, 8), (64, 8), world_size=4)
+    assert events(lines) == ["start", "send", "mm", "wait", "send", "mm", "wait", "send", "mm", "wait", "mm"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_permutes_of_a_batch_are_one_copy() -> None:
+    """As written there are two: one before and one after the exchange."""
+    lines = lines_of(from_own_heads, (2, 12, 2, 8), (64, 8), world_size=4)
+    assert events(lines).count("pointwise") == 1
+    lines = lines_of(to_own_heads, (2, 3, 16), (16, 64), (64,), world_size=4)
+    assert events(lines).count("pointwise") == 1
+
+
+def test_projections_keep_their_exchange_before_an_attention_of_plain_matmuls() -> None:
+    with fake_group(2), torch.no_grad():
+        report = report_of(_block(plain=True), torch.randn(2, 16, 32))
+    assert _sites(report) == FORWARD
+
+
+@pytest.mark.parametrize("splits", [([3, 1], [3, 1]), ([2, 2], [3, 1])])
+@pytest.mark.usefixtures("two")
+def test_uneven_parts_are_a_near_miss(splits: tuple[list[int], list[int]]) -> None:
+    for fn in (
+        lambda x, w: funcol.all_to_all_single(x, *splits, dist.group.WORLD) @ w,
+        lambda x, w: funcol.all_to_all_single(x @ w, *splits, dist.group.WORLD),
+    ):
+        report = report_of(fn, torch.randn(4, 16), torch.randn(16, 8))
+        assert summary(report) == [] and misses(report) == [("all_to_all", "uneven_splits")]
+
+
+@pytest.mark.usefixtures("two")
+def test_parts_of_a_dynamic_size_must_be_known_to_be_equal() -> None:
+    def layer(x: torch.Tensor, w: torch.Tensor, known: bool) -> torch.Tensor:
+        if known:
+            torch._check(x.shape[0] % 2 == 0)
+        return exchange(x @ w)
+
+    x, w = torch.randn(4, 16), torch.nn.Parameter(torch.randn(16, 8))
+    report = report_of(layer, x, w, True, dynamic=True)
+    assert _sites(report) == [(SENT, "M")]
+    torch._dynamo.reset()
+    assert misses(report_of(layer, x, w, False, dynamic=True)) == [("all_to_all", "uneven_splits")]
+
+
+@pytest.mark.usefixtures("two")
+def test_a_result_that_is_also_read_before_the_exchange() -> None:
+    """It is refused. If a matmul reads what arrives, that one is overlapped."""
+    x, w, v = torch.randn(4, 16), torch.randn(16, 8), torch.randn(8, 8)
+
+    def both(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, after: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x @ w
+        return (exchange(y) @ v if after else exchange(y)), y.sin()
+
+    (site,) = report_of(lambda *a: both(*a, False), x, w, v).sites
+    assert (site.facts.pattern, site.decision.status) == (SENT, "refused")
+    assert [r.code for r in site.decision.reasons] == ["other_users"]
+    assert _sites(report_of(lambda *a: both(*a, True), x, w, v)) == [(RECEIVED, "M")]
+
+
+@pytest.mark.usefixtures("two")
+def test_an_op_that_cannot_be_cut_is_named() -> None:
+    x, w = torch.randn(4, 16), torch.randn(16, 16)
+    for fn in (lambda x, w: exchange((x @ w).cumsum(0)), lambda x, w: exchange(x).cumsum(0) @ w):
+        report = report_of(fn, x, w)
+        assert misses(report) == [("all_to_all", "op_between")] and "cumsum" in report.near_misses[0].reason.text
+
+
+@pytest.mark.usefixtures("two")
+def test_an_exchange_of_counts_is_a_near_miss() -> None:
+    """The experts' counts are exchanged next to their tokens."""
+    made = HandGraph()
+    counts = made.input(2, dtype=torch.int64)
+    report = made.output(made.wait(made.call(c10d.all_to_all_single.default, counts, [1, 1], [1, 1], made.group))).run()
+    assert report.sites == [] and misses(report) == [("all_to_all", "no_matmul")]
+
+
+def test_the_planner_estimates_both_ways() -> None:
+    """On a slow link the exchange is hidden; tokens that are too few are not cut."""
+    with fake_group(4), torch.no_grad():
+        many = report_of(_block(1024, 8), torch.randn(1, 512, 1024), schedule="auto", machine=SLOW)
+        torch._dynamo.reset()
+        few = report_of(_block(), torch.randn(1, 4, 32), schedule="auto", machine=SLOW)
+    assert _sites(many) == FORWARD
+    for site in many.sites:
+        estimate = site.decision.moving.estimate_us
+        # 3/4 of 512 x 256 numbers are sent.
+        assert site.decision.source == "analytic" and estimate["collective"] >= 0.75 * 512 * 1024 * 4 / 6.25e7 * 1e6
+        assert max(estimate["matmul"], 0.75 * 512 * 1024 * 4 / 62.5) <= estimate["ring"] < estimate["keep"]
+    assert {(s.decision.status, s.decision.reasons[0].code) for s in few.sites} == {("kept", "too_small")}
+
+
+def test_ranks_compare_the_order_in_which_elements_are_sent() -> None:
+    with fake_group(2), torch.no_grad():
+        report = report_of(_block(), torch.randn(2, 16, 32))
+    sent = "cut [1, 16] on dim 1 in order [2, 1, 0, 3] of [2, 16, 2, 16] in matmul_all_to_all"
+    received = "cut [2] in order [0, 2, 1, 3] of [2, 32, 4, 4] in all_to_all_matmul"
+    assert json.loads(report.exchange)["steps"] == [
+        *[f"g0: all_to_all float32 [1024] {sent} by ring/p2p (route=direct, sub_chunks=4)"] * 3,
+        f"g0: all_to_all float32 [1024] {received} by ring/p2p (route=direct, sub_chunks=2)",
+    ]

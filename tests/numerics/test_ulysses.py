@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ulysses attention block as diffusers writes it, unchanged, on gloo ranks: its sites are counted, and its output and
+gradients are compared with fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.report.publish import all_reports
+from tests.support.gloo_ranks import compile_anew
+from tests.support.gloo_ranks import run_ranks
+from tests.support.graph_text import waste
+from tests.support.ulysses import UlyssesAttention
+from tests.support.ulysses import whole
+
+SENT, RECEIVED = "matmul_all_to_all", "all_to_all_matmul"
+FORWARD = [SENT, SENT, SENT, RECEIVED]
+BACKWARD = [SENT, RECEIVED, RECEIVED, RECEIVED]
+
+
+def _run(
+    rank: int, world_size: int, batch: int, trained: bool, plain: bool, options: dict[str, Any]
+) -> tuple[list[list[str]], dict[str, float], list[str]]:
+    """``(patterns of each graph's overlapped sites, {what: relative error against fp64}, problems)``. The patterns of a
+    graph also hold the status of sites that are not overlapped, and the reasons of near misses."""
+    compile_anew()
+    torch.manual_seed(0)
+    hidden, own = 8 * world_size, 6
+    block = UlyssesAttention(hidden, 2 * world_size, dist.group.WORLD, plain=plain)
+    exact = UlyssesAttention(hidden, 2 * world_size, dist.group.WORLD).double()
+    exact.load_state_dict(block.state_dict())
+    tokens = torch.randn(batch, own * world_size, hidden)
+    weights = torch.randn_like(tokens)
+    mine = slice(rank * own, (rank + 1) * own)
+    x, y = tokens[:, mine].clone().requires_grad_(trained), tokens.double().requires_grad_(trained)
+    options = {"schedule": "ring", "sequence_parallel": "off", **options}
+    with torch.set_grad_enabled(trained):
+        found = torch.compile(block, backend="overlap_inductor", options=options)(x)
+        expected = whole(exact, y)
+    errors = {"output": _error(found, expected[:, mine])}
+    if trained:
+        (found * weights[:, mine]).sum().backward()
+        (expected * weights).sum().backward()
+        errors["input"] = _error(x.grad, y.grad[:, mine])
+        for (name, parameter), other in zip(block.named_parameters(), exact.parameters(), strict=True):
+            # Each rank has the gradient of its own tokens.
+            dist.all_reduce(parameter.grad)
+            errors[name] = _error(parameter.grad, other.grad)
+    reports = all_reports()
+    patterns = [
+        [s.facts.pattern if s.decision.status == "overlapped" else s.decision.status for s in r.sites]
+        + [m.reason.text for m in r.near_misses]
+        for r in reports
+    ]
+    problems = [text for r in reports for text in (*waste(r), *r.notices)]
+    return patterns, errors, problems
+
+
+def _error(found: Any, expected: Any) -> float:
+    return float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1))
+
+
+def _check(world_size: int, *arguments: Any, patterns: list[list[str]]) -> None:
+    for found, errors, problems in run_ranks(world_size, _run, *arguments, timeout=500):
+        assert found == patterns and problems == []
+        assert {what: error for what, error in errors.items() if error > 1e-5} == {}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_inference(world_size: int, batch: int) -> None:
+    """Catches a projection whose exchange is not hidden, and slices that are sent or multiplied in a wrong order."""
+    _check(world_size, batch, False, False, {}, patterns=[FORWARD])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_training(world_size: int) -> None:
+    """Catches a gradient that is wrong or is exchanged outside of a site."""
+    _check(world_size, 2, True, False, {}, patterns=[FORWARD, BACKWARD])
+
+
+@pytest.mark.parametrize("budget", [1, 100])
+def test_looping_ops(budget: int) -> None:
+    """Catches an op that computes something else than the unrolled steps. With a budget of 100 nodes, the wait of some
+    unrolled steps comes after a looping op of the same group."""
+    _check(2, 2, True, False, {"step_node_budget": budget}, patterns=[FORWARD, BACKWARD])
+
+
+def test_attention_of_plain_matmuls() -> None:
+    """Catches a projection that loses its exchange to a matmul of the attention."""
+    _check(2, 1, False, True, {}, patterns=[FORWARD])
+
+
+def _lengths(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    """``(graphs compiled, {sequence length: relative error})`` of one dynamic graph for several sequence lengths."""
+    compile_anew()
+    torch.manual_seed(0)
+    block = UlyssesAttention(16, 4, dist.group.WORLD)
+    exact = UlyssesAttention(16, 4, dist.group.WORLD).double()
+    exact.load_state_dict(block.state_dict())
+    compiled = torch.compile(block, backend="overlap_inductor", options={"schedule": "ring", **options})
+    errors = {}
+    with torch.no_grad():
+        for own in (5, 2, 9):
+            tokens = torch.randn(2, own * world_size, 16)
+            x = tokens[:, rank * own : (rank + 1) * own].contiguous()
+            torch._dynamo.mark_dynamic(x, 1)
+            expected = whole(exact, tokens.double())[:, rank * own : (rank + 1) * own]
+            errors[f"{own} tokens"] = _error(compiled(x), expected)
+    (report,) = all_reports()
+    assert [s.decision.status for s in report.sites] == ["overlapped"] * 4, report.sites
+    return len(all_reports()), errors
+
+
+@pytest.mark.parametrize("options", [{}, {"step_node_budget": 1}], ids=["unrolled", "looping"])
+def test_a_dynamic_sequence(options: dict[str, Any]) -> None:
+    """Catches sizes of slices that are those of the first call."""
+    for graphs, errors in run_ranks(2, _lengths, options, timeout=300):
+        assert graphs == 1 and {what: error for what, error in errors.items() if error > 1e-5} == {}
