@@ -7,8 +7,8 @@ import torch
 
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
-from tests.support.generated_code import lines_of
 from tests.support.fake_group import fake_group
+from tests.support.generated_code import lines_of
 from tests.support.hand_graph import HandGraph
 from tests.support.hand_graph import aten
 from tests.support.spellings import world
