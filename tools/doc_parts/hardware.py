@@ -32,8 +32,8 @@ def table() -> str:
     own = [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]
     # Several machines, or GPUs of other vendors: the schedules that need no kernels of this package.
     several = [s.name for s in SCHEDULES if s.name in _on_gpus("NVIDIA A100")]
-    lines.append(["other GPUs; several machines", _names(several), "not yet", "unknown: measure your own model"])
-    lines.append(["CPUs (gloo)", _names(own), "2 and 4 ranks over slow links", "for trying it out"])
+    lines.append(["other GPUs; several machines", _names(several), "not yet", "unknown: time your model with and without it"])
+    lines.append(["CPUs (gloo)", _names(own), "2 and 4 ranks over slow links", "gains over slow links only"])
     return "\n".join(
         [*header("hardware", "schedules that run", "measured", "what to expect"), *(line(*cells) for cells in lines)]
     )
@@ -56,4 +56,4 @@ def _measured(name: str) -> list[str]:
     counts = [str(count) for count in sorted(found)]
     if len(counts) > 1:
         return [f"{', '.join(counts[:-1])} and {counts[-1]} GPUs", "the picture above"]
-    return ["not yet", "kernels as on H200, other figures" if len(_on_gpus(name)) > 1 else UNKNOWN]
+    return ["not yet", "the same kernels as on H200; estimates may be wrong" if len(_on_gpus(name)) > 1 else UNKNOWN]
