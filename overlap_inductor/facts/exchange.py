@@ -132,7 +132,10 @@ def _one_difference(mine: ExchangePlan, other: ExchangePlan) -> str:
     if len(mine.steps) != len(other.steps):
         parts.append(f"{len(mine.steps)} transfers here and {len(other.steps)} there")
     if mine.steps == other.steps:
-        names = [k for k in sorted({*mine.inputs, *other.inputs}) if mine.inputs.get(k) != other.inputs.get(k)]
+        if mine.inputs.keys() != other.inputs.keys():
+            here, there = (", ".join(sorted(plan.inputs)) or "no inputs" for plan in (mine, other))
+            return f"{here} must be the same on all ranks here, and {there} there"
+        names = [k for k in sorted(mine.inputs) if mine.inputs[k] != other.inputs[k]]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return (
             f"{', '.join(names[:3])}{more} must be the same on all ranks, because the ranks divide the tokens, and has"

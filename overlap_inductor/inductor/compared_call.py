@@ -86,12 +86,17 @@ class ComparedCall:
         self.names = list(dict.fromkeys(name for r in reports for name in r.groups))
         self.on_accelerator = on_accelerator
         self.groups: list[dist.ProcessGroup] | None = None
-        same = [(*entry[:3], entry[3] and len(self.names) == 1) for r in reports for entry in r.same_inputs]
-        self.in_plan = [(index, name) for index, name, _, in_plan in same if in_plan]
+        same = [entry for r in reports for entry in r.same_inputs]
+        self.in_plan = [(i, name) for i, name, _, lasting in same if lasting and len(self.names) == 1]
         """Parameters and buffers whose digests are part of the plan: index among the inputs, and name. All ranks that
         compare the plan need the same, so the graph has one group."""
-        self.apart_from_plan = [(index, name, group) for index, name, group, in_plan in same if not in_plan]
+        self.apart_from_plan = [(i, name, group) for i, name, group, _ in same if (i, name) not in self.in_plan]
         """The other inputs that must be the same on all ranks of a group."""
+        self.parameters: dict[str, list[int]] = {}
+        """The parameters and buffers among ``apart_from_plan``: for each group, their indices among the inputs."""
+        for index, name, group, lasting in same:
+            if lasting and (index, name) not in self.in_plan:
+                self.parameters.setdefault(group, []).append(index)
         self.by_inputs: ByStorage[agreement.Comparison] = ByStorage()
         """The comparison for each set of ``in_plan`` inputs that the graph was called with."""
         self.by_digest: dict[str, agreement.Comparison] = {}
@@ -104,7 +109,8 @@ class ComparedCall:
 
     def __call__(self, inputs: list[Any]) -> Any:
         comparison = self._comparison(inputs)
-        if self.ready and comparison.count():
+        new = self._new_parameters(inputs)
+        if self.ready and not new and comparison.count():
             return self.overlapped(inputs)
         outcome = comparison.call()
         if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):
@@ -116,12 +122,14 @@ class ComparedCall:
                 "a group's backend is fake: kernels that reach into their peers' memory have none, and the graph runs"
                 " without overlap",
             )
-        if outcome.overlapped and (outcome.fresh or not self.ready):
+        if outcome.overlapped and (outcome.fresh or new or not self.ready):
             failure = "" if self.ready else self._prepare(inputs)
-            failure = failure or (self._inputs_differ(inputs) if outcome.fresh else "")
+            failure = failure or (self._inputs_differ(inputs) if outcome.fresh or new else "")
             # If this rank alone compiled an agreed plan again, the others are not here, and all slots exist.
-            outcome = comparison.also(failure) if outcome.fresh or failure else outcome
+            outcome = comparison.also(failure) if outcome.fresh or new or failure else outcome
             self.ready = self.ready or outcome.overlapped
+            for group, indices in self.parameters.items() if outcome.overlapped else ():
+                same_inputs.note_compared(group, [inputs[index] for index in indices])
         if outcome.overlapped:
             return self.overlapped(inputs)
         if outcome.difference:
@@ -146,6 +154,13 @@ class ComparedCall:
                 self.by_digest[plan.digest] = comparison
             self.by_inputs.put(tensors, comparison)
         return comparison
+
+    def _new_parameters(self, inputs: Sequence[Any]) -> bool:
+        """Whether parameters ``apart_from_plan`` were not yet compared in this process."""
+        return not all(
+            same_inputs.were_compared(group, [inputs[index] for index in indices])
+            for group, indices in self.parameters.items()
+        )
 
     def _prepare(self, inputs: Sequence[Any]) -> str:
         """Make the workspace that the graph's sites share with their peers, all ranks of a group together. Returns

@@ -60,7 +60,7 @@ def delay(
 
     Args:
         exposed: for each site's id, the estimated seconds of its exposed transfers.
-        kept: the collectives that are no sites.
+        kept: the collectives that are no sites, each with a wait of its own.
         flops_per_second: the rate of a matmul.
 
     Returns:

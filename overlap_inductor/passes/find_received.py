@@ -27,13 +27,21 @@ from overlap_inductor.sites.nodes import CollectiveNode
 def find_received(collective: CollectiveNode) -> tuple[ReceivedNodes | None, list[Reason]]:
     """``(site at an all-to-all or None, obstacles)``. If there is neither a site nor an obstacle, no matmul reads the
     result."""
+    try:
+        return _found(collective)
+    except LayoutError as error:
+        return None, [Reason("layout", str(error))]
+
+
+def _found(collective: CollectiveNode) -> tuple[ReceivedNodes | None, list[Reason]]:
     sent, given = layouts_of(collective)
+    # First the input, because views of it may split the atoms that the two layouts share.
+    source, layout = _behind_views(collective.input, sent)
     follower = Follower(collective, given)
     follower.run()
     consumers = consumers_of(follower)
     if not consumers:
         return None, follower.obstacles
-    source, layout = _behind_views(collective.input, sent)
     nodes = ReceivedNodes(
         collective, given, consumers, follower.through, source=source, source_layout=layout, given=given
     )

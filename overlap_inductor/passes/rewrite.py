@@ -235,7 +235,8 @@ class Rewriter:
                 c.node, c.wait, cost_model.collective_seconds(moved_by(c), machine_at(c, self.config))
             )
             for c in found
-            if c.ranks
+            # An op that waits itself leaves nothing between its start and its wait.
+            if c.world_size > 1 and c.wait is not c.node
         ]
 
     def _chain_kept_collectives(self) -> None:

@@ -332,7 +332,8 @@ def erase_unread(graph: fx.Graph) -> None:
     """
     for node, kind, _ in list(find_collectives(graph)):
         ours = node.meta.get(META, {}).get("status") == "rewritten"
-        if ours and kind == "all_gather" and not any(user.users for user in node.users):
+        unread = all(operators.is_wait(user) and not user.users for user in node.users)
+        if ours and kind == "all_gather" and unread:
             for user in list(node.users):
                 graph.erase_node(user)
             graph.erase_node(node)

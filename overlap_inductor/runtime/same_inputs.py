@@ -9,8 +9,9 @@ these inputs. There are two kinds:
   block that serves several layers has one set for each layer. A digest is taken once, when the process first sees the
   memory. So all later graphs of a model have the same digests, also after training steps.
 - *Arguments* of a call change from call to call. ``difference`` compares them in the call in which the ranks agree upon
-  a plan. It also compares the parameters of a graph with several groups: a parameter may be the same on all ranks of
-  one group only, and the plan is compared in all groups. ::
+  a plan. It also compares the parameters of a graph with several groups, once for each set of parameters
+  (``were_compared``). A parameter may be the same on all ranks of one group only, and the plan is compared in all
+  groups. ::
 
     rank 0                    rank 1                          rank 2
     writes digests            reads them; all are its own     reads them; "primals_7" is not its own
@@ -28,6 +29,7 @@ import json
 import threading
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,6 +86,22 @@ def difference(group: dist.ProcessGroup, inputs: Mapping[str, torch.Tensor]) -> 
 
 
 _LASTING: ByStorage[dict[tuple[Any, ...], str]] = ByStorage()
+_COMPARED: ByStorage[set[str]] = ByStorage()
+"""The names of the groups in which ``difference`` has compared a set of parameters."""
+
+
+def were_compared(group_name: str, parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether ``note_compared`` was called with these parameters and this group."""
+    return group_name in (_COMPARED.get(parameters) or ())
+
+
+def note_compared(group_name: str, parameters: Sequence[torch.Tensor]) -> None:
+    """Note that the ranks of the group have compared these parameters, and found them equal."""
+    with _LOCK:
+        names = _COMPARED.get(parameters)
+        if names is None:
+            _COMPARED.put(parameters, names := set())
+        names.add(group_name)
 
 
 def lasting_digest(tensor: torch.Tensor) -> str:

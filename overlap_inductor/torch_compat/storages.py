@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 
 class ByStorage(Generic[T]):
-    """A dictionary whose keys are sequences of tensors, compared by storage and address.
+    """A dictionary whose keys are sequences of tensors, compared by storage and offset. The address does not count:
+    FSDP2 frees a gathered parameter by resizing its storage, and its memory comes back elsewhere.
 
     An entry keeps none of the tensors' memory alive. It ends when one of its storages is freed: the next ``put`` drops
     it, and until then ``get`` cannot find it, because its weak references keep torch from using the identities again.
@@ -38,5 +39,5 @@ class ByStorage(Generic[T]):
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    # The storage's identity tells memory that was freed and used again. The address tells views of one storage.
-    return tuple([n for t in tensors for n in (t.untyped_storage()._cdata, t.data_ptr())])
+    # The offset tells views of one storage.
+    return tuple([n for t in tensors for n in (t.untyped_storage()._cdata, t.storage_offset())])

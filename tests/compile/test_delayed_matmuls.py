@@ -45,6 +45,19 @@ def test_a_gradient_runs_under_a_gather_that_is_no_site() -> None:
     assert "control_deps([after_default]" in lines[wait]
 
 
+def test_an_op_that_waits_itself_is_left_alone() -> None:
+    """DTensor's change of the sharded dim is one op. A matmul cannot run between its start and its end."""
+    with fake_group(2) as group:
+        made = HandGraph()
+        dw = made.mm(made.input(64, 8, name="dy"), made.input(*SMALL, name="features"))
+        y = made.mm(made.gather(made.input(8, 16)), made.input(16, 32, name="w"))
+        op = torch.ops._dtensor.shard_dim_alltoall.default
+        moved = made.call(op, made.input(512, 512, name="rows"), 0, 1, group.group_name)
+        report = made.output(y, made.call(aten.relu.default, moved), dw).run(sub_chunks=1)
+    assert not report.failures and [s.decision.status for s in report.sites] == ["overlapped"]
+    assert "shard_dim_alltoall" in report.after and "overlap_inductor.after.default" not in report.after
+
+
 def test_a_gradient_stays_where_it_does_not_help() -> None:
     """It is read by another op, or it takes much longer than the transfer."""
     for lines in (_lines(SMALL, read_elsewhere=True), _lines(LARGE)):

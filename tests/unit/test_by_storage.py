@@ -14,6 +14,11 @@ def test_a_value_is_found_by_memory() -> None:
     assert found.get([x]) is found.get([y, x]) is found.get([x, y[1:]]) is found.get([x, y.clone()]) is None
     x += 1
     assert found.get([x, y]) == "both"
+    place = x.data_ptr()
+    x.untyped_storage().resize_(0)
+    others = [torch.randn(4) for _ in range(100)]
+    x.untyped_storage().resize_(16)
+    assert others and x.data_ptr() != place and found.get([x, y]) == "both"
 
 
 def test_memory_that_is_used_again_is_not_taken_for_the_old_one() -> None:
