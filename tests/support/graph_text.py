@@ -31,7 +31,8 @@ def waste(report: OverlapReport) -> list[str]:
     ]
     kept = len(report.near_misses) + sum(s.decision.status != "overlapped" for s in report.sites)
     # Waits do not count, because a wait may belong to a collective that the forward graph started.
-    left = sum(bool(re.search(r"_c10d_functional\.(?!wait)|= control_deps\(", line)) for line in lines.values())
+    collective = re.compile(r"_c10d_functional\.(?!wait)|= control_deps\((?!.*subgraph_wait)")
+    left = sum(bool(collective.search(line)) for line in lines.values())
     # Two all-reduces that are added are one site. If such a site is kept, both all-reduces stay in the graph, so the
     # numbers can only be compared if all sites are overlapped.
     if all(s.decision.status == "overlapped" for s in report.sites) and left > kept:
