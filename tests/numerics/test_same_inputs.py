@@ -140,6 +140,31 @@ def test_each_layer_that_a_graph_serves_is_compared() -> None:
     assert [len(result["texts"]) for result in results] == [1, 0] and "other values" in results[0]["texts"][0], results
 
 
+def _two_groups(rank: int, world_size: int) -> dict[str, Any]:
+    compile_anew()
+    heard, other = Heard(), dist.new_group([0, 1])
+
+    def call(layer: Layer, x: torch.Tensor, residual: torch.Tensor) -> Any:
+        return *layer(x, residual), all_reduce(x.square(), "sum", other)
+
+    layers = [Layer(rank, number, differs) for number, differs in ((1, False), (2, False), (3, True))]
+    x, residual = _tensors(rank)
+    with torch.no_grad(), overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+        compiled = torch.compile(call, dynamic=False)
+        off = [_off(compiled(m, x, residual), call(m, x, residual)) for _ in range(2) for m in layers]
+    report = overlap_inductor.last_report()
+    assert report is not None and len(report.groups) == 2
+    assert "rewritten" in [s.status for s in report.stretches]
+    return {"off": max(off), "texts": heard.texts}
+
+
+def test_each_layer_is_compared_if_its_graph_has_several_groups() -> None:
+    """The digests are not part of the plan there, because the plan is compared in both groups."""
+    results = run_ranks(2, _two_groups)
+    assert all(result["off"] < 1e-4 for result in results), results
+    assert "are not those of the first rank" in results[0]["texts"][0], results
+
+
 def _second_graph(rank: int, world_size: int) -> list[float]:
     compile_anew()
     x, residual = _tensors(rank)
