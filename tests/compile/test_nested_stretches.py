@@ -39,8 +39,14 @@ def test_a_nested_compile_region_is_not_rewritten(trains: bool) -> None:
     overlapped all the same."""
     region = torch.compiler.nested_compile_region(_layer)
 
-    # One call, because torch 2.11 cannot trace a second one that has an autograd function inside.
-    found = [s for r in _reports(lambda x, *weights: region(x * 2, *weights), trains) for s in r.stretches]
+    # Two calls, because torch 2.13 inlines a region that is called once.
+    def twice(x: torch.Tensor, *weights: torch.Tensor) -> Any:
+        x, residual = region(x * 2, *weights)
+        return region(x, weights[0], residual, *weights[2:])
+
+    if trains and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 cannot trace the second call of a region that holds an autograd function")
+    found = [s for r in _reports(twice, trains) for s in r.stretches]
     assert found and all(s.status == "refused" for s in found)
     (reason,) = found[0].reasons
     assert reason.code == "backend_not_supported" and "nested compile region" in reason.text
