@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import fx
 
-_WRAPPERS = re.compile(r"^(L\['self'\]|L__self__|self)\.?|\._orig_mod|_orig_mod\.?|_checkpoint_wrapped_module\.?")
+# Dynamo names a module by where the compiled function finds it: `self`, or `args[0]` where a decorator wraps `forward`.
+_ROOT = r"^(L\['self'\]|L\['args'\]\[0\]|L__self__|self)\.?"
+_WRAPPERS = re.compile(_ROOT + r"|\._orig_mod|_orig_mod\.?|_checkpoint_wrapped_module\.?")
 
 
 def _clean(path: str) -> str:

@@ -27,7 +27,7 @@ CASES = {
     "olmo2": Case("olmo2, one layer", 9, 13),
     "gemma2": Case("gemma2, one layer", 3, 5, (2, 6), trains=False),
     "phi3": Case("phi3, one layer", 3, 5, trains=False),
-    "gpt_neox": Case("gpt_neox, one layer", 5, 6),
+    "gpt_neox": Case("gpt_neox, one layer", 6, 8),
 }
 
 
