@@ -33,8 +33,15 @@ def table() -> str:
     # Several machines, or GPUs of other vendors: the schedules that need no kernels of this package.
     several = [s.name for s in SCHEDULES if s.name in _on_gpus("NVIDIA A100")]
     compare = "unknown: time your model with it and without"
-    lines.append(["other GPUs; several machines", _names(several), "not yet", compare])
-    lines.append(["CPUs (gloo)", _names(own), "2 and 4 ranks over slow links", "gains over slow links only"])
+    lines.append(["other GPUs, and GPUs of several machines", _names(several), "not yet", compare])
+    lines.append(
+        [
+            "CPUs (gloo), one machine or several",
+            _names(own),
+            "2 and 4 ranks over slow links",
+            "gains over slow links only",
+        ]
+    )
     return "\n".join(
         [*header("hardware", "schedules that run", "measured", "what to expect"), *(line(*cells) for cells in lines)]
     )
