@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from overlap_inductor.facts.machine import Machine
 
 MARGIN = 1.05
-"""A schedule is chosen only if it is estimated to be more than this many times as fast as ``keep``."""
+"""With ``OVERLAP_INDUCTOR_SCHEDULE=auto``, a schedule is chosen only if it is estimated to be more than this many times
+as fast as ``keep``."""
 MARGIN_UNMEASURED = 1.25
-"""``MARGIN`` for groups with more ranks than any that was measured."""
+"""``MARGIN`` of ``chunked``, ``fused`` and ``wave_groups`` for groups with more ranks than any on which the schedule
+was measured."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class SiteSizes:
         bytes_sent: bytes that a rank sends in each leg.
         itemsize: bytes of an element of the matmuls' left operand.
         legs: number of exchanges: 2 for an all-reduce (a reduce-scatter and an all-gather), else 1.
-        tiles: number of output tiles of 128 x 256 elements: of all its matmuls together, or of the largest one if their
-            results are added.
+        tiles: number of output tiles of 128 x 256 elements: of all its matmuls together, or of the largest one if they
+            run one after the other (``SiteNodes.is_sum``).
         gathers: whether the collective is an all-gather.
         replays: whether its launches are replayed as one (``runtime.replay``).
         handed_out: bytes of the gathered tensor if nodes other than the site's matmuls read it, else 0. For these nodes
@@ -55,7 +57,8 @@ def collective_seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def kind_of(sizes: SiteSizes, matmul: float, wire: float) -> int:
-    """0: gather; 1: scatter; 2: all-reduce; 3: all-reduce for which ``wire > matmul`` (both in seconds)."""
+    """0: all-gather; 1: reduce-scatter or all-to-all; 2: all-reduce; 3: all-reduce for which ``wire > matmul`` (both in
+    seconds)."""
     return 0 if sizes.gathers else sizes.legs + (sizes.legs > 1 and wire > matmul)
 
 

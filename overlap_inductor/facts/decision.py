@@ -31,7 +31,8 @@ class PlanPiece:
         parameters: parameters of the schedule (``sub_chunks``, ``route``, ``unrolled``...).
         estimate_us: estimated microseconds of every schedule that was compared, of ``keep``, and of the two parts of
             ``keep``: ``matmul`` and ``collective``.
-        overlaps: whether the transfer runs at the same time as the matmul; else it runs after the matmul.
+        overlaps: whether the transfer runs at the same time as the matmul; else it runs after the matmul, in the
+            schedule's own kernel (``small_message``).
     """
 
     schedule: str

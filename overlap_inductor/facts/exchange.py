@@ -2,8 +2,8 @@
 """``ExchangePlan`` describes what a rank exchanges in one graph, as text that ranks can compare. Plain data.
 
 Ranks must agree on what moves between them: the order, the sizes and dtypes, the schedules and transports. The plan
-leaves out what a rank computes for itself: the contracted size, a bias, an epilogue, the kind of matmul, its own
-padding.
+leaves out what a rank computes for itself: the contracted size, a bias, the epilogue of a fused kernel, the kind of
+matmul, its own padding.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ class ExchangePlan:
         version: version of overlap_inductor.
         mode: the switch (``off``, ``report``, ``on``, ``strict``). The digest holds only whether it is ``off``, so
             ``on`` and ``strict`` agree.
-        steps: one line for each transfer of any group, in the order in which transfers are issued. A kept collective
-            has a line, too.
+        steps: one line for each collective that all ranks of a group call, overlapped or kept, in the order in which
+            they are issued. If a site merges all-reduces, each of them has a line. Last comes one line for each rewrite
+            that divides tokens among the ranks. Sends, receives, and ops of namespaces ``c10d`` and ``c10d_functional``
+            have none.
         overlaps: whether the pass changed the graph: a line is an overlapped transfer, or the graph was rewritten to
             divide tokens among the ranks.
         config: the switches. ``difference`` names those that differ as a likely cause. Not in the digest.
@@ -49,14 +51,16 @@ class ExchangePlan:
 
     @cached_property
     def digest(self) -> str:
-        """The first 16 hex digits of a SHA-256. Ranks whose exchanges match have the same digest."""
+        """The first 16 hex digits of a SHA-256 of version, steps, inputs, and whether ``mode`` is ``off``. Ranks may
+        exchange data only if their digests are equal."""
         inputs = [sorted(self.inputs.items())] if self.inputs else []
         text = json.dumps([self.version, list(self.steps), "off" if self.mode == "off" else "on", *inputs])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
     def collectives(self) -> tuple[str, ...]:
-        """The collectives of the steps, overlapped or kept, sorted: ``("g0: all_gather", ...)``."""
+        """Group and kind of each step, sorted: ``("g0: all_gather", ...)``. A step about divided tokens gives
+        ``"g0: tokens"``."""
         return tuple(sorted(" ".join(step.split(" ")[:2]).split("(")[0] for step in self.steps))
 
     def count_in(self, group: str) -> int:
@@ -103,7 +107,8 @@ class ExchangePlan:
 
     @classmethod
     def joined(cls, plans: list[ExchangePlan]) -> ExchangePlan:
-        """One plan for a graph and its subgraphs. Version, mode and config are those of the first plan."""
+        """One plan for a graph and its subgraphs. Version, mode and config are those of the first plan. If there are
+        several plans, ``inputs`` is empty."""
         if len(plans) == 1:
             return plans[0]
         first = plans[0]

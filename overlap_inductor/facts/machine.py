@@ -2,8 +2,8 @@
 """``Machine`` holds the rates and fixed costs of a device type, from which the time of a schedule is estimated.
 
 The values ship with the package, or the user states them (``facts.machine_file``); nothing is measured at run time.
-Which shipped values are used depends only on facts that all ranks of a group share. So every rank decides alike, if the
-user states the same values on all ranks.
+Which shipped values are used depends only on facts that all ranks of a group share. So every rank plans with the same
+values, if the user states the same ones on all ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Machine:
             fraction of the FLOP/s of the whole matmul alone.
         least_tiles: fewest output tiles of 128 x 256 elements for which a schedule that cuts the matmul inside one op
             pays. ``chunked`` may go lower if its launches are replayed.
-        memory_bytes: B/s that a kernel reads and writes, reads and writes added up (summing partial results on one
-            H100: 2.72e12).
+        memory_bytes: B/s of a kernel that is limited by memory, with the bytes that it reads and those that it writes
+            added up. A kernel that sums partial results reached 2.72e12 on one H100.
     """
 
     name: str
@@ -55,8 +55,8 @@ _MACHINES = {
 
 @dataclass(frozen=True)
 class Box:
-    """A machine of several GPUs for which ``overlap-inductor explain --machine`` can plan. ``BOXES`` has one entry for
-    each machine on which the figures were measured.
+    """A machine of several GPUs for which ``overlap-inductor explain --machine`` can plan. ``BOXES`` holds
+    the machines on which the constants of the schedules' cost models were measured.
 
     Attributes:
         name: the value of ``--machine``.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SCHEDULES``, ``TRANSPORTS`` and ``PATTERNS`` hold the names that switches accept.
+"""``SCHEDULES``, ``TRANSPORTS`` and ``PATTERNS`` hold the names that switches accept, besides ``auto`` and ``keep``.
 
 The configuration checks switches against these names. It cannot import a registry, because registries import the
 configuration. So each registry adds the names of its entries here, and the configuration reads them here. This module

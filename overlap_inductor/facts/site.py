@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``SiteFacts`` describes a site in values that can be written as JSON. It holds no FX nodes.
 
-Every rank computes the values in the same way. Sizes are those of the rank's own matmul: an ``int``, or the text of an
+Sizes are those of the rank's own matmul: an ``int``, or the text of an
 expression in the graph's symbols (``"2*s0"``).
 """
 
@@ -19,13 +19,16 @@ class Collective:
     """A collective of the graph.
 
     Attributes:
-        kind: all_gather, reduce_scatter, all_reduce or all_to_all; for another collective, its operator's name.
+        kind: all_gather, reduce_scatter, all_reduce or all_to_all; ``fused`` for an op of Inductor's async TP; for
+            another collective, its operator's name without ``_``, ``_coalesced`` or ``_out`` at the end.
         ranks: global ranks of the group; empty if this process does not know the group.
         dtype: dtype of the result, without ``torch.``.
         mesh_dim: name of the mesh dim that a ``DeviceMesh`` gave the group, or ``None``.
-        dim: the dim that is gathered, of the tensor before it was flattened for the matmul; or the dim of the matmul's
-            result that is scattered; or ``None``.
-        role: role of that dim in the first matmul (M, N, K or B), or ``None``.
+        dim: after an all-gather, the dim that is gathered, of the tensor before it was flattened for the matmul; before
+            a reduce-scatter or an all-to-all, the dim of the matmul's result that is scattered; after an all-to-all,
+            the dim of its result that holds the ranks; else ``None``.
+        role: role in the first matmul (M, N, K or B) of the dim that is cut, or ``None``. An all-gather of an output
+            has a role and no ``dim``.
         reduce_op: ``sum``, ``avg``, ...; ``None`` if the collective does not reduce.
         bytes: bytes of the full tensor (after a gather, before a scatter), an int or an expression.
     """

@@ -24,11 +24,11 @@ the joint graph into the forward and the backward graph, where the overlap pass 
 
 @dataclass(frozen=True)
 class StretchFacts:
-    """A stretch of one joint graph, the same on every rank.
+    """A stretch of one joint graph or inference graph, the same on every rank.
 
     Attributes:
-        id: the same on every rank and in every run. A site at one of the stretch's collectives names it as
-            ``derived_from``.
+        id: the same on every rank and in every run. If the stretch is rewritten, a site at one of its collectives names
+            it as ``derived_from``.
         module: path of the module of the first all-reduce.
         ranks: global ranks of the group.
         tokens: number of tokens that the ranks divide, an int or an expression.
@@ -41,12 +41,15 @@ class StretchFacts:
         nodes: number of nodes that run on rows.
         status: ``rewritten`` | ``kept`` | ``refused``.
         source: ``analytic`` | ``forced``.
-        estimate_us: microseconds of the matmuls beside the collectives, the exposed parts of the collectives and the
-            token-wise work together: ``keep`` as written, and ``rewritten``; empty if they were not estimated.
+        estimate_us: estimated microseconds as written (``keep``) and as ``rewritten``. Each is the sum of the matmuls
+            beside the collectives, the exposed parts of the collectives, and the token-wise work. Empty if they were
+            not estimated.
         reasons: why the stretch is not rewritten.
-        program: the first 16 hex digits of a hash of the operators and numbers of all nodes that run on rows, and of
-            those that compute what they read. Ranks compare it, because such a number may differ between ranks.
-        gathered_for: for each op that needs all rows, how many gathers it needs: ``{"aten.mm.default": 5}``.
+        program: the first 16 hex digits of a hash of the operators and numbers of all nodes that run on rows or reduce
+            them, and of those that compute what they read. Ranks compare it, because such a number may differ between
+            ranks.
+        gathered_for: for each op that needs all rows, how often a node of this op reads a tensor that is held as rows:
+            ``{"aten.mm.default": 5}``. Several of them may share one gather.
     """
 
     id: str
