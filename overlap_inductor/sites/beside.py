@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give the reason why a collective leads to no site, if the finders gave none.
 
-The reason names the nearest matmul if it is of a kind that cannot be cut: a grouped matmul, ``mv``, or a product with a
-vector that Inductor wrote as ``mul`` and ``sum``. Otherwise it names the first op between collective and matmul that
-cannot be computed in pieces. "No matmul is next to the collective" means that the search found none before or after it.
+The reason names the nearest matmul if it is of a kind that cannot be cut: a grouped matmul, a convolution, ``mv``, a
+product with a vector that Inductor wrote as ``mul`` and ``sum``, or another kind that ``matmuls.parse`` does not know.
+Otherwise it names the first op between collective and matmul that cannot be computed in pieces. If there is no such op,
+it names the matmul, which has no cut that matches the shards. "No matmul is next to the collective" means that the
+search found none within ``STEPS`` nodes before or after it.
 """
 
 from __future__ import annotations
@@ -127,7 +129,7 @@ def _nearest(start: fx.Node, forward: bool) -> _Way | None:
     elements, or ``None``. ``moved``: the first slice or ``cat`` on the path, or ``None``.
 
     A path passes through no other collective. A grouped matmul is preferred to nearer ones. Of several paths to the
-    matmul, one without ``computed`` is preferred.
+    matmul, one with ``computed`` is preferred, then one with ``moved``, because the reason names such a node.
     """
     frontier: list[_Way] = [(start, None, None)]
     seen, found = {(start, True)}, []

@@ -57,7 +57,8 @@ class Epilogue:
         nodes: the pointwise nodes and the views among them, in graph order.
         outputs: the nodes and matmuls that nodes outside read.
         externals: the rows and scalars that ``nodes`` also read.
-        base: the matmuls.
+        base: the matmuls after which ``nodes`` come: those of the site that are ``mm`` or ``addmm``, gathered along
+            their rows, and cut alike. Empty if ``nodes`` is.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)

@@ -46,9 +46,9 @@ class Atom:
     Attributes:
         size: number of indices.
         rank: whether this is the rank atom.
-        total: only for a rank atom: the number of indices of the rank atom and the next atom together, if it is not
-            known to be the product of their sizes; else ``None``. There are two cases. Symbols may not show that the
-            world size divides it (``D`` instead of ``R * (D // R)``), or the last shards are short or empty
+        total: only for a rank atom: the number of indices of the rank atom and the next atom together. ``None`` if it
+            is the product of their sizes. It is set in two cases. The number is symbolic, and its symbols may not show
+            that the world size divides it (``D`` instead of ``R * (D // R)``). Or the last shards are short or empty
             (``Layout.cut_short``).
         chunk: only for a rank atom whose last shards are short: the atom of a full shard's rows.
         children: the atoms into which a reshape split this atom, or ``()``.

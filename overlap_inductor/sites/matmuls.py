@@ -133,14 +133,15 @@ def parse(node: fx.Node) -> MatmulNode | None:
 
 def folded(matmul: MatmulNode) -> list[fx.Node]:
     """The matmuls whose sum is the bias of ``matmul``: Inductor writes ``x @ a + y @ b`` as ``addmm(x @ a, y, b)``.
-    Empty if the bias is anything else, or if another node reads one of the matmuls or a partial sum of them."""
+    Empty if the bias is anything else, if another node reads one of the matmuls or a partial sum of them, or if one of
+    the matmuls cannot be cut."""
     bias = matmul.bias
     return (bias is not None and matmul.kind == "addmm" and _summed(bias, matmul.node)) or []
 
 
 def _summed(node: fx.Node, user: fx.Node) -> list[fx.Node] | None:
-    """The plain matmuls (``mm``, ``addmm``) of which ``node`` is the sum, or ``None``. ``user`` must be the only reader
-    of ``node``, read it once and have the same shape."""
+    """The plain matmuls (``mm``, ``addmm``) of which ``node`` is the sum, or ``None``. Each of them
+    can be cut. ``user`` must be the only reader of ``node``, read it once and have the same shape."""
     if set(node.users) != {user} or user.args.count(node) != 1 or not tools.is_tensor(node):
         return None
     if not tools.same_shape(node, user):
@@ -178,7 +179,7 @@ def emit(
     Args:
         slicers: ``slicers[role](tensor, dim)`` cuts dim ``dim`` of a bias, or of a scale for each row or column, like
             the operands. Roles that are not sliced have no entry.
-        with_bias: whether to add the bias.
+        with_bias: whether to add the bias of an ``addmm`` or ``baddbmm``. A ``scaled_mm`` always keeps its bias.
         bias_slice: the bias, if it has been cut already.
     """
 

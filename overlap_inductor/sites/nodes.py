@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a site: its collectives, its matmuls and ``SiteNodes``, the interface of every kind of site.
 
-``sites.gather_nodes`` and ``sites.reduce_nodes`` implement ``SiteNodes``. ``facts.site.SiteFacts`` holds what a report
-says about a site.
+``sites.gather_nodes``, ``sites.reduce_nodes`` and ``sites.exchange_nodes`` implement ``SiteNodes``.
+``facts.site.SiteFacts`` holds what a report says about a site.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ from overlap_inductor.sites.placement import Placement
 
 @dataclass(frozen=True)
 class CollectiveNode:
-    """A functional collective and its wait. ``node.args[0]`` is the input. ``wait`` is the result; if the program waits
-    several times in a row, it is the last wait, and ``node`` itself if the op waits. ``ranks``: global ranks of the
-    group."""
+    """A functional collective and its wait. ``node.args[0]`` is the input.
+
+    Attributes:
+        wait: the node that holds the result: the wait, or the last one if the program waits several times in a row. It
+            is ``node`` itself if the op returns a finished result, which needs no wait.
+        ranks: global ranks of the group.
+    """
 
     node: fx.Node
     wait: fx.Node
@@ -73,7 +77,8 @@ class SiteNodes(ABC):
     @property
     @abstractmethod
     def collectives(self) -> list[CollectiveNode]:
-        """The collectives that the site replaces, in graph order. The first one gives the site's place and group."""
+        """The collectives that the site replaces. The one that comes first in the graph is the first here, and gives
+        the site its group and its id."""
 
     @property
     @abstractmethod
@@ -83,7 +88,8 @@ class SiteNodes(ABC):
     @property
     @abstractmethod
     def sharded_dims(self) -> list[ShardedDim]:
-        """For each matmul, the dim that is cut by rank: a dim of its gathered operand, or of its result."""
+        """For each matmul, the dim that is cut by rank: a dim of its gathered operand, or of its result, or of the
+        layout of a region (``ReduceNodes.region``)."""
 
     @property
     @abstractmethod
@@ -102,7 +108,8 @@ class SiteNodes(ABC):
     @property
     @abstractmethod
     def is_sum(self) -> bool:
-        """Whether the matmuls' results are added to each other, so that the matmuls run one after the other."""
+        """Whether the collective moves one tensor that all matmuls compute together, as a sum or joined by ``cat``. The
+        matmuls then run one after the other."""
 
     @abstractmethod
     def hands_out_gathered(self) -> bool:
@@ -111,8 +118,8 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def others(self) -> list[fx.Node]:
-        """The nodes that the site computes, moves or erases in the current graph, other than its matmuls and
-        collectives."""
+        """The nodes that the site computes, moves or erases in the current graph, other than its collectives. The list
+        may also hold its matmuls, and tensors that its pieces read."""
 
     @abstractmethod
     def places(self) -> list[Placement]:
@@ -121,8 +128,8 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def read_in_place(self) -> bool:
-        """Whether nodes outside the site read a node between the collective and the matmuls. The steps are then written
-        before all nodes that move with the site."""
+        """Whether nodes outside the site read a node between the collective and the matmuls. If nodes of the site move
+        down, the steps are then written before them."""
 
     @abstractmethod
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
@@ -140,7 +147,8 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def order_sent(self) -> tuple[Layout, Layout] | None:
-        """``(layout in which pieces are computed, layout in which they are sent)``; ``None`` if they cannot differ."""
+        """``(layout of the site's pieces, layout of the tensor that the collective sends or receives as written)``;
+        ``None`` if they cannot differ."""
 
     @abstractmethod
     def computed_ahead(self) -> list[str]:

@@ -62,7 +62,7 @@ def may_be_a_piece(node: fx.Node) -> bool:
 
 
 def behind_copies(node: Any) -> Any:
-    """``node``, or if it is a copy or a bitcast, the tensor that it is a copy or a bitcast of, through all of them."""
+    """The tensor from which ``node`` is made by copies and bitcasts alone; ``node`` itself if it is neither."""
     while isinstance(node, fx.Node) and (tools.is_bitcast(node) or node.target in tools.SAME):
         node = node.args[0]
     return node

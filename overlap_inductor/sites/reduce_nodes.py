@@ -22,15 +22,15 @@ from overlap_inductor.sites.placement import Placement
 
 @dataclass(frozen=True)
 class Region:
-    """Sums and ``cat`` between matmuls and collective (``passes.find_region``). Pieces keep the dims of the matmuls,
-    and all dims here are numbered as in the matmuls' results.
+    """Reductions over a dim (sum, mean, max, min) and ``cat`` between matmuls and collective (``passes.find_region``).
+    Pieces keep the dims of the matmuls, and all dims here are numbered as in the matmuls' results.
 
     Attributes:
-        reduced: for each sum, the dims that it sums over.
+        reduced: for each reduction, the dims that it reduces.
         joined: for each ``cat``, the dim along which it joins.
         places: layouts, over these dims, of the tensors that are read from elsewhere.
         cut: the dim that is cut.
-        layout: layout of the collective's input, over the dims that are not summed over.
+        layout: layout of the collective's input, over the dims that are not reduced.
     """
 
     reduced: dict[fx.Node, list[int]]
@@ -43,7 +43,7 @@ class Region:
 @dataclass(frozen=True)
 class Padding:
     """``node`` appends zeros to a rank's output before the output is gathered, because other ranks' outputs are larger.
-    ``columns``: how many columns it appends to the matmul's. If this is 0, it appends rows, which
+    ``columns``: how many columns it appends to the matmul's output. If this is 0, it appends rows, which
     ``ReduceNodes.sharded`` counts as missing."""
 
     node: fx.Node
@@ -68,7 +68,7 @@ class ReduceNodes(SiteNodes):
         sharded: the dim that is cut, of the matmuls' output or of ``region.layout``.
         role: the role (M, N or B) of that dim in the matmuls' output.
         unfolded: biases that are sums of other matmuls of the site (``matmuls.folded``).
-        region: set if there are sums over a dim or ``cat`` between matmuls and collective, else ``None``.
+        region: set if there are reductions over a dim or ``cat`` between matmuls and collective, else ``None``.
         padding: set if zeros are appended to the output before it is gathered, else ``None``.
     """
 
@@ -86,7 +86,7 @@ class ReduceNodes(SiteNodes):
 
     @property
     def computed(self) -> list[fx.Node]:
-        """The node that the region computes for each collective: its input, or the input before padding."""
+        """The node that the site computes for each collective: its input, or the input before padding."""
         return [self.padding.source] if self.padding is not None else [c.input for c in self.collectives]
 
     def bias_of(self, matmul: MatmulNode) -> fx.Node | None:
@@ -172,7 +172,7 @@ class ReduceNodes(SiteNodes):
         for old, new in replaced.items():
             if old in self.layouts:
                 self.layouts[new] = self.layouts[old]
-                # Another site's kernel may now compute a node of the region as its epilogue. The region then reads that
+                # Another site's kernel may now compute a node of this site as its epilogue. This site then reads that
                 # node like any tensor that it does not compute.
                 if new not in self.externals and old not in {m.node for m in self.leaves}:
                     self.externals.append(new)
@@ -182,7 +182,7 @@ class ReduceNodes(SiteNodes):
 
     def cut(self) -> tuple[list[Size], str]:
         """For a gathered output: the number of rows including padding, because a rank may compute fewer rows than it
-        sends. For a reduction: the sizes ``outer`` and ``chunk`` of the dim that is cut (``ShardedDim``)."""
+        sends. Else the sizes ``outer`` and ``chunk`` of the dim that is cut (``ShardedDim``)."""
         if self.ends[0].kind == "all_gather":
             return self.padded_shape[:1], ""
         return [self.sharded.outer, self.sharded.chunk], f" on dim {self.sharded.dim}"

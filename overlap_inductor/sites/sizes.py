@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute a site's sizes for the cost model, at the example's token count or at a multiple of it.
 
-Ranks of a group must decide alike, but their shards may differ in size. For example, one rank holds 3670 columns of a
-weight with 11008 and another 3668. The sizes of what moves are equal on all ranks. For a matmul's dims that do not
-move, a rank knows only its own size. That size is rounded to five significant bits, so sizes that differ by less than
-the number of ranks usually round to the same value (3670 and 3668 to 3712). If they round to different values, ranks
-may choose different schedules. Their plans then do not agree, and all of them run the plain program.
+Ranks of a group must decide alike, but their shards may differ in size. For example, if a weight has 11008 columns, one
+rank of three holds 3670 of them and another rank holds 3668. The sizes of what moves are equal on all ranks. For a
+matmul's dims that do not move, a rank knows only its own size. That size is rounded to five significant bits, so sizes
+that differ by less than the number of ranks usually round to the same value (3670 and 3668 to 3712). If they round to
+different values, ranks may choose different schedules. Their plans then do not agree, and all of them run the plain
+program.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
 
 
 def moved_by(collective: CollectiveNode) -> cost_model.SiteSizes:
-    """The bytes and legs of a collective without a matmul."""
+    """The sizes of the collective alone: its bytes and legs, with FLOPs and tiles 0."""
     local, world_size = _local_bytes(collective), collective.world_size
     gathers = collective.kind == "all_gather"
     sent = local * (world_size - 1) * (1.0 if gathers else 1.0 / max(world_size, 1))
@@ -125,7 +126,8 @@ def machine_at(collective: CollectiveNode, config: OverlapConfig) -> Machine:
 
 def machine_between(ranks: tuple[int, ...], device: torch.device, config: OverlapConfig) -> Machine:
     """The rates and fixed costs of a group of these global ranks: those of the machine that ``target.planning_for``
-    names, or else those of the device on which its collectives run. The facts of ``config.machine`` replace them."""
+    names, or else those of the device type, or of GPUs without peer access if these ranks' GPUs have none. Facts that
+    ``config.machine`` states replace them one by one."""
     if (box := target()) is not None:
         return told(box.machine, config.machine)
     return told(machine_for(WITHOUT_PEERS if symmetric.without_peers(ranks, device) else device.type), config.machine)

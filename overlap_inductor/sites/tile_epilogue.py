@@ -111,8 +111,8 @@ def find_tail(
 
 @dataclass
 class _Region:
-    """All nodes after ``result`` that could be computed on a tile, in graph order. Other tensors that they read come
-    before ``collective``."""
+    """The first nodes after ``result`` that could be computed on a tile, at most ``MOST_NODES``, in graph order. Other
+    tensors that they read come before ``collective``."""
 
     result: fx.Node
     collective: fx.Node
