@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the ``ExchangePlan`` of a graph: one line for each transfer, equal on all ranks that move the same bytes in the
-same way.
+"""Write the ``ExchangePlan`` of a graph: one line for each collective that all ranks of a group call. The plan is equal
+on all ranks that move the same bytes in the same way.
 
 A line names the group, the collective and the dtype. For an overlapped site it also names the shape, pattern, schedule,
-transport, and the parameters that both ends must share::
+transport, and the parameters that all ranks must share::
 
     g0: all_gather bfloat16 [2048, 8192] in all_gather_matmul by ring/p2p (route=ring, sub_chunks=4)
     g0: all_reduce bfloat16 kept
 
-Sizes are those of the collective, which are equal on all ranks. Symbols are named in order of appearance (``d0``),
+Sizes are those of what moves, which are equal on all ranks. Symbols are named in order of appearance (``d0``),
 because ranks may have named the same size differently. Groups are named the same way (``g0``), because ranks of one
 mesh are in different groups of the same kind.
 """
@@ -118,8 +118,8 @@ def _terms(site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
 
 
 def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
-    """In which order the matmul's result holds the elements of the collective's input: ``(place in the input, size)``
-    for each run of atoms that follow each other in both. Empty if both have the same order."""
+    """In which order ``leaf`` holds the elements of ``sent`` (``SiteNodes.order_sent``): ``(place in sent, size)`` for
+    each run of atoms that follow each other in both. Empty if both have the same order."""
     places = {_key(atom): i for i, atom in enumerate(sent.flat())}
     runs: list[tuple[int, list[Atom]]] = []
     newest = None

@@ -40,8 +40,8 @@ overlap = torch.ops.overlap_inductor
 SITE = "overlap_site"
 """Metadata of a step: the id of its site."""
 LEAST = 0.1
-"""A matmul is moved only if this part of it is needed to hide the transfer. A matmul that runs late keeps its operands
-in memory."""
+"""A matmul is moved only if the exposed rest of the transfer takes longer than this fraction of the matmul's time. A
+matmul that runs late keeps its operands in memory."""
 
 
 @dataclass(frozen=True)

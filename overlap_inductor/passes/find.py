@@ -6,7 +6,7 @@ collective of that kind. The graph does not change::
 
     for each collective in graph order:
         for each pattern of its kind: Match -> a site; Miss -> its reasons
-        no site -> a near miss with the first reason
+        no site -> a near miss with the first reason; if the patterns gave none, with that of ``sites.beside``
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class SiteFinder:
         }
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of all sites of early patterns, and of the sites found so far. Sites of early patterns count even
-        if they come later in the graph: a sum of all-reduces is found at its first all-reduce, but may also read
-        matmuls that come later."""
+        """The matmuls of all sites of early patterns, and of the sites found so far, without those of ``idle``
+        collectives. Sites of early patterns count even if they come later in the graph: a sum of all-reduces is found
+        at its first all-reduce, but may also read matmuls that come later."""
         early = [(node, m.nodes) for (_, node), m in self._early.items() if isinstance(m, Match)]
         found = [(s.collectives[0].node, s.nodes) for s in self.sites]
         return {m.node for node, nodes in early + found if node.name not in self.idle for m in nodes.matmuls}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find ``all-gather -> matmul``: follow the gathered tensor forward to every matmul that it is an operand of.
 
-The finder does not change the graph. It returns one site with all these matmuls (the consumers), which the rewrite
-replaces together. R is the number of ranks::
+The finder does not change the graph. It returns one site with all of these matmuls that can be cut (the consumers).
+The rewrite replaces them together. R is the number of ranks::
 
     wait = wait_tensor(all_gather(x [s, h]))        # [R s, h]
     view = reshape(wait)                            # views, row-wise and pointwise ops may come in between
@@ -34,8 +34,8 @@ aten = tools.aten
 
 
 def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Reason]]:
-    """``(site at an all-gather or None, obstacles)``. If there is neither a site nor an obstacle, no matmul reads the
-    gathered tensor."""
+    """``(site at an all-gather or None, obstacles)``. If there is neither a site nor an obstacle, the walk reached no
+    matmul."""
     follower = Follower(collective, Layout.gathered(tools.shape(collective.input), collective.world_size))
     follower.run()
     consumers = consumers_of(follower)
@@ -48,7 +48,8 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
 
 def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
     """Whether this is FSDP's gather of a weight: a parameter, possibly cast, viewed or padded, is gathered and used as
-    the right-hand operand. If it is unknown which graph inputs are parameters, every input counts as one."""
+    the right-hand operand. If it is unknown which graph inputs are parameters, every input but a tangent counts as one.
+    """
     source = nodes.collective.input
     while (
         source.op == "call_function"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find ``all-to-all -> matmul``: follow the result forward to its matmuls, and the input backward through its views.
 
-The site sends slices in the order in which the first matmul reads them. So the permuted copies before and after the
-all-to-all become one copy before it, or none::
+The site sends the elements of each rank's slice in the order in which the first matmul reads them. So the permuted
+copies before and after the all-to-all become one copy before it, or none. If a row-wise op lies between, or if the
+matmul reads other elements, the all-to-all's own order is kept::
 
     clone(permute(x)) -> all_to_all -> permute -> clone -> mm        # as written
     x in the matmul's order -> slices -> mm of each slice            # the site
@@ -25,8 +26,8 @@ from overlap_inductor.sites.nodes import CollectiveNode
 
 
 def find_received(collective: CollectiveNode) -> tuple[ReceivedNodes | None, list[Reason]]:
-    """``(site at an all-to-all or None, obstacles)``. If there is neither a site nor an obstacle, no matmul reads the
-    result."""
+    """``(site at an all-to-all or None, obstacles)``. If there is neither a site nor an obstacle, the walk reached no
+    matmul."""
     try:
         return _found(collective)
     except LayoutError as error:
@@ -35,7 +36,8 @@ def find_received(collective: CollectiveNode) -> tuple[ReceivedNodes | None, lis
 
 def _found(collective: CollectiveNode) -> tuple[ReceivedNodes | None, list[Reason]]:
     sent, given = layouts_of(collective)
-    # First the input, because views of it may split the atoms that the two layouts share.
+    # The input is walked first. A reshape before it may split atoms that both layouts share, and the consumers found
+    # below must be recorded with the split atoms.
     source, layout = _behind_views(collective.input, sent)
     follower = Follower(collective, given)
     follower.run()
@@ -61,8 +63,8 @@ def _wire(given: Layout, read: Layout) -> Layout:
 
 
 def _behind_views(node: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
-    """The tensor of which ``node`` is a view or a permuted copy, and its layout. A reshape that splits the layout's
-    atoms in another way than the matmuls read them is not followed."""
+    """The tensor of which ``node`` is a view or a permuted copy, and its layout. The walk stops at a reshape that the
+    layout cannot follow, for example one that splits an atom unevenly."""
     while node.op == "call_function":
         order = tools.permutation(node)
         if order is not None:

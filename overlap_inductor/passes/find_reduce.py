@@ -12,8 +12,9 @@ leaves, are the region. The finder does not change the graph. Before and after t
         out from the pieces that arrived
 
 Cutting commutes exactly with views and pointwise ops, so each slice of the collective's input is computed from the same
-slice of the matmuls' outputs. A site is refused if cutting does not commute with an op of its region (a softmax, a sum
-over rows, a broadcast along the cut dim).
+slice of the matmuls' outputs. The walk ends at an op with which cutting does not commute (a softmax, a sum over rows).
+Its result is read as a plain tensor. If that result is computed from a matmul of the region, or if the region
+broadcasts a tensor along the cut dim, there is no site.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ aten = tools.aten
 
 def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reason | None:
     """``(x, d)`` if ``cat`` is ``cat(split(x, dim=d), 0)`` of one equal piece for each rank, in order. A ``Reason`` if
-    the pieces are unequal or out of order; ``None`` for another cat."""
+    it joins one piece for each rank in another way (unequal, out of order, of several tensors). ``None`` for another
+    cat."""
     source: Any = None
     dim: Any = None
     pieces: list[Any] = list(cat.args[0])
@@ -376,7 +378,8 @@ def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, gathered: Layout, world_size: int) -> ShardedDim:
-    """The dim of the matmul's output that is cut: the scattered dim, or dim 0 for an all-reduce or an all-gather.
+    """The dim of the matmul's output that is cut: the dim that holds the ranks for a reduce-scatter or an all-to-all,
+    dim 0 for an all-reduce or an all-gather.
     Raises ``LayoutError`` if an all-gather's input holds the elements in another order than the matmul's output."""
     if kind in ("reduce_scatter", "all_to_all"):
         return ShardedDim.of(layout)

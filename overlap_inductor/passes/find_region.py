@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find ``matmuls -> sum over a dim, or cat -> collective``: regions (``passes.find_reduce``) with ops that commute with
-cutting rows but change the matmuls' shape.
+cutting rows but change the matmuls' shape. In this module, a sum is any op of ``REDUCTIONS``: a sum, mean, maximum or
+minimum over dims.
 
 A piece keeps the matmuls' dims. A dim that is summed over has size 1 after the sum. The graph before, and the pieces
 that the rewrite computes (R: number of ranks, E: number of experts)::
@@ -39,7 +40,7 @@ from overlap_inductor.torch_compat import operators
 aten = tools.aten
 REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default}
 STEPS = 16
-"""The most nodes on the way from a sum or a cat back to a matmul that it is computed from."""
+"""The most steps on the way from a sum or a cat back to a matmul that it is computed from."""
 
 
 class _RegionTracer(Tracer):
@@ -103,7 +104,7 @@ class _RegionTracer(Tracer):
 
 def _has_matmul(node: fx.Node) -> bool:
     """Whether ``node`` is computed from a matmul through views, pointwise ops, sums and ``cat``, in at most ``STEPS``
-    nodes."""
+    steps."""
     pending, seen = [(node, 0)], {node}
     for current, depth in pending:
         if matmuls.parse(current) is not None:
@@ -121,8 +122,14 @@ def _has_matmul(node: fx.Node) -> bool:
 def find(
     collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node], before: Reason | None
 ) -> tuple[ReduceNodes | None, Reason | None]:
-    """``(nodes, obstacle)`` as from ``find_reduce.find_reduce``, with the same arguments. ``before``: the reason that
-    ``find_reduce`` gave; it is returned as the obstacle if there is no region with a sum or a ``cat``."""
+    """``(nodes, obstacle)`` as from ``find_reduce.find_reduce``, with the same arguments.
+
+    Args:
+        before: the reason that ``find_reduce`` gave, or ``None``. A reason other than ``layout`` and ``op_between`` is
+            returned at once. If this finder finds no site, ``before`` is returned too, except in three cases: a
+            matmul refuses to be cut (``MatmulNode.refusal``); the region reads a result of its own
+            (``reads_a_result``); or ``before`` is ``None`` and a layout cannot be followed.
+    """
     if before is not None and before.code not in ("layout", "op_between"):
         return None, before
     try:

@@ -276,8 +276,9 @@ def _is_operand(node: fx.Node) -> bool:
 
 
 def consumers_of(follower: Follower) -> list[GatherConsumer]:
-    """The matmuls that ``follower`` found, without those of which another input is computed from the received tensor,
-    too. For these, it adds an obstacle to ``follower.obstacles``."""
+    """The matmuls that ``follower`` found and that can be cut. A matmul cannot be cut if another of its inputs is
+    computed from the received tensor, too, or if a later reshape split its shards' atoms. For each of these, an
+    obstacle is added to ``follower.obstacles``."""
     collective = follower.collective
     known: dict[fx.Node, bool] = {}
     consumers = []
@@ -310,7 +311,8 @@ def consumers_of(follower: Follower) -> list[GatherConsumer]:
 
 
 def add_row_wise(nodes: GatherNodes, follower: Follower) -> None:
-    """Set ``layouts`` and ``whole`` of ``nodes`` if a node between collective and matmuls is row-wise."""
+    """Set ``layouts`` and ``whole`` of ``nodes`` if a node between collective and matmuls is row-wise but not
+    element-wise."""
     inside = nodes.between()
     if any(node in follower.row_wise for node in inside):
         wait = nodes.collective.wait

@@ -78,7 +78,7 @@ class Search(Protocol):
     def collectives(self) -> Mapping[fx.Node, tuple[fx.Node, str, CollectiveNode | Reason]]: ...
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of the sites found so far, and of all sites of early patterns."""
+        """The matmuls of the sites found so far and of all early patterns, but not of those in ``SiteFinder.idle``."""
         ...
 
 

@@ -84,7 +84,8 @@ class Overlap:
 
 
 class SequenceParallel:
-    """Runs ``passes.sequence_parallel``. What it did is reported by the overlap pass of the same graph."""
+    """Runs ``passes.sequence_parallel``. What it did is in the overlap pass's reports of the graphs that are cut
+    from this one."""
 
     name, version = "sequence_parallel", ""
 

@@ -9,8 +9,9 @@
     all_reduce(a) + all_reduce(b)          one matmul_all_reduce of a + b, at the first all-reduce
     mm(x, w) -> all_gather                 matmul_all_gather
 
-``find_reduce`` finds them. If it finds no site, ``find_region`` looks for sums over a dim and ``cat`` between the
-matmul and the collective.
+``find_reduce`` finds them. If it finds no site because of a layout or an op in between, or reaches no matmul,
+``find_region`` also follows reductions over a dim (sum, mean, max, min) and ``cat`` between the matmul and the
+collective.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class MatmulReduceScatter:
 
 
 class MatmulAllReduce:
-    """Pattern ``matmul -> all-reduce`` (see ``Pattern``). All-reduces whose results are only added to each other become
-    one site, at the first of them."""
+    """Pattern ``matmul -> all-reduce`` (see ``Pattern``). All-reduces (sum or avg) of one group, op, shape and dtype
+    whose results are only added to each other become one site, at the first of them, if the merged site has no
+    obstacle."""
 
     name = "matmul_all_reduce"
     kind = "all_reduce"
@@ -57,8 +59,8 @@ class MatmulAllReduce:
 
 
 class MatmulAllGather:
-    """Pattern ``matmul -> all-gather`` of the matmul's output (see ``Pattern``). If a matmul also reads the gathered
-    tensor, the site is an ``all_gather_matmul``, because that pattern is asked first."""
+    """Pattern ``matmul -> all-gather`` of the matmul's output (see ``Pattern``). If ``AllGatherMatmul`` finds a
+    site at the collective, that site wins, because that pattern is asked first."""
 
     name = "matmul_all_gather"
     kind = "all_gather"
@@ -85,9 +87,9 @@ def _found(collectives: list[CollectiveNode], result: fx.Node, search: Search, s
 
 
 def _added_later(collective: CollectiveNode, search: Search) -> tuple[list[CollectiveNode], fx.Node] | None:
-    """``(all-reduces, their sum)`` if ``collective`` is the first of several all-reduces whose results are only added
-    to each other, else ``None``. An all-reduce is linear, so one all-reduce of the sum of their inputs gives the same
-    result."""
+    """The longest sum of all-reduces, beginning with ``collective``, that can be one site, as ``(all-reduces, their
+    sum)``. ``None`` if there is none. An all-reduce is linear, so one all-reduce of the sum of their inputs gives the
+    same result up to rounding."""
     terms, total = [collective], collective.wait
     sums: list[tuple[list[CollectiveNode], fx.Node]] = []
     while (above := _sum_of_like(collective, total, search)) is not None:
@@ -120,8 +122,8 @@ def _sum_of_like(
 
 
 def _all_reduces_in(term: fx.Node, like: CollectiveNode, search: Search) -> list[CollectiveNode] | None:
-    """The all-reduces that ``term`` is a sum of, if all have the group, op, shape and dtype of ``like``; else
-    ``None``."""
+    """The all-reduces that ``term`` is a sum of, if all have the group, op, shape and dtype of ``like`` and no node of
+    the sum has another reader; else ``None``."""
     found, pending = [], [term]
     while pending:
         node = pending.pop()

@@ -228,7 +228,7 @@ class Rewriter:
                 pending += sources
 
     def _kept(self) -> list[delayed_matmuls.Transfer]:
-        """The collectives that are left in the graph, with their estimated seconds."""
+        """The collectives that are left in the graph and have a wait of their own, with their estimated seconds."""
         found = [c for _, _, c in collectives.find_collectives(self.graph) if isinstance(c, CollectiveNode)]
         return [
             delayed_matmuls.Transfer(

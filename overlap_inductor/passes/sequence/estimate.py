@@ -31,10 +31,11 @@ from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import DecidedSite
 
 MARGIN = 1.02
-"""A stretch is rewritten only if it is estimated to be at least this many times as fast as written."""
+"""With ``sequence_parallel=auto``, a stretch is rewritten only if it is then estimated to be more than this many times
+as fast as written."""
 PASSES = 4
-"""Reads and writes of one tensor of all rows for each all-reduce: the residual is read and written, the all-reduce's
-result is read, the norm's result is written. Inductor fuses the rest."""
+"""How many times a tensor of the all-reduce's size is read or written for each all-reduce: the residual is read and
+written, the all-reduce's result is read, the norm's result is written. Inductor fuses the rest."""
 
 
 @dataclass
@@ -100,8 +101,8 @@ def row_work(stretch: Stretch, ranks: int, config: OverlapConfig) -> float:
 
 
 def least_seconds(stretch: Stretch, config: OverlapConfig) -> float:
-    """The fixed costs of the collectives that the rewrite writes. Even if all transfers were hidden, the collectives
-    would take this time."""
+    """The fixed costs of the reduce-scatters and all-gathers that the rewrite writes. Even if all their transfers were
+    hidden, they would take this time."""
     fixed = sizes.machine_at(stretch.sources[0].collectives[0], config).collective_seconds
     return fixed * (len(stretch.sources) + len(stretch.needs_whole))
 
@@ -123,9 +124,9 @@ def pays(written: Cost, rewritten: Cost) -> bool:
 
 
 def crossover(count: int, world_size: int, pays_at: Callable[[float], bool]) -> int | None:
-    """The smallest number of tokens from which on the rewrite pays, searched by halving ``count``. It pays at every
-    number of the search from this one to ``count``. ``None`` if it does not pay for ``count`` tokens. ``pays_at``:
-    whether it pays for ``count`` times a factor."""
+    """A number of tokens from which on the rewrite pays: ``count`` is halved as long as the rewrite pays, but not below
+    ``world_size``. Numbers between the halves are not checked. ``None`` if it does not pay for ``count`` tokens.
+    ``pays_at``: whether it pays for ``count`` times a factor."""
     if not pays_at(1.0):
         return None
     factor = 1.0
@@ -135,8 +136,8 @@ def crossover(count: int, world_size: int, pays_at: Callable[[float], bool]) -> 
 
 
 def limit_of_keeping(count: int, pays_at: Callable[[float], bool], most: int = 1 << 20) -> int | None:
-    """For a ``count`` at which the rewrite does not pay: the number of tokens from which on it pays, searched by
-    doubling ``count``. ``None`` if it does not pay up to ``most`` tokens."""
+    """For a ``count`` at which the rewrite does not pay: ``count`` doubled until the rewrite pays. ``None`` if it pays
+    at none of these numbers up to ``most``."""
     factor = 2.0
     while count * factor <= most:
         if pays_at(factor):

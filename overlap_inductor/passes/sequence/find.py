@@ -46,7 +46,7 @@ class Source:
 
     Attributes:
         result: the node whose rows the reduce-scatter gives: the wait, or the sum of the waits.
-        collectives: the all-reduces, in graph order.
+        collectives: the all-reduces, in the order in which they are added.
         adds: the nodes that add their results, ``result`` included.
     """
 
@@ -184,9 +184,9 @@ def _symbols(number: Any) -> set[Any]:
 
 
 def find_sources(graph: fx.Graph) -> dict[fx.Node, Source]:
-    """The all-reduces that sum rows of at least two dims, by the node that holds their result. All-reduces whose
-    results are only added to each other are one source: their inputs can be added first, and one reduce-scatter then
-    sums them over the ranks."""
+    """The all-reduces with op ``sum`` of tensors with at least two dims, by the node that holds their result.
+    All-reduces of one group, shape and dtype whose results are only added to each other are one source: their inputs
+    can be added first, and one reduce-scatter then sums them over the ranks."""
     found: dict[fx.Node, Source] = {}
     for _, kind, collective in find_collectives(graph):
         if kind == "all_reduce" and isinstance(collective, CollectiveNode) and collective.reduce_op == "sum":
@@ -232,14 +232,14 @@ class _DisjointSets:
 
 
 def gather_less(stretch: Stretch) -> None:
-    """Gather the inputs of a node in place of its result if fewer bytes move so, or, for a view, as many. The node is
-    then computed with all rows for the users that need all rows::
+    """Gather the inputs of a node in place of its result if this moves fewer bytes, or, for a view, no more bytes. The
+    node is then computed with all rows for the users that need all rows::
 
         x (rows) -> cast to fp32 -> mm      ->   gather x, cast all rows
         view(n), view(n), view(n) -> mm     ->   gather n once
 
-    If afterwards no user reads a node as rows, it is not computed on rows. If a size is unbacked, the number of bytes
-    is not known, and no gather is moved.
+    If afterwards nothing reads the rows of such a node, it is not computed on rows. If a size is unbacked, the number
+    of bytes is not known, and no gather is moved.
     """
     members = {s.result for s in stretch.sources} | set(stretch.rows)
     if any(tools.has_unbacked(tools.shape(n)) for n in members if tools.is_tensor(n)):

@@ -5,7 +5,8 @@ backward gathers the rows again.
 The forward gathers the result of a norm for its matmuls, and the backward needs all rows again for the weights'
 gradients. All rows take W times the memory of a rank's rows. If the backward gathers the rows again (Korthikanti et
 al., arXiv:2205.05198, section 4.2.2), the transfer runs under the matmuls that compute the gradients. So only the
-rank's rows are saved if these matmuls take longer than the transfer::
+rank's rows are saved if these matmuls take longer than the transfer. If the forward itself does not need all rows, only
+the rank's rows are saved in any case::
 
     forward:   g = all_gather(n); y = mm(g, w)            saved: n [t, H] instead of g [T, H]
     backward:  g = all_gather(n); dw = mm(dy^T, g)        the gather is hidden under dw
@@ -39,7 +40,7 @@ MARGIN = 1.25
 def save_rows(
     made: Mapping[fx.Node, tuple[int, fx.Node]], backward: set[fx.Node], config: OverlapConfig
 ) -> list[fx.Node]:
-    """Tag the gathers of the forward that the backward must repeat. Returns the tagged gathers whose results the
+    """Tag the gathers of the forward that the backward repeats. Returns the tagged gathers whose results the
     forward also reads.
 
     Args:
@@ -75,7 +76,7 @@ def _gathers(made: Iterable[fx.Node]) -> list[tuple[fx.Node, CollectiveNode]]:
 
 
 def _behind(wait: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """``(views and permutations of wait, the nodes that read wait or one of them)``."""
+    """``(views, permutations and slices of wait, the other nodes that read wait or one of them)``."""
     views: list[fx.Node] = []
     readers: list[fx.Node] = []
     pending = [wait]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Combine sums over tokens in one all-reduce at the end of the graph, if only results of the graph depend on them.
 
+There is one such all-reduce for each group, dtype and device, and the forward and the backward have their own.
+
 The gradients of norms' weights are small, and there are many: one all-reduce each would cost its fixed time::
 
     dw0 = all_reduce(part0); ...; dw64 = all_reduce(part64)

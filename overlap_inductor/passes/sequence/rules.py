@@ -56,7 +56,7 @@ class Writer(Protocol):
         ...
 
     def reshape(self, node: fx.Node, shape: list[Any]) -> fx.Node:
-        """``node`` in ``shape``; ``node`` itself if it has this shape."""
+        """``node`` in ``shape``; ``node`` itself, or the tensor of which it is a view, if that has this shape."""
         ...
 
     def size(self, size: Any) -> Any:

@@ -3,10 +3,10 @@
 
 If an op on rows also reads a tensor that is not held as rows, each rank reads the part of that tensor that belongs to
 its own rows. The result equals that of the plain program only if all ranks hold the same tensor. If the tensor is
-computed from results of the group's collectives, the graph proves this. If it is computed from inputs of the graph, the
-graph cannot prove it: a norm's weight is the same on all ranks, but a shard of a projection is not. So these inputs are
-listed, and the ranks compare their values at the graph's first run (``runtime.same_inputs``). A matmul's result counts
-as different on each rank, because its weight may be a shard.
+computed from results of the group's all-reduces and all-gathers, the graph proves this. If it is computed from inputs
+of the graph, the graph cannot prove it: a norm's weight is the same on all ranks, but a shard of a projection is not.
+So these inputs are listed, and the ranks compare their values at the graph's first run (``runtime.same_inputs``). A
+matmul's result counts as different on each rank, because its weight may be a shard.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class SameValues:
         return [] if node.op != "call_function" or self._ends(node) else node.all_input_nodes
 
     def _ends(self, node: fx.Node) -> bool:
-        """Whether the search ends at ``node``, because its inputs do not change the answer. (Sizes are the same on all
-        ranks.)"""
+        """Whether the search ends at ``node``, because its inputs do not change the answer. (A size counts as the
+        same on all ranks.)"""
         return _is_size(node) or _may_differ(node) or self._of_group(node) is not None
 
     def _of_group(self, node: fx.Node) -> str | None:
@@ -82,9 +82,9 @@ class SameValues:
         return frozenset().union(*(f for f in found if f is not None))
 
     def _same_on_a_mesh(self, node: fx.Node) -> bool:
-        """Whether ``node`` keeps equal inputs equal on the ranks of this group. A collective of another group does if
-        both groups are dims of a mesh: then each rank of this group has the same place in its own copy of the other
-        group."""
+        """Whether ``node`` keeps equal inputs equal on the ranks of this group. An all-reduce or all-gather of another
+        group does if both groups are dims of a mesh: then each rank of this group has the same place in its own copy of
+        the other group."""
         other = collectives.group_of(node)
         if other is None:
             return True
@@ -103,8 +103,8 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _may_differ(node: fx.Node) -> bool:
-    """Whether ``node`` may differ between ranks although its inputs are the same. This holds for random numbers, for
-    unknown ops, and for matmuls, whose weights may be shards."""
+    """Whether ``node`` may differ between ranks although its inputs are the same. This is assumed of random numbers, of
+    unknown ops, of ops that write in place, and of matmuls, whose weights may be shards."""
     if getattr(node.target, "__name__", "") == "getitem" or operators.operator(node) is None:
         return False
     return (
@@ -117,5 +117,5 @@ def _may_differ(node: fx.Node) -> bool:
 
 
 def inputs_to_compare(found: Mapping[fx.Node, frozenset[fx.Node]]) -> list[fx.Node]:
-    """All inputs in ``found``, in graph order."""
+    """All tensors among the inputs in ``found``, in graph order."""
     return sorted({i for inputs in found.values() for i in inputs if tools.is_tensor(i)})

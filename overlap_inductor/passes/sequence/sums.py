@@ -6,7 +6,8 @@ scale::
 
     sum(x [B, S, H], [0, 1])   ->   wait(all_reduce(sum(x [t, H], 0)))
 
-A sum in fewer than 32 bits is added in fp32 on the ranks and between them, and rounded once at the end.
+A sum in a floating type of fewer than 32 bits is added in fp32 on the ranks and between them, and rounded once at the
+end.
 """
 
 from __future__ import annotations

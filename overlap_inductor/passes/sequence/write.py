@@ -11,9 +11,9 @@ the rows of the rank that runs it::
     y = mm(view(n), wq)                            g = wait_tensor(all_gather(n)) [W t, H], cut to [T, H]
                                                    y = mm(view(g), wq)
 
-A gather stands before the first node that needs all rows, and all nodes that need them share it. A node that nothing
-reads after the rewrite is erased. Every new node has the metadata (module, stack trace, recompute tag) of the node that
-it replaces.
+A gather stands before the first node that needs all rows, and all nodes that need them share it. A node of a stretch
+that nothing reads after the rewrite is erased. Every new node has the metadata (module, stack trace, recompute tag) of
+the node that it replaces.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RowWriter:
         self._backward = of_the_backward(graph)
 
     def apply(self, stretches: list[tuple[int, Stretch]]) -> None:
-        """Rewrite the numbered ``stretches``. An error of a step is raised, and then leaves the graph only partly
+        """Rewrite the numbered ``stretches``. If a step fails, its error is raised, and the graph is only partly
         rewritten."""
         members: dict[fx.Node, tuple[int, Source | None]] = {}
         sums: dict[fx.Node, int] = {}
