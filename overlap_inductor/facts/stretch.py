@@ -35,8 +35,9 @@ class StretchFacts:
         features: size of the last dim of the first all-reduce.
         dtype: dtype of the first all-reduce, without ``torch.``.
         all_reduces: number of all-reduces as written.
-        scatters, gathers, sums: number of reduce-scatters, all-gathers, and collectives that combine the ranks' parts
-            of a sum, maximum or minimum over tokens, that the rewrite makes.
+        scatters, gathers, sums: how many collectives of each kind the rewrite makes: reduce-scatters (one written as an
+            all-to-all and a sum counts as one), all-gathers of rows, and collectives that combine the ranks' parts of a
+            sum, maximum or minimum over tokens.
         gathered_again: number of the all-gathers that the backward repeats, so that rows are saved for it.
         nodes: number of nodes that run on rows.
         status: ``rewritten`` | ``kept`` | ``refused``.

@@ -62,7 +62,8 @@ class ReduceNodes(SiteNodes):
         ends: the collectives; several if the results of all-reduces are added to each other.
         result: the wait, or the sum of the waits.
         leaves: the matmuls.
-        layouts: the layout of each node that is computed in pieces or read, in the atoms of the collective's input.
+        layouts: the layout of each node that is computed in pieces or read, in the atoms of the collective's input. A
+            tensor that is broadcast may have atoms of its own.
         through: source of each view-like node.
         externals: tensors that the pieces read and the site does not compute.
         sharded: the dim that is cut, of the matmuls' output or of ``region.layout``.
