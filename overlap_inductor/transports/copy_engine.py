@@ -105,7 +105,7 @@ class CopyEngine:
         share: Share,
         guarded: bool = False,
     ) -> Send:
-        """As ``PeerCopies.prepare``. Each part has its own copy of a flag."""
+        """As ``PeerCopies.prepare``. After each part, a second copy sets its flag."""
         from overlap_inductor.kernels.transfer import announce
         from overlap_inductor.torch_compat.triton_launch import PreparedKernel
         from overlap_inductor.transports.credits import announced
