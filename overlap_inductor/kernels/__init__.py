@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels. They import no FX, and only ``lowerings``, ``transports`` and the tests import them."""
+"""Triton kernels, and the layout of the memory that they share with the host (``layout``). They import no FX. Within
+the package, only ``lowerings`` and ``transports`` import the kernels."""

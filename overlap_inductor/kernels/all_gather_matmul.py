@@ -5,7 +5,7 @@ The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, 
 turn. All other blocks first multiply this rank's own shard, which is read in place, and then the peers' shards in the
 order in which their parts arrive. Pushers join them when nothing is left to send. A block whose next rows have not
 arrived pushes instead of waiting, as long as there are pieces to push. Without ``SENDS`` no block pushes: a transport
-of copies sends the shard (``copy_engine``).
+that needs no SM sends the shard (``copy_engine``).
 
 Work is claimed from three queues (pieces to send, own tiles, tiles of peers), so no block has work that only it can do.
 
@@ -17,11 +17,12 @@ waits are bounded (``signals``).
 Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``). The last piece of
 a part sets the receiver's flag (source, part) to the number of the call. The receiver waits for that flag and then runs
 ``load_fence``, because it reads by bulk loads. A peer writes into the workspace of this call again only in a later
-call, after this rank's credit. The last block gives that credit when all blocks have finished (with ``KEEP``,
-``signals.end_call`` gives it). The last block also resets the queues for the next launch on the stream.
+call, after this rank's credit. The last block gives that credit when all blocks have finished. (With ``KEEP``, a later
+kernel gives it: ``signals.end_call`` or ``transfer.end_call_and_spoil``.) The last block also resets the queues for the
+next launch on the stream.
 
 CUDA graphs. The number of the call is read from device memory (``calls``) and incremented by the last block (with
-``KEEP``: by ``signals.end_call``). No argument changes from replay to replay.
+``KEEP``: by that later kernel). No argument changes from replay to replay.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def all_gather_matmul(
         c0, ...: row-major outputs, fp16 or bf16.
         c0_desc, ...: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide with ``HALVES``.
         EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``.
-        KEEP: the workspace holds the whole gathered tensor, including this rank's own shard, until
-            ``kernels.signals.end_call`` has run.
+        KEEP: the workspace holds the whole gathered tensor, including this rank's own shard, until the call is ended by
+            ``signals.end_call`` or ``transfer.end_call_and_spoil``.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
         flags: this rank's own flags. ``signal_flag(s, i)`` holds the number of the call whose part ``i`` has arrived
             from rank ``s``.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a tile's epilogue as a Triton function from its program (``sites.epilogue_program`` defines programs).
+"""Writes the Triton function that computes an epilogue on a tile, from the epilogue's program
+(``sites.epilogue_program`` defines programs).
 
 The function is a compile-time argument of the kernel that calls it, so each program leads to a kernel of its own. All
 values are fp32 tiles in the layout of the accumulator. Extra tensors are read by ordinary loads. These loads need no
@@ -144,8 +145,9 @@ def source_of(programs: Sequence[Program | None]) -> str:
     ``programs[i]`` for weight ``i`` of a launch.
 
     Raises:
-        ValueError: a program is not valid: an op, a kind or a name is unknown, a name is read before it has a value, a
-            number is not finite, or the programs read more than ``MOST_EXTRAS`` extra tensors.
+        ValueError: a program is not valid: it has no op; an op, a kind or a name is unknown; an op has too many or too
+            few arguments; a name is read before it has a value; or a number is not finite. Or the programs read more
+            than ``MOST_EXTRAS`` extra tensors.
     """
     lines = [f"def epilogue({', '.join(_PARAMETERS)}):"]
     first = 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of the memory that host and kernels share. This module holds numbers only and does not import Triton.
 
-Flags of a slot, ``FLAG_WORDS`` apart: one credit for each peer, then ``signals`` flags for each peer. Fault records:
+Flags of a slot, ``FLAG_WORDS`` apart: one credit for each rank, then ``signals`` flags for each rank. Fault records:
 see ``runtime.board``.
 """
 
@@ -24,7 +24,7 @@ BOARD_HEAD = 16
 """int32 words before the first record: whether any rank has given up, and the constant ``1``. The others are unused."""
 STOP_WORDS = 8
 """int32 words of a group's fault memory on a GPU: the abort word, the number of abort words to set, and three addresses
-in two words each: this rank's record, the board, and a table of the abort words of all ranks."""
+in two words each: this rank's record, the board, and a table of the abort words to set (``runtime.faults``)."""
 
 WAIT_KINDS = 8
 """The code of a wait is ``site * WAIT_KINDS + kind``."""

@@ -2,10 +2,10 @@
 """Schedule ``fused``: ``all_reduce(a @ b)`` in one persistent kernel. Some blocks send and sum what the others
 multiply.
 
-If a tile is sent from its own block's epilogue, it holds up that block's next loads for as long as the link takes
-(``matmul_reduce_scatter``). The matmul and the link then take turns on an SM, and hardly one of the all-reduce's two
-legs is hidden. Here a tile goes to this rank's ``product``, in the collective's dtype, and is sent from there. There
-are four kinds of work, each with a queue of its own, in the order of bands: ::
+If a block sends each tile that it has multiplied (``matmul_reduce_scatter``), the tile holds up the block's next loads
+for as long as the link takes. The matmul and the link then take turns on an SM, and less than one of the all-reduce's
+two legs is hidden. Here a tile goes to this rank's ``product``, in the collective's dtype, and is sent from there.
+There are four kinds of work, each with a queue of its own, in the order of bands: ::
 
     tile    multiply a tile of all ranks' rows into ``product``; in a band the peers' shards come first, the own last
     push    copy ``UNIT`` neighbouring tiles of a peer's shard from ``product`` to that peer's workspace;
@@ -20,16 +20,18 @@ store to all peers at once fill a GPU's links (8 H200s, ``bench/results/turns.js
 
     while there is work:
         if this block pushes, or all tiles are taken:
-            claim a push, a sum and a copy, each only if none is held
-            if one that is held is ready: do it, and begin again
-        multiply a tile; or, if all tiles are taken, wait for the first of the three that is held, and do it
+            for each of push, sum and copy, in this order:
+                claim one if none is held
+                if all tiles are taken, wait until it is ready
+                if it is ready: do it, and begin again
+        if a tile is left: multiply it
 
-Forward progress. A block waits only when all tiles are taken. By then each tile is finished, in progress, or claimed by
-a block that multiplies it before it waits for anything. A push waits for a tile of this rank. So all pushes are done,
-whatever else happens. A sum waits for pushes of the same band, of all ranks. Before the sum, the block that holds it
-waits only for a push. So all sums are done, and then all copies. Work of each kind is claimed in the queue's order, so
-this holds with one resident block per rank as well as with all blocks resident. Credits depend only on the previous
-call. All waits are bounded (``signals``).
+Forward progress. Apart from credits, which depend only on the previous call, a block waits only when all tiles are
+taken. By then each tile is finished, in progress, or claimed by a block that multiplies it before it waits for
+anything. A push waits for a tile of this rank. So all pushes are done, whatever else happens. A sum waits for pushes of
+the same band, of all ranks. Before the sum, the block that holds it waits only for a push. So all sums are done, and
+then all copies. Work of each kind is claimed in the queue's order, so this holds with one resident block per rank as
+well as with all blocks resident. All waits are bounded (``signals``).
 
 Memory ordering. A tile: bulk stores, ``store_fence``, a barrier, one thread's releasing add to a word of ``ready`` at
 GPU scope. A block that sends or sums the tile acquires that word and clears it, and loads past L1. ``product`` may be

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused``: ``reduce_scatter(a @ b)`` in one persistent kernel. Every tile is sent from its own block's
-epilogue.
+"""Schedule ``fused``: ``reduce_scatter(a @ b)`` in one persistent kernel. A block sends each tile of a peer's shard as
+soon as it has multiplied it.
 
 The rows of a rank's product are divided into one shard for each rank, all of equal size, and a shard is cut into
 ``parts`` bands. When a tile of another rank's shard is summed over K, it goes to that rank's workspace, in the

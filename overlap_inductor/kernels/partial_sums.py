@@ -69,7 +69,7 @@ def receive_rows(
     ``[WORLD, vectors * VECTOR]``. Grid: ``(WORLD - 1) * STRIPES``.
 
     A shard is cut into ``STRIPES`` interleaved stripes. Neighbouring blocks copy different shards, that of ``rank + 1``
-    first: no other rank begins with that one.
+    first.
     """
     source = (rank + 1 + tl.program_id(0) % (WORLD - 1)) % WORLD
     elements = vectors * VECTOR

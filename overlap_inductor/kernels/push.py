@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport ``sm_push``: SMs store a shard into every peer's workspace.
+"""Transport ``sm_push`` inside the all-gather kernels of schedule ``fused``: blocks of the kernel itself store a shard
+into every peer's workspace. (For other schedules, ``kernels.transfer.push_parts`` does this.)
 
 Data are stored to peers, not loaded from them: a thread block moves several times as many bytes through NVLink by
 storing to a peer as by loading from it. The shard is cut into parts and a part into pieces, which blocks claim from a

@@ -16,39 +16,40 @@ bulk loads.
 
 Triton compiles a descriptor's store for this GPU as follows: the tile is stored to shared memory, then come
 ``fence.proxy.async.shared::cta``, a barrier, one thread's bulk store, ``commit_group`` and, in 3.6 and 3.7,
-``wait_group.read 0``. That wait ends when shared memory has been read, not when anything is written. (3.8 and 3.9 wait
-for that, too.) No version puts a proxy fence after the store, so a later release does not order the store.
-``store_fence`` waits for the group and contains that fence. Triton 3.9 compiles an atomic whose result nobody reads to
-a ``red``, and puts a barrier of its own before every atomic.
+``wait_group.read 0``. That wait ends when shared memory has been read, not when the tile is written. (3.8 and 3.9 also
+wait until it is written.) No version puts a proxy fence after the store, so a later release does not order the store.
+``store_fence`` waits until the thread's bulk stores are written, and contains that fence. Triton 3.9 compiles an atomic
+whose result nobody reads to a ``red``, and puts a barrier of its own before every atomic.
 
 Forward progress. A wait ends when the value is there, when the rank's abort word is set, or when its patience is over.
 In the last case the thread sets the abort word itself, by compare-and-swap: of all threads whose patience ends, exactly
 one finds zero there. That thread writes the rank's record on the group's board, then marks on the board that there is a
-record, then sets the abort words of all other ranks. It does so in this order, by releases, so a rank that a peer has
-stopped finds the record. After that every wait of every rank returns at once, and kernels run to their ends with data
-that the host rejects because of the board. Nothing branches on the outcome of a wait, so no thread of a block is
-missing at a later barrier.
+record, then sets the abort words of all other ranks. (If the ranks' GPUs do not reach each other's memory, each rank
+has a board of its own, and no other rank's word is set.) It does so in this order, by releases, so a rank that a peer
+has stopped finds the record. After that every wait of these ranks returns at once, and kernels run to their ends with
+data that the host rejects because of the board. No barrier is inside a branch on the outcome of a wait, so no thread of
+a block is missing at a barrier.
 
 After an abort the kernels of a rank signal nothing to its peers, and store nothing there unless they had permission
-from before the abort. (Copy engines cannot look: ``transports.copy_engine``.) A kernel that stores to peers without
-waiting first looks at the abort word (``look``) when it loads the call number. Every kernel looks after each wait whose
-outcome it stores or signals. A wait that was given up has set the word before the barrier that follows it, so every
+from before the abort. (Copy engines cannot look: ``transports.copy_engine``.) A kernel that stores to peers without a
+wait of its own looks at the abort word (``look``) before it stores. Every kernel looks after each wait on which its
+results or its signals depend. A wait that was given up has set the word before the barrier that follows it, so every
 thread of its block sees the word set. So whatever a rank signals was computed from data for which its waits succeeded.
 One thread may see the word set while another thread of its block did not: a thread that signals for both must look
 later than both (``count_and_signal``), or ask all of them (``group_signals.signal_ranks``).
 
-The abort word is in symmetric memory of the GPU that reads it. Only the board is in the host's memory
-(``STOP_WORDS`` says where the addresses are). A waiting block must not look at the host's memory. On an H100, 108
-blocks that looked there at every 64th turn slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that
-looked only at the GPU's memory, however often, did not slow it. So looking costs nothing in a wait that ends at once,
-and costs a kernel one load from its own GPU's memory, in parallel with other loads.
+The abort word is in the memory of the GPU that reads it. Only the board is in the host's memory (``STOP_WORDS`` says
+where the addresses are). A waiting block must not look at the host's memory. On an H100, 108 blocks that looked there
+in every 64th iteration of their wait slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that looked only
+at the GPU's memory, however often, did not slow it. So looking costs nothing in a wait that ends at once, and costs a
+kernel one load from its own GPU's memory, in parallel with other loads.
 
-CUDA graphs. No value of the host is compiled in: flags, targets and patience are arguments, or memory that the kernel
-reads.
+CUDA graphs. In a captured graph no argument of a kernel changes. The number of the call, on which the values of flags
+depend, is read from device memory.
 
 Triton's interpreter (``TRITON_INTERPRET=1``) has no inline assembly, and runs the blocks of a kernel one after the
-other. For it, this module has twins (``_wait_twin`` ...) that do the same with atomics. They have no clock, so they
-count turns: one turn for 1000 ns of patience.
+other. For it, this module has twins (``_wait_twin`` ...) that do the same with atomics. They have no clock, so a wait
+counts its iterations: one for each 1000 ns of patience.
 """
 
 from __future__ import annotations
@@ -270,21 +271,21 @@ def has_come(flag, target):
 
 @triton.jit
 def look(stop):
-    """The abort word as this thread sees it: not 0 if a wait of the group has been given up. After a wait's barrier
-    each thread looks for itself, so no branch may depend on the value. Masks and ``signal`` may."""
+    """The abort word as this thread sees it: not 0 if the group has been aborted. After a wait's barrier each thread
+    looks for itself, so no branch that contains a barrier may depend on the value. Masks and ``signal`` may."""
     return tl.load(stop, cache_modifier=".cg")
 
 
 @triton.jit
 def unless_aborted(number, stop):
-    """``number``, or NaN if a wait of the group has been given up. A result that depends on an earlier wait is
-    multiplied by this number, because a replay of a CUDA graph cannot raise an error."""
+    """``number``, or NaN if the group has been aborted. A result that depends on an earlier wait is multiplied by this
+    number, because a replay of a CUDA graph cannot raise an error."""
     return tl.where(look(stop) == 0, number, float("nan"))
 
 
 @triton.jit
 def may_store(stop):
-    """Whether no wait of the group has been given up. For the masks of stores to peers: a rank that gave up waiting for
+    """True unless the group has been aborted. For the masks of stores to peers: a rank that gave up waiting for
     permission must not store."""
     return look(stop) == 0
 
@@ -299,8 +300,9 @@ else:
 the group has been aborted.
 
 ``set_flag(flag, value)``: sets the flag to ``value``. A thread that acquires it also sees the block's earlier stores.
-``signal(flag, value, looked)``: the same for a peer's flag, unless ``looked``, which the thread that sets the flag read
-by ``look``, is not 0. ``add_flag(flag, value)``: adds ``value`` to the flag, by a release as in ``set_flag``.
+``signal(flag, value, looked)``: the same for a peer's flag, but only if ``looked`` is 0. ``looked`` is what ``look``
+returned to the thread that sets the flag. ``add_flag(flag, value)``: adds ``value`` to the flag, by a release as in
+``set_flag``.
 
 ``store_fence()``: between bulk stores and their signal. ``load_fence()``: between a wait and bulk loads.
 """
@@ -309,7 +311,7 @@ by ``look``, is not 0. ``add_flag(flag, value)``: adds ``value`` to the flag, by
 @triton.jit
 def count_and_signal(counter, target, flag, value, stop):
     """Count one of ``target`` pieces as stored. The last one to be counted sets the peer's ``flag`` to ``value`` and
-    clears ``counter``, which is in this GPU's own memory. Nothing is signalled once the group's abort word is set,
+    clears ``counter``, which is in this GPU's own memory. Nothing is signalled once this rank's abort word is set,
     because stores may have been left out.
 
     Ordering: the block's stores, a barrier, one thread's acquire-release add at GPU scope. The thread that adds last

@@ -213,11 +213,11 @@ def two_shot(
     are ``SEGMENTS`` more blocks.
 
     Args: as ``one_shot``, except for these.
-        staging: a half is ``[WORLD, groups, columns]``, the partial rows by source of this rank's row in each group of
-            ``WORLD`` rows, followed by the sums ``[rows, columns]``.
+        staging: a half holds the partial sums ``[WORLD, groups, columns]``, then the sums ``[rows, columns]``. The
+            partial sums are, from each source, those of this rank's row in each group of ``WORLD`` rows.
         flags: ``signal_flag(s, u)`` holds the number of the call whose partial segment ``u`` has arrived from source
-            ``s``, and ``signal_flag(s, units + u)`` that of the call whose sum has arrived from owner ``s``. ``units``
-            is the number of segments in all groups.
+            ``s``, and ``signal_flag(s, units + u)`` that of the call whose segment ``u`` of sums has arrived from owner
+            ``s``. ``units`` is the number of segments in all groups.
     """
     columns = eights * 8
     call = tl.load(calls)

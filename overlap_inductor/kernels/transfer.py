@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that run beside matmuls and copies: waits, signals, and SMs that push. Schedule ``chunked`` launches them on
-its streams, and so does ``fused`` if a transport of copies sends a shard.
+its streams, and so does ``fused`` if copies send a shard.
 
 A *part* is a band of rows of one shard. Part number ``u`` belongs to the rank ``u // PARTS + 1`` steps away and is
 number ``u % PARTS`` of its shard. It has a flag of its own, ``signal_flag(flags, source, index + u % PARTS)``. A kernel
@@ -23,10 +23,10 @@ when nothing runs there. So a kernel that needs shared memory may be unable to s
 runs, and starts on another SM. So what a wait depends on finds room. All waits are bounded (``signals``).
 
 CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes.
-No argument changes from replay to replay. In a graph sends, waits for peers and waits for turns are branches without an
-order between them, so they need as many hardware queues (``runtime.replay``, ``transports.copy_engine``). Where a user
-captures, the user must see to that. With one queue no such graph has hung (``tests.gpu.check_stress``, scenario
-``graphs``).
+No argument changes from replay to replay. In a graph sends, waits for peers and waits for turns are three branches
+without an order between them, so they need three hardware queues (two without turns: ``runtime.replay``,
+``transports.copy_engine``). A user who captures a graph must see to that. With one queue no such graph has hung
+(``tests.gpu.check_stress``, scenario ``graphs``).
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
 
     It is launched on the stream of the matmuls. On another stream it could run at the same time as a vendor's kernel
     that keeps an SM for all its tiles. It would then begin only when that kernel ends, or keep one of that kernel's
-    blocks from beginning. (4 H200s, a gather of 8192 tokens: it began 240 us late in every other call of a row, and the
-    copies with it.)
+    blocks from beginning. (4 H200s, a gather of 8192 tokens, calls one after the other: in every other call it began
+    240 us late, and so did the copies.)
 
     ``announced`` (one word): see ``announce``.
 
@@ -110,9 +110,9 @@ def spoil(result, words, stop, BLOCK: tl.constexpr):
     It is for results of kernels and copies that look at no abort word themselves: vendors' matmuls and copies run even
     after waits that were given up, and a replay of a CUDA graph cannot raise an error.
 
-    It also looks on behalf of a reader, after its last read. A rank without permission may overwrite rows of a call
-    that is still running here, but only after it has set this rank's abort word: its stores of the word are done when
-    its kernel ends, and its copies start only then. So a reader that has read such a row finds the word set when it
+    Its look also protects what was read from the workspace before. A rank without permission may overwrite rows of a
+    call that is still running here, but only after it has set this rank's abort word: its stores of the word are done
+    when its kernel ends, and its copies start only then. So a call that has read such a row finds the word set when it
     looks later. What was read before the word was set is right. It is spoilt too if the word arrives before the end of
     the call, since the group's results are not valid from then on.
     """

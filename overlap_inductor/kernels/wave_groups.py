@@ -20,9 +20,9 @@ group's counter back to zero. It has ended before the next call begins, because 
 
 Forward progress. The matmul waits for nothing, so it ends wherever it was started, on however few SMs. The waiting
 kernel is launched after it, so it cannot hold up the matmul even if ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts both into
-one hardware queue. It needs room for one warp, which the SMs left free have. Without such SMs it would run when the
-matmul's blocks end. Its wait is bounded (``signals``). A collective follows its rank's waiting kernel on the same
-stream, and waits for peers whose matmuls end likewise.
+one hardware queue. It needs room for one warp, which it finds on the SMs that the matmul leaves free. Without such SMs
+it would run when the matmul's blocks end. Its wait is bounded (``signals``). A collective follows its rank's waiting
+kernel on the same stream, and waits for peers whose matmuls end likewise.
 
 Memory ordering. Tiles are stored by bulk stores and ``store_fence``, or by ordinary stores; then comes ``add_flag``
 (barrier, release). The waiting kernel acquires the last addition, and with it all additions before: additions to a
@@ -30,10 +30,11 @@ counter are one release sequence. The collective's kernel starts when the waitin
 
 Aborts (``signals``). We cannot keep an ordinary collective from sending the group's rows. So after a wait that was
 given up, and in all calls after it, the waiting kernel overwrites the group's rows with NaN. The collective's sum
-carries the NaN to every rank, even where no abort word reaches it (another machine). Where an abort word does reach it,
-the board says so before the collective's kernel starts, and so before any rank has its result. A tile that is stored
-later replaces NaN by what the collective should have read. In the result of an all-reduce it leaves this rank's own
-partial sum, and this rank has been told. Counters may keep any value: after an abort nothing relies on them.
+carries the NaN to every rank, even to one whose abort word is not set (another machine). A waiting kernel that sees its
+rank's abort word set ends after the board was marked. So the host of that rank can know of the abort before the
+collective's kernel starts, and before any rank has its result. A tile that is stored later replaces NaN by what the
+collective should have read. In the result of an all-reduce it leaves this rank's own partial sum, and this rank's host
+knows of the abort. Counters may keep any value: after an abort nothing relies on them.
 
 CUDA graphs. Counters and queue are zero between calls, and a group's number of tiles depends only on the shapes. No
 argument changes from replay to replay.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops that serve a group in a rewritten graph, whatever its schedules: ``agree``, ``follow`` and ``group_rank``.
 
-The ops of a group form a *chain*: each one reads or mutates the chain's current token, a one-byte tensor, so the ops
-run in graph order::
+The ops of a group that communicate form a *chain*: each one reads or mutates the chain's current token, a one-byte
+tensor, so these ops run in graph order::
 
     chain = agree(group, plan)   # compares the ranks' plans if they were not compared yet; returns the first token
     follow(chain!, other)        # orders the next op of the chain after ``other``, e.g. a collective left in place
@@ -52,8 +52,9 @@ def _agree_fake(
     return torch.empty(1, dtype=torch.uint8, device=like.device)
 
 
-# ``like``: any tensor on the device of the group's sites. ``workspace``: JSON text ``[[site, bytes, signals]]`` of the
-# group's sites that need workspace. ``limit``: MiB that all workspace of the group may take on this rank.
+# ``like``: any tensor on the device of the group's sites. ``workspace``: JSON text ``[[site, bytes, signals], ...]`` of
+# the group's sites that need workspace (see ``runtime.workspace.prepare``). ``limit``: MiB that all workspace of the
+# group may take on this rank.
 define(
     "agree(str group_name, str plan, Tensor like, str? workspace=None, int limit=0) -> Tensor",
     _agree,

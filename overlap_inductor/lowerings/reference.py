@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain reference implementations: the ordinary collective and the whole matmul, one after the other.
+"""Plain implementations of sites: the ordinary collective and the whole matmul, one after the other.
 
-Every schedule is tested against these. The ops that run a whole site also fall back to them, e.g. below ``min_rows``
-tokens.
+Ops that run a whole site call these in the cases in which they do not overlap, e.g. below ``min_rows`` tokens.
+``product`` is also the vendor's matmul inside such ops.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ class SiteSchedule(Protocol):
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Names of the patterns that the schedule computes. Its methods are called with sites of these patterns
-        only."""
+        """Names of the patterns that the schedule computes. Its methods that take a site are called with sites of these
+        patterns only."""
         ...
 
     @property

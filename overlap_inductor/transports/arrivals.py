@@ -39,8 +39,8 @@ def wait_kernel(launch: Launch, transfer: Transfer, first: int, last: int, kind:
 def receive_kernel(
     launch: Launch, everyone: torch.Tensor, finished: torch.Tensor, transfer: Transfer, sms: int
 ) -> Callable[[torch.Tensor], None]:
-    """A function that waits for the finished rows of every peer, the parts of ``transfer``, and copies them from the
-    workspace to a result. In both, rows are in the order of ranks.
+    """A function that waits until the finished rows of all peers (the parts of ``transfer``) have arrived, and copies
+    them from the workspace to a result. In both, rows are in the order of ranks.
 
     Args:
         everyone: an example of the result, ``[world_size * rows, width]``, fp16 or bf16.

@@ -37,26 +37,27 @@ The look is a kernel of the call. It costs nothing if the call's last kernel doe
 * A wait that never ends without a credit would hold back every copy. It would also hold back every later kernel of this
   rank, so a program that was told of the fault could not even save its weights.
 * Conditional nodes of CUDA graphs would serve graphs only.
-* A second region for every other call does not help, because more than one call may be queued.
+* A second region of workspace for every other call would not help, because more than one call may be queued.
 
 What is sent may also depend on later waits of the call (``guarded``). Then the word is written again after those waits.
 If one of them timed out, the word becomes a number for which no rank waits, as after a wait for a credit that timed
 out.
 
-Turns. Each rank sends to the next rank, then to the one after that, and so on. While all ranks are in step, no two send
-to the same rank. Two ranks that do get half a link each, so a late rank's delay is paid twice. The late rank then
-collides with the next rank, until the ranks send as if each chose its receivers at random and waited for them. That
-reaches 58.6 % of a link (Karol, Hluchyj and Morgan, IEEE Trans. Comm. 35, 1987, section III). In 21 rounds eight H200s
-delivered 186 GB/s each in pieces of 4 MiB, 226 in pieces of 8 MiB and 250 in pieces of 16 MiB. On several streams at
-once they delivered some 200 GB/s. With pieces of 32 MiB they delivered 343 GB/s, but only because 14 rounds ended
-before the ranks fell out of step.
+Turns. Each rank sends to the next rank, then to the one after that, and so on (the shard of a gather: in the opposite
+direction). While all ranks are in step, no two send to the same rank. Two ranks that do get half a link each, so a late
+rank's delay is paid twice. The late rank then collides with the next rank, until the ranks send as if each chose its
+receivers at random and waited for them. That reaches 58.6 % of a link (Karol, Hluchyj and Morgan, IEEE Trans. Comm. 35,
+1987, section III). In 21 rounds eight H200s delivered 186 GB/s each in pieces of 4 MiB, 226 in pieces of 8 MiB and 250
+in pieces of 16 MiB. On several streams at once they delivered some 200 GB/s. With pieces of 32 MiB they delivered 343
+GB/s, but only because 14 rounds ended before the ranks fell out of step.
 
-So if all pieces of a send are large, each except the first waits for its turn (``kernels.transfer.wait_for_turn``):
-until its receiver has got the piece that another rank sends to that receiver one turn earlier. A late rank then stays
-as late as it was (bench/results/turns.jsonl). A wait costs some 5 us, which small pieces do not gain back. It also
-needs room on an SM, for one warp and no shared memory. So a schedule allows no turns (``Share.turns_from``) if its
-kernel occupies every SM while it waits for the copies, as schedule ``fused`` does. No piece waits if the process has
-fewer than ``QUEUES_FOR_TURNS`` hardware queues, because a wait could then hold back the matmuls.
+So if all pieces of a send are large, a piece waits for its turn if its receiver is another than that of the piece
+before it (``kernels.transfer.wait_for_turn``): until its receiver has got the piece that another rank sends to that
+receiver one turn earlier. The first piece of a send does not wait. A late rank then stays as late as it was
+(bench/results/turns.jsonl). A wait costs some 5 us, which small pieces do not gain back. It also needs room on an SM,
+for one warp and no shared memory. So a schedule allows no turns (``Share.turns_from``) if its kernel occupies every SM
+while it waits for the copies, as schedule ``fused`` does. No piece waits if the process has fewer than
+``QUEUES_FOR_TURNS`` hardware queues, because a wait could then hold back the matmuls.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class CopyEngine:
     moved_by = "copy engines, over symmetric memory"
     needs_sms = False
     fastest_from = 2 << 20
-    """Measured against transport ``sm_push``, whose SMs the matmul lacks (2 H200s, also with each as one rank of 4 or
-    of 8)."""
+    """Measured against transport ``sm_push``, whose SMs the matmul lacks (2 H200s; also with each in the place of one
+    rank of 4 or of 8, as in ``bench.mirrored``)."""
 
     def prepare(
         self,
@@ -104,7 +105,7 @@ class CopyEngine:
         share: Share,
         guarded: bool = False,
     ) -> Send:
-        """As ``PeerCopies.prepare``. Each part has its own copy of a flag."""
+        """As ``PeerCopies.prepare``. After each part, a second copy sets its flag."""
         from overlap_inductor.kernels.transfer import announce
         from overlap_inductor.torch_compat.triton_launch import PreparedKernel
         from overlap_inductor.transports.credits import announced

@@ -94,7 +94,7 @@ class Exchange:
                 self._start(index, receives=True)
 
     def post(self, index: int, piece: torch.Tensor | None = None) -> None:
-        """Start hop ``index``.
+        """Start the sends of hop ``index``, and its receives unless ``start_receives`` has started them.
 
         Args:
             piece: what is sent, flat and contiguous; ``None`` if it is in the buffer.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport ``p2p``: messages by ``torch.distributed`` send and receive, on the group's own backend (gloo, NCCL).
 
-On NCCL the receives and sends of a hop are one coalesced batch, because a communicator needs the same order on all
-ranks.
+On NCCL the receives and sends of a hop are one coalesced batch, because a communicator needs the same order of
+operations on all ranks.
 On gloo every receive is posted before any send, which keeps both directions of a link busy.
 """
 

@@ -31,7 +31,7 @@ def register(transport: Transport) -> None:
     must not import Triton.
 
     Raises:
-        TypeError: it lacks a member of every protocol.
+        TypeError: it implements none of the protocols in full.
         ValueError: its name is taken, or not an identifier.
     """
     implemented = [protocol for protocol in PROTOCOLS if isinstance(transport, protocol)]

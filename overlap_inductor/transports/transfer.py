@@ -30,10 +30,10 @@ class Transfer:
     number in its shard. Each part has one flag: ``index + u % parts`` of this source.
 
     Attributes:
-        scattered: True if the source holds a different shard for each rank. They are sent to rank + 1, rank + 2, ...
-            (modulo the number of ranks), so the sender can multiply in the order of rows. False if the same shard goes
-            to all ranks. It is sent to rank - 1, rank - 2, ... So every rank receives the next rank's shard first, and
-            can multiply in the order of rows.
+        scattered: True if the source holds a different shard for each rank. The shards are sent to rank + 1, rank + 2,
+            ... (modulo the number of ranks), so the sender can multiply rows in order, from the end of its own shard
+            on, wrapping around. False if the same shard goes to all ranks. It is sent to rank - 1, rank - 2, ... So
+            every rank receives the shard of rank + 1 first, and can multiply in that same order.
         origin: row of the source at which the shard begins (if ``scattered``, rank 0's shard).
         base: row of every workspace at which the shard from rank 0 goes. The shard from rank ``r`` goes to row ``base +
             r * rows``.

@@ -49,9 +49,9 @@ class Share:
 
     Attributes:
         sms: SMs that the transport may occupy.
-        turns_from: if all pieces of a send have at least this many bytes, each of them except the first waits for its
-            turn, so that its receiver gets nothing from another rank at the same time (``transports.copy_engine``).
-            ``None``: no piece waits.
+        turns_from: if all pieces of a send have at least this many bytes, pieces wait for their turn, so that their
+            receiver gets nothing from another rank at the same time (``transports.copy_engine`` says which pieces
+            wait). ``None``: no piece waits.
     """
 
     sms: int = 0

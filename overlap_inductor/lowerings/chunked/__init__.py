@@ -3,7 +3,7 @@
 
 - Ops: ``chunked_<pattern>`` in ``ops``, ``chunked_sum_<pattern>`` in ``sum_ops``, ``chunked_scaled_<pattern>`` in
   ``scaled_ops``.
-- Kernels: ``kernels/partial_sums.py``; those of its transports, ``kernels/push.py`` and ``kernels/transfer.py``.
+- Kernels: ``kernels/partial_sums.py``, and ``kernels/transfer.py`` for its transports.
 - Tests: ``tests/compile/test_sums_in_chunks.py`` (graphs), ``tests/kernels/test_chunked.py`` and
   ``tests/kernels/test_chunked_ops.py`` (numbers), ``tests/gpu/check_chunked.py``.
 """

@@ -23,8 +23,10 @@ class ChunkedCost:
         exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``.
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
         ranks: largest measured group.
-        copy_exposed: exposed fraction of the copy of the gathered tensor while a matmul runs (2 H200s, 2048 and 8192
-            tokens: 10 and 46 us, where a fused kernel's copy takes 23 and 67; not measured in larger groups).
+        copy_exposed: exposed fraction of the copy of the gathered tensor while a matmul runs. On 2 H200s, returning the
+            gathered tensor costs a call in chunks 10 us for 2048 tokens and 46 us for 8192. It costs a fused kernel,
+            whose copy runs under no matmul, 23 and 67 us. (bench/results/handed_out.jsonl; not measured in larger
+            groups.)
         host_seconds / peer_seconds: host time of a call's launches, and of each peer of a leg.
         gain_seconds: smallest gain over ``keep`` for which a call pays. A host-bound model gains nothing from a smaller
             saving.

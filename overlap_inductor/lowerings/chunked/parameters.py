@@ -44,9 +44,10 @@ class ChunkedParameters:
 
     Attributes:
         sms: SMs of the device.
-        transport: name of a ``PeerCopies`` transport, or ``auto``, which chooses by the size of a piece at each call.
-        chunks: number of matmuls of other ranks' rows, all of about one size. One more matmul computes this rank's own
-            rows. 0 in a reduction: one matmul computes all rows of a band. ``None``: as few matmuls as hide the
+        transport: name of a ``PeerCopies`` transport, or ``auto``, which chooses by the size of a piece for each size
+            of call.
+        chunks: number of chunks of other ranks' rows, all of about one size. This rank's own rows are multiplied
+            separately. 0 in a reduction: one matmul computes all rows of a band. ``None``: as few chunks as hide the
             transfers (``chunked.sizes``).
         sizes: sizes of the chunks in shards, instead of ``chunks``.
         bands: number of bands of rows of an all-reduce. A band is summed and sent to all peers during the matmuls of
@@ -60,7 +61,8 @@ class ChunkedParameters:
         replays: repeated calls are one launch of a CUDA graph (``runtime.replay``).
 
     Raises:
-        ValueError: a parameter is out of its range, or the transport is not registered.
+        ValueError: a parameter is too small, both ``chunks`` and ``sizes`` are given, or the transport is not
+            registered.
     """
 
     sms: int
@@ -148,8 +150,8 @@ def fitted(
         if pattern == "matmul_all_reduce":
             # (The second leg follows the first, so rows that are sent early also come back early.)
             sizes = tuple(sorted(sizes, reverse=True)) if len(sizes) > 1 else even_sizes(world_size - 1, 2)
-            # The previous band is summed after a band's first matmul, and only the last band's last transfer is
-            # exposed.
+            # With several bands the smallest chunk is first: the previous band is summed after a band's first matmul,
+            # and only the last transfer of the last band is exposed.
             sizes = sizes if bands == 1 else sizes[::-1]
     if sizes and sum(sizes) != world_size - 1:
         raise UnsupportedError(f"chunks of {list(sizes)} shards do not add up to the shards of {world_size - 1} peers")
@@ -172,7 +174,7 @@ def parameters_of(settings: str, sms: int) -> ChunkedParameters:
 
 
 def _cut(rows: int, count: int, grain: int) -> int:
-    """Rows of a piece, so that there are at most ``count`` pieces: a multiple of ``grain``, unless ``count`` is 1."""
+    """Rows of a piece, so that there are at most ``count`` pieces: all rows, or a multiple of ``grain``."""
     return rows if count == 1 else min(rows, -(-rows // (count * grain)) * grain)
 
 
@@ -237,8 +239,8 @@ def needed(
 
 
 def why_not(dtype: torch.dtype, inner: int, columns: int, scaled: bool = False) -> str | None:
-    """Why schedule ``chunked`` does not support ``a [rows, inner] @ b [inner, columns]``, in any layout that the
-    vendor's matmul takes; or ``None``. ``scaled``: the operands are fp8."""
+    """Why schedule ``chunked`` cannot compute ``a [rows, inner] @ b [inner, columns]``; ``None`` if it can, in any
+    layout that the vendor's matmul takes. ``scaled``: the operands are fp8."""
     right = (torch.float8_e4m3fn, torch.float8_e5m2) if scaled else (torch.float16, torch.bfloat16)
     if dtype not in right:
         return f"schedule chunked multiplies {'fp8 with scales' if scaled else 'fp16 or bf16'} here, not {dtype}"

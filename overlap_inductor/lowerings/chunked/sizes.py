@@ -8,8 +8,8 @@ if sums are scattered. ::
 
     gather:   chunk i is the shards that arrive while the chunks before it are multiplied, at least one
     scatter:  from the last chunk to the first, each as large as possible: its transfer must end before that of the
-              next chunk has to begin. Then the sizes are evened out, unless the last transfer would end too late. One
-              chunk whose transfer would end with almost no time to spare becomes two.
+              next chunk has to begin. Then the sizes are evened out, unless the last transfer would end too late. If
+              there is only one chunk, and its transfer would end with almost no time to spare, it becomes two.
 
 If a transfer takes longer than a matmul (``ratio > 1``) the link is the bottleneck, and a few even chunks keep it busy.
 This rule is our own; measurements for 4 and 8 ranks are in ``bench/results/mirrored.jsonl``.
@@ -23,9 +23,10 @@ FEW_CHUNKS = 3
 """Most chunks if the link is the bottleneck (the smallest chunk last), or if a gathered shard's matmul is too small
 (the smallest chunk first)."""
 LATE = 0.35
-"""Safety margin, in matmuls of one shard. A shard that arrives later than this before a chunk begins is not part of the
-chunk, because a chunk waits for all of its shards. A single scattered chunk has this much time to spare; otherwise it
-becomes two, the smaller first (4 H200s, scatter of 1024 tokens 206 -> 196 us, of 2048 356 -> 340, of 4096 the same).
+"""Safety margin, in matmuls of one shard. If a shard arrives less than this before a chunk begins, it is not part of
+the chunk, because a chunk waits for all of its shards. A single scattered chunk has this much time to spare; otherwise
+it becomes two, the smaller first. (A scatter on 4 H200s: of 1024 tokens 206 -> 196 us, of 2048 tokens 356 -> 340 us, of
+4096 tokens the same.)
 """
 FLOPS_A_BYTE = 2300
 """FLOPs (bf16) that an H200 computes while it sends one byte, including the fixed costs of pieces of 4 to 32 MB: 620

@@ -125,7 +125,7 @@ def _gather(
 
 
 def _with_copies(a: torch.Tensor, launch: Launch, p: FusedParameters, multiply: Callable[[], None], keep: bool) -> None:
-    """A transport of copies sends the shard while ``multiply`` multiplies the rows that have arrived.
+    """A transport of ``copiers`` sends the shard while ``multiply`` multiplies the rows that have arrived.
 
     The kernel of ``multiply`` occupies every SM, so nothing that the copies wait for may need an SM while it runs. The
     wait for permission to write therefore ends before that kernel starts, on the current stream, and the flags are

@@ -20,9 +20,10 @@ class FusedCost:
     """Constants of a fused kernel.
 
     Attributes:
-        exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``: for a gather, a
-            scatter, an all-reduce whose matmul is longer, and one whose transfer is longer (the last was measured as
-            one of 8 ranks on 2 GPUs, plus a tenth for contention; not measured on 8).
+        exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``: for a gather, for a
+            scatter, for an all-reduce whose matmul is longer, and for one whose transfer is longer. The last was
+            measured on 2 GPUs, each in the place of one rank of 8 (``bench.mirrored``), and raised by a tenth for
+            contention. It was not measured on 8 GPUs.
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
         ranks: largest measured group.
     """

@@ -70,7 +70,7 @@ def prepare_gather(
 
     Args:
         keep: the call does not end with the kernel.
-        copied: a transport of copies sends the shard.
+        copied: a transport of ``copiers`` sends the shard.
         slices: number of slices along K in which the kernel's own blocks push the shard.
 
     Raises:

@@ -24,7 +24,7 @@ EXTRAS = tuple(f"extra{i}" for i in range(MOST_EXTRAS))
 
 class Tail(NamedTuple):
     """The pointwise ops that follow a launch's matmuls or reduction: an epilogue or ``None`` for each result, and the
-    extra tensors that all of them read, each contiguous."""
+    extra tensors that the epilogues read, in the order of the epilogues and contiguous."""
 
     epilogues: tuple[Epilogue | None, ...] = ()
     extras: Sequence[torch.Tensor] = ()
@@ -81,8 +81,8 @@ def key_of(
     parameters: FusedParameters,
     flag: bool,
 ) -> tuple[object, ...]:
-    """All facts that a prepared kernel depends on. Raises ``UnsupportedError`` if no kernel reads an operand's
-    layout."""
+    """All facts about a call on which its prepared kernel depends. Raises ``UnsupportedError`` if ``a`` is not
+    contiguous, or if a matmul's operand is not aligned to 16 bytes."""
     if not a.is_contiguous() or a.data_ptr() % 16:
         raise UnsupportedError(
             f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous and"

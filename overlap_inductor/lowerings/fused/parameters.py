@@ -22,26 +22,28 @@ from overlap_inductor.transports.transport import PeerCopies
 
 NEVER = 2**62
 COPIES_FROM = 4 << 20
-"""Copy engines send a shard of at least this many bytes faster than the kernel's SMs do. Measured on 2 H200s, also as
-one of 4 and of 8 ranks (bench/results/mirrored.jsonl)."""
+"""Copy engines send a shard of at least this many bytes faster than the kernel's SMs do. Measured on 2 H200s, also with
+each in the place of one rank of 4 or of 8 (``bench.mirrored``, bench/results/mirrored.jsonl)."""
 
 
 @dataclass(frozen=True, eq=False)
 class FusedParameters:
     """The tunable parameters. They are compared by identity, because they are part of a key that is looked up at every
-    call. ``parameters_of`` makes only one object for each text.
+    call. ``parameters_of`` makes only one object for the same text and number of blocks.
 
     Attributes:
         blocks: number of blocks of the grid, ideally the number of SMs.
-        copies_from: an all-gather's shard of at least this many bytes is sent by a transport of copies, not by SMs.
+        copies_from: an all-gather's shard of more than this many bytes is sent by a transport of ``copiers``, not by
+            the kernel's SMs. So is a shard of exactly this many bytes, unless it is sent in ``slices``.
         copier: name of that transport; empty for the first of ``copiers``.
-        parts: number of bands of a shard if the whole matmul has at least ``parts_from`` rows. Otherwise a shard is one
-            band. 0: as many bands as ranks.
+        parts: largest number of bands of a shard if the whole matmul has at least ``parts_from`` rows. Otherwise a
+            shard is one band. 0: as many as ranks.
         pieces: number of pieces in which a band is pushed (all-gather).
         pushers: number of blocks that push. In an all-gather they push before they multiply, in an all-reduce whenever
             something is ready. 0 (all-reduce): ``push_inner`` decides.
-        push_inner: K for which one block pushes as fast as all others multiply (all-reduce). The best of the values
-            tried were 4 to 8 blocks for K = 14336, 10 to 12 for 7168 and 20 to 24 for 3584 (2 and 4 H200s, one of 8).
+        push_inner: K for which one block pushes as fast as all others multiply (all-reduce). Of the numbers of pushing
+            blocks that were tried, the best were 4 to 8 for K = 14336, 10 to 12 for 7168 and 20 to 24 for 3584 (2 and 4
+            H200s, and 2 H200s that each took the place of one rank of 8).
         unit: number of neighbouring tiles that are pushed at once (all-reduce).
         slices: number of slices along K in which a shard is pushed (all-gather). A tile waits for them one by one.
         slices_tiles: largest number of tiles for which a shard is cut into ``slices``; with more tiles it is cut into
@@ -56,7 +58,7 @@ class FusedParameters:
         replays: repeated calls are one launch of a CUDA graph (``runtime.replay``).
 
     Raises:
-        ValueError: a parameter is out of its range.
+        ValueError: ``parts``, ``pushers``, ``push_inner`` or ``unit`` is too small.
     """
 
     blocks: int
@@ -109,7 +111,7 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
     "matmul_all_reduce": {"parts": 0, "pushers": 0, "stages": 4, "halves": True},
 }
 """By pattern, the best of the values tried on 2 and 4 H200s (bench/results/fused.jsonl, operators.jsonl), and on 2
-H200s as one of 4 and of 8 ranks (bench/results/mirrored.jsonl)."""
+H200s that each took the place of one rank of 4 or of 8 (bench/results/mirrored.jsonl)."""
 
 
 MOST_WEIGHTS = 4
@@ -131,8 +133,8 @@ def transports_of(pattern: str) -> tuple[str, ...]:
 
 
 def automatic(pattern: str) -> tuple[str, ...]:
-    """The transports that ``auto`` chooses from: the first of ``copiers`` sends a gather's shard of at least
-    ``COPIES_FROM`` bytes."""
+    """The transports that ``auto`` chooses from: the first of ``copiers`` sends a gather's shard from ``COPIES_FROM``
+    bytes on (``FusedParameters.copies_from``)."""
     return transports_of(pattern)[:2]
 
 
@@ -158,7 +160,7 @@ def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor],
 
     With at most ``slices_tiles`` tiles, which all run at once, there are as many slices as planned. With more tiles
     there are fewer slices, because the SMs multiply tiles of shards that have arrived while others are in transfer. A
-    shard that a transport of copies sends is not sliced.
+    shard that a transport of ``copiers`` sends is not sliced.
     """
     if shard.nbytes > parameters.copies_from:
         return 1

@@ -39,8 +39,8 @@ from overlap_inductor.torch_compat import symmetric
 
 @dataclass(frozen=True)
 class FusedSchedule(OneOpSchedule):
-    """See ``SiteSchedule``. Parameter ``epilogue``, if any result has an epilogue: each result's program as text, which
-    is empty for a result without one."""
+    """See ``SiteSchedule``. If any result has an epilogue, the plan has a parameter ``epilogue``: a list with each
+    result's program as text. The text is empty for a result without an epilogue."""
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
         found = super().pieces(site, config, min_rows)

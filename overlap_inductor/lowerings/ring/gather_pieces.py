@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multiply the pieces of a gathered tensor: each piece by each matmul that reads the tensor, and its epilogue.
+"""Write the matmuls that read a gathered tensor, and the epilogue after them, for one piece of the tensor at a time.
 
 Contract: nodes are written at the emitter's insertion point. Pieces may come in any order, but this rank's own shard
 comes first, as a whole. On rank r, for the shard of rank ``r + shift`` or a part of it::

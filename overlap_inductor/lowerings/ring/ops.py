@@ -250,7 +250,8 @@ def _exchange_wait(
     return done
 
 
-# Waits for ``hops``. ``sent``: the pieces that these hops send. As arguments of this op, they are not freed before it.
+# Waits for ``hops``. ``sent``: the pieces that these hops send, and tensors that must be computed before the op waits.
+# As arguments of this op, they are not freed before it.
 define(
     "exchange_wait(Tensor(a!) chain, Tensor(b!) buffer, Tensor[] sent, SymInt[] bounds, int[] hops, str route, "
     "str group_name, str site) -> Tensor",

@@ -22,8 +22,9 @@ from overlap_inductor.sites.step_emitter import part_count
 
 
 class ReduceRing:
-    """See ``form.RingForm``. Each piece is sent once it is computed: to the rank that sums it (route ``owner``), to the
-    next rank (``travel``), or to all ranks (``broadcast``)."""
+    """See ``form.RingForm``. Route ``owner``: each partial sum for another rank is sent to that rank as soon as it is
+    computed; an all-reduce then broadcasts the sums. ``travel``: each partial sum is added to an accumulator, which is
+    sent to the next rank (unrolled steps only). ``broadcast``: each piece is sent to all other ranks."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         nodes = nodes_of(site, ReduceNodes)
@@ -69,8 +70,8 @@ class ReduceRing:
         return looped_reduce.rewrite(emit, site.facts.pattern, nodes_of(site, ReduceNodes), parts, floor)
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """As ``SiteNodes.cut``. The text also says if a looping op moves the rows of a reduction to the front before it
-        cuts them."""
+        """As ``SiteNodes.cut``. The words end with ``" rows in front"`` if a looping op must first move the rows that
+        it cuts to the front of dim 0 (reduce-scatter and all-reduce only)."""
         nodes = nodes_of(site, ReduceNodes)
         sizes, words = nodes.cut()
         outer = nodes.sharded.outer

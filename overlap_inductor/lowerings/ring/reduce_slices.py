@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute slices of what a matmul, or a sum of matmuls, sends: the slice of a rank, or some rows of it.
+"""Write the nodes that compute a slice of a collective's input, which a matmul or a sum of matmuls computes as a whole:
+the slice of a rank, or some rows of it.
 
 A slice is computed from the slices of the matmuls' operands, through the views and pointwise ops of the site's region::
 

@@ -38,10 +38,11 @@ from overlap_inductor.transports.transport import Exchanges
 
 
 class RingSchedule:
-    """See ``SiteSchedule``. A ring computes every legal site whose group the transport can serve, unless the pieces of
-    an int8 matmul are too small for ``torch._int_mm``.
+    """See ``SiteSchedule``. A ring computes every legal site whose group the transport can serve. Exceptions are sites
+    with pieces of an int8 matmul that are too small for ``torch._int_mm``, and sites that ``fit_budget`` refuses.
 
-    If the token count is dynamic, the ring's op chooses at each call: with few tokens, it runs the plain collective.
+    If the token count is dynamic and the schedule is not forced, the ring's op chooses at each call: with few tokens,
+    it runs the plain collective.
     """
 
     name = "ring"
@@ -185,9 +186,10 @@ def unrolled_nodes(site: DecidedSite) -> int:
 def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     """Decide which rings are unrolled, and write that into their decisions. The others become looping ops.
 
-    Rings are unrolled in graph order while their nodes fit the graph's ``budget`` of nodes; those that no looping op
-    can compute come first. A ring is not unrolled if its op chooses by the token count, or if a later pass of Inductor
-    moves nodes (``moving_pass``). A site that is not unrolled and that no looping op can compute is refused.
+    In graph order, a ring is unrolled if its nodes fit what is left of the graph's ``budget`` of nodes; rings that no
+    looping op can compute come first. A ring is not unrolled if its op chooses by the token count, or if a later pass
+    of Inductor moves nodes (``moving_pass``). A site that is not unrolled and that no looping op can compute is
+    refused.
 
     Ranks unroll the same sites, unless their numbers of pointwise ops lie on both sides of a multiple of 8. Unrolled
     steps of one rank may meet the looping op of another: they exchange the same. If they cut a site in other pieces, or

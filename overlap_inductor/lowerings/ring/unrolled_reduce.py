@@ -20,7 +20,8 @@ broadcast of the sum. A band is summed and broadcast after the matmuls of the ne
 under the matmuls of the next band, and its broadcast runs under those of the band after that. If W does not divide the
 number of rows, one small collective reduces the remaining rows.
 
-All-gather of an output: S bands of rows. Each is sent to all ranks while the next one is multiplied.
+All-gather of an output: this rank's rows are cut into S bands. Each is sent to all ranks while the next one is
+multiplied.
 """
 
 from __future__ import annotations

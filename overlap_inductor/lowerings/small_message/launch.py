@@ -28,7 +28,7 @@ from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.call_arguments import call_arguments
 
 VARYING = ("product", "out", "residual", "residual_out", "weight")
-"""The kernels' parameters that differ from launch to launch, in the order of ``_run``."""
+"""The kernels' parameters that differ from launch to launch, in the order in which ``_run`` passes them."""
 
 
 def all_reduce(

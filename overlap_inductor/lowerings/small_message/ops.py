@@ -6,8 +6,8 @@ Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``residual [
 N]``. All ops return the chain's next token last. ``settings`` is JSON text of those ``SmallParameters`` that are fixed;
 each call's rows decide the others. A call does not run the kernel if it has no rows, if it is larger than a small
 message, or if the group has no workspace left for it (``runtime.workspace`` says so in the log). It then runs the plain
-collective, or the op of schedule ``beyond`` if one is given. All ranks do the same, because rows and workspace are the
-same on all.
+collective, or the op of schedule ``beyond`` if one is given (only without a norm). All ranks do the same, because rows
+and workspace are the same on all.
 """
 
 from __future__ import annotations

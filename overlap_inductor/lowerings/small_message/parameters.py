@@ -25,13 +25,14 @@ SHORT_ROW = 8192
 MOST_RANKS = 16
 """Largest group: one block waits for the flags of all its ranks."""
 BLOCKS = 128
-"""Blocks that a call is cut into, unless segments become too narrow: about one for each SM."""
+"""Segments are halved, down to a smallest width, while a call then has at most this many blocks: about one for each
+SM."""
 
 
 @dataclass(frozen=True, eq=False)
 class SmallParameters:
     """The tunable parameters. They are compared by identity, because they are part of a key that is looked up at every
-    call. ``parameters_of`` makes only one object for each size.
+    call. ``parameters_of`` makes only one object for the same settings and size.
 
     Attributes:
         two_shot: each row is summed by its owner, who sends the sum. Otherwise every rank sums every row.

@@ -3,10 +3,11 @@
 waves (FlashOverlap, arXiv 2504.19519).
 
 A site's first call plans it, on all ranks of the group together. The collective's curve (its seconds by bytes) is
-measured once for each group of ranks. The matmul is timed with each number of SMs left free, the predictor partitions
-the matmul's bands for each of these numbers, and the fastest of these calls is kept. All ranks use the measurements of
-the group's first rank, and sites whose matmuls are alike on that rank share a plan. The inner size and the bias may
-differ on other ranks: a partition cuts rows, and all ranks have the same number of rows.
+measured once for each group of ranks, transport and kind of collective. The matmul is timed with each number of SMs
+left free, the predictor partitions the matmul's bands for each of these numbers, and the fastest of these calls is
+kept. All ranks use the measurements of the group's first rank, and sites whose matmuls are alike on that rank share a
+plan. The inner size and the bias may differ on other ranks: a partition cuts rows, and all ranks have the same number
+of rows.
 
 The first call also loads every kernel before any of them waits, because loading a module waits for the device. (A
 kernel for another inner size or bias is loaded by the matmul of the first call that needs it, before any kernel of that
@@ -55,7 +56,8 @@ from overlap_inductor.transports.transport import WholeCollectives
 TABLE_WORDS = 32
 """int32 words of one partition in the GPU's memory: ``MAX_GROUPS + 1``, padded to 128 bytes."""
 TABLES = 4096
-"""Most partitions of a group."""
+"""Most partitions of a group. A plan takes one for each number of ``WaveParameters.free``, and one for the matmul
+alone."""
 POISONED_AT_ONCE = 256
 """Elements that the waiting kernel's warp overwrites at once if the group was aborted: 16 bytes for each thread."""
 
@@ -292,8 +294,8 @@ class Call:
         own = (self.b.shape[0], *self.b.stride(), self.bias is None)
         known = self.waves.plans.get((agreed, own))
         if known is None:
-            # (Not even if the ranks have decided already: a kernel for another inner size or bias must still be
-            # loaded.)
+            # (In a capture this is an error even if the ranks have decided already: a kernel for another inner size or
+            # bias must still be loaded.)
             _not_in_a_capture(f"site {self.site}")
             known = self.waves.plans[agreed, own] = self._agreed_plan(agreed, own)
         return known

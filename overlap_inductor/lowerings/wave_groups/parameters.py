@@ -33,7 +33,7 @@ from overlap_inductor.transports.transport import WholeCollectives
 MAX_GROUPS = 16
 """Most groups of one call: each has a counter and costs two launches."""
 MAX_UNITS = 32
-"""Most places at which the search may cut."""
+"""The search cuts only between units of one or more waves, and there are at most this many units."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def automatic(pattern: str) -> tuple[str, ...]:
 
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
-    """Parameters for the plan: the transport, if it is not the one that ``auto`` takes. The tuned parameters are
-    measured at a site's first call."""
+    """Parameters for the plan: the transport, if it is not the one that ``auto`` takes. ``free`` and ``partition`` are
+    chosen by measurements at a site's first call."""
     return {} if transport in ("auto", *automatic(pattern)) else {"transport": transport}
 
 
@@ -88,8 +88,8 @@ def parameters_of(settings: str, blocks: int) -> WaveParameters:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a collective by its bytes: measured ``points``, and between two of them a line through the logarithms
-    of both.
+    """Seconds of a collective by its bytes: measured ``points``, and between two of them a straight line on logarithmic
+    scales of bytes and seconds.
 
     Below the first point a collective takes as long as at the first point. Beyond the last point it has the bandwidth
     of the last point.
