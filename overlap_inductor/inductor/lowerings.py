@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor lowerings of the ring's ops. ``take``, ``narrow`` and ``assemble`` become views, ``after`` and
-``gather_step`` add scheduling edges, and ``packed`` becomes a copy.
+"""Inductor lowerings of the ring's ops. ``take`` and ``narrow`` become views, ``assemble`` becomes a buffer into which
+its pieces are written, ``after`` and ``gather_step`` add scheduling edges, and ``packed`` becomes a copy.
 
 This process's rank is a symbol in the generated code (``rank_symbol``), defined before a group's first transfer. The
 slice of rank ``r + shift`` is a ``ReinterpretView`` whose offset contains this symbol. Inductor's own matmuls and
