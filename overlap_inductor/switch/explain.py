@@ -22,7 +22,7 @@ _NO_GRAPH = "No graph was compiled: the call ran no tensor operation that torch.
 @dataclass(frozen=True)
 class Explanation:
     """The reports of the graphs that a call compiles, in the order of compilation. ``str()`` gives a short text,
-    ``to_text()`` the whole reports. Both end with the estimated time of all sites together."""
+    ``to_text()`` the whole reports. If there are sites, both end with their estimated time together."""
 
     reports: list[OverlapReport]
 
