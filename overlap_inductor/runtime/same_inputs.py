@@ -118,7 +118,7 @@ def lasting_digest(tensor: torch.Tensor) -> str:
 
 def digest(tensor: torch.Tensor) -> str:
     """A hash of a tensor's shape, dtype and bytes, as 16 hex digits."""
-    # A copy, because ``numpy`` makes a storage one that cannot be resized, and FSDP2 resizes those of its parameters.
+    # Copied, because a storage cannot be resized after ``numpy()``, and FSDP2 resizes the storages of its parameters.
     flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
     found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
     if flat.numel():

@@ -51,7 +51,7 @@ def explain(fn: Callable[..., Any], *args: Any, config: OverlapConfig | None = N
     """Trace ``fn(*args, **kwargs)``, and its backward if something requires a gradient, and report on every graph.
 
     Compiled regions compute nothing and return zeros. Code between them (after a graph break) does run, on these zeros.
-    Nothing is counted, logged or written, and ``last_report()`` does not change. Like ``torch._dynamo.explain``, it
+    No report is counted, logged or written, and ``last_report()`` does not change. Like ``torch._dynamo.explain``, it
     drops what Dynamo has compiled.
 
     Args:
