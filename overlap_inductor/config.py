@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``OverlapConfig``: every switch, with one environment variable for each field, validated when it is read.
 
-The environment is read at the first compile, never at import. So a bad value is an error of the compile that would have
-used it, and not of ``import torch``.
+The environment is read by ``enable()``, by ``overlap()`` and at a compile, and its values are never checked at import.
+So a bad value is an error of the call that would have used it, and not of ``import torch``.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class OverlapConfig:
     """
 
     mode: str = _key("on")
-    """``off`` | ``report`` (find and explain, leave the graph alone) | ``on`` | ``strict`` (raise where ``on`` would
-    skip)."""
+    """``off`` | ``report`` (find and explain, leave the graph alone) | ``on`` | ``strict`` (as ``on``, but raise an
+    error if a site is refused or something fails; a site that is kept raises none)."""
 
     schedule: str = _key("auto")
     """``auto`` or a schedule's name. A schedule given by name applies wherever it is legal, whatever the cost."""
@@ -115,14 +115,16 @@ class OverlapConfig:
     """``unidirectional`` | ``bidirectional``: how gathered slices travel."""
 
     sub_chunks: int = _key(4)
-    """S: into how many sub-chunks each shard is cut. The hidden share is at most ``1 - 1 / (world_size * S)``."""
+    """S: the number of sub-chunks into which schedule ``ring`` cuts each shard, or fewer if a shard has fewer rows. Of
+    the shorter of matmul and transfer, at most the share ``1 - 1 / (world_size * S)`` is hidden."""
 
     step_node_budget: int = _key(3000)
-    """FX nodes that unrolled steps may add to one graph. In graph order, each site that still fits is unrolled; sites
-    that no looping op computes come first. Every other site becomes one looping op."""
+    """FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. In graph order, each site that still
+    fits is unrolled; sites that no looping op computes come first. Every other site becomes one looping op, or is
+    refused if no looping op computes it."""
 
     workspace_limit: int = _key(4096)
-    """MiB of symmetric memory on each rank that one group's sites may hold. Sites beyond it are kept."""
+    """MiB of symmetric memory on each rank that one group's sites may hold. Sites beyond it run as written."""
 
     max_tokens: int = _key(16384)
     """Token count up to which a site of dynamic size holds workspace. Calls with more tokens run as written."""

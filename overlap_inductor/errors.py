@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions that users of the package may see. Each message says what was wrong, what was expected and what to
-do."""
+"""The exceptions that users of the package may see. A message says what was wrong and, where that is known, what was
+expected and what to do."""
 
 from __future__ import annotations
 

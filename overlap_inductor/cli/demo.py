@@ -2,10 +2,10 @@
 """``overlap-inductor demo``: compile and run two models on this machine with and without overlap, compare the results,
 and time them.
 
-By default, the ranks run on 2, 4 or 8 GPUs, as many as there are. With fewer than two GPUs, the ranks are two CPU
-processes, joined by a slow link if this process may make one. The models are a Hugging Face Llama and a
-sequence-parallel block. Each is compiled without overlap, with schedule ``auto``, and with each schedule that can run
-here.
+By default, the ranks run on 8, 4 or 2 GPUs: the largest of these numbers that this machine has. With fewer than two
+GPUs, the ranks are two CPU processes, joined by a slow link if this process may make one. The models are a Hugging Face
+Llama and a sequence-parallel block. Each is compiled without overlap, with schedule ``auto``, and with each schedule
+that can run here.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def _estimate() -> None:
-    """Print the estimated gain of the block on the first machine in ``BOXES``. The block has the sizes of the MLP of a
-    Llama-3-8B layer. The estimate runs in a process of its own.
+    """Print the estimated gain of the block on the first machine in ``BOXES``. The block has the sizes of
+    ``cli.demo_estimate``. The estimate runs in a process of its own.
 
     Raises:
         UnsupportedError: that process failed. The message has the end of its standard error.

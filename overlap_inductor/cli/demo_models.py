@@ -60,7 +60,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """``x + mlp(norm(x))``, with activations sharded along the sequence between the matmuls."""
+    """``x + mlp(norm(x))``. ``parallel_block`` shards ``x``, the norm and the result along the sequence."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()

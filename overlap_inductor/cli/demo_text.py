@@ -73,8 +73,8 @@ def _times(result: dict[str, Any]) -> list[str]:
 
 
 def verdict(result: dict[str, Any], shared_cpu: bool) -> str:
-    """How fast schedule ``auto`` is, which is the default, and the fastest schedule if another one is clearly
-    faster."""
+    """A sentence that says how fast ``auto``, the default schedule, is. A second one names the fastest schedule, if it
+    is clearly faster than ``auto`` and than plain ``torch.compile``."""
     auto = next(form for form in result["forms"] if form["name"] == "auto")
     plain = result["plain_ms"]
     text = _of_auto(auto, plain, shared_cpu)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the demo. It runs each model eager, compiled, and compiled with overlap by each schedule. It compares the
-results and times the compiled models.
+"""One rank of the demo. It runs each model eager, compiled without overlap, and compiled with overlap by ``auto`` and
+by each schedule that can run between these ranks. It compares the results, and times the model without overlap and the
+models in which a site is overlapped.
 
 Rank 0 writes one JSON object per line to standard output: ``{"step": ...}`` when a step begins, and ``{"part": ...}``
 with the results of a part.
@@ -35,7 +36,7 @@ REPEATS = 9
 GROUP_TIMEOUT = timedelta(seconds=120)
 
 # Relative to the largest value. A split matmul may use another kernel, and the sum over ranks may be in another order.
-# The results then differ by some units in the last place of the largest value; such a unit is larger in bfloat16.
+# The results then differ by rounding, more in longer sums and in bfloat16. The tolerances are far above that.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 Outputs = dict[str, torch.Tensor]
@@ -48,7 +49,7 @@ class Settings:
     Attributes:
         tokens: length of the whole sequence.
         parts: names in ``PARTS``.
-        folder: where the models and the reports are written.
+        folder: where the Llama's checkpoint and the reports are written.
     """
 
     device: str
@@ -83,8 +84,9 @@ def synchronize(device: str) -> None:
 
 
 def quartiles_ms(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, list[float]]:
-    """The first quartile, the median and the third quartile of each call's times in milliseconds, on the slowest rank.
-    The calls take turns for ``REPEATS`` rounds, after one round that is not counted. All ranks call this together."""
+    """The first quartile, the median and the third quartile of each call's times in milliseconds, each the maximum over
+    the ranks. The calls take turns for ``REPEATS`` rounds, after one round that is not counted. All ranks call this
+    together."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(REPEATS + 1):
         for name, call in calls.items():
@@ -136,9 +138,9 @@ class Compiled:
 
 
 def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Settings) -> None:
-    """Run a model eagerly, compiled without overlap, and compiled with overlap by each schedule. Compare the outputs.
-    Time the model without overlap and the models in which a site is overlapped. Send the results to the parent
-    process."""
+    """Run a model eagerly, compiled without overlap, and compiled with overlap by ``auto`` and by each schedule that
+    can run here. Compare the outputs. Time the model without overlap and the models in which a site is overlapped. Send
+    the results to the parent process."""
     say(step=f"{part}: eager")
     eager = call(model)
 

@@ -29,7 +29,7 @@ class Check:
     """One fact. ``state``: ``good``; ``bad`` (something that is required or requested cannot take effect); ``note``
     (absent, and not required).
 
-    ``advice`` is one sentence that tells the user what to do. It is empty if there is nothing to do. If the check
+    ``advice`` tells the user what to do. It is empty if there is nothing to do. If the check
     answers a question, ``answer`` is ``yes``, ``no`` or a number, and ``value`` says why.
     """
 

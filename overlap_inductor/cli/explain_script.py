@@ -49,12 +49,12 @@ def explain_script(
     ranks: int | None = None,
     short: bool = False,
 ) -> int:
-    """Run ``script`` in this process as ``__main__`` with ``arguments``. After it has ended, print every graph's report
-    and the estimated time of all sites together.
+    """Run ``script`` in this process as ``__main__`` with ``arguments``. After it has ended, print the reports of all
+    graphs (of the last 256, if there are more) and the estimated time of their sites together.
 
-    Graphs stay as they are, unless the script itself switches overlap on. Only rank 0 prints. Returns the script's own
-    exit status, or 1 if it raised an exception, whose traceback is printed first. If the script needs a launcher's
-    variables, a line says how to start it.
+    Graphs stay as they are, unless the script itself switches overlap on. Only rank 0 prints reports. Returns the
+    script's own exit status, or 1 if it raised an exception, whose traceback is printed first. If the script needs a
+    launcher's variables, a line says how to start it.
 
     Args:
         machine: name of the machine for which plans are made. ``None`` means this machine.

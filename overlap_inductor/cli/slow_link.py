@@ -2,7 +2,8 @@
 """Simulates hosts that a slow link joins, on one Linux machine. Each rank has a network namespace. A bridge joins them,
 with a rate limit in each direction.
 
-Needs root and Debian's iproute2. Namespaces, links and the bridge are removed at the end, also after an error.
+Needs root, and the tools ``ip`` and ``tc`` of iproute2. Namespaces, links and the bridge are removed at the end, also
+after an error.
 """
 
 from __future__ import annotations

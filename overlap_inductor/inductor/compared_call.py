@@ -2,9 +2,9 @@
 """``ComparedCall``: the callable of a compiled graph, which first compares plans with the other ranks
 (``runtime.agreement``).
 
-It replaces ``CompiledFxGraph.current_callable``, outside of CUDA graph trees, so nothing has been read, written or
-captured when it compares. If the ranks differ, it calls the graph compiled without overlap (``plain_program``), which
-it compiles when first needed::
+It takes the place of ``CompiledFxGraph.current_callable`` and calls the earlier callable, CUDA graph trees included. So
+nothing has been read, written or captured when it compares. If the ranks differ, it calls the graph compiled without
+overlap (``plain_program``), which it compiles when first needed::
 
     graph(inputs)   ->   all ranks exchange the same?   yes: overlapped(inputs), after making the workspace once
                                                         no:  plain(inputs), compiled now if it is not there yet
@@ -66,7 +66,8 @@ class ComparedCall:
     Args:
         overlapped: the compiled graph's own callable. For a graph without overlap this is the plain program.
         reports: the reports of the graph and its subgraphs, with what they exchange.
-        plain: compiles the plain program; ``None`` for a graph without overlap, or if it cannot be restored.
+        plain: compiles the plain program; ``None`` for a graph without overlap, or if there is none or it cannot be
+            restored.
         on_accelerator: the graph runs on other devices than the CPU. Ranks that share no memory page
             (``runtime.call_page``) then compare its plans at first runs only.
         dump: the dump folder, or ``None``.
@@ -88,8 +89,9 @@ class ComparedCall:
         self.groups: list[dist.ProcessGroup] | None = None
         same = [entry for r in reports for entry in r.same_inputs]
         self.in_plan = [(i, name) for i, name, _, lasting in same if lasting and len(self.names) == 1]
-        """Parameters and buffers whose digests are part of the plan: index among the inputs, and name. All ranks that
-        compare the plan need the same, so the graph has one group."""
+        """Parameters and buffers whose digests are part of the plan: index among the inputs, and name. Empty if the
+        graph has several groups: all of them compare the plan, but a parameter may be the same on the ranks of one
+        group only."""
         self.apart_from_plan = [(i, name, group) for i, name, group, _ in same if (i, name) not in self.in_plan]
         """The other inputs that must be the same on all ranks of a group."""
         self.parameters: dict[str, list[int]] = {}
@@ -125,7 +127,8 @@ class ComparedCall:
         if outcome.overlapped and (outcome.fresh or new or not self.ready):
             failure = "" if self.ready else self._prepare(inputs)
             failure = failure or (self._inputs_differ(inputs) if outcome.fresh or new else "")
-            # If this rank alone compiled an agreed plan again, the others are not here, and all slots exist.
+            # If this rank alone has compiled an agreed plan again, the other ranks do not call ``also``. No rank needs
+            # to: the plan's slots exist.
             outcome = comparison.also(failure) if outcome.fresh or new or failure else outcome
             self.ready = self.ready or outcome.overlapped
             for group, indices in self.parameters.items() if outcome.overlapped else ():

@@ -125,7 +125,8 @@ def forced() -> CompileScope | None:
 
 
 def current_graph_name() -> str | None:
-    """Dynamo's compile id as a name, such as ``0_0``. It is the same on all ranks. ``None`` outside Dynamo."""
+    """Dynamo's compile id as a name, such as ``0_0``. It is the same on ranks that compile the same graphs in the same
+    order. ``None`` outside Dynamo."""
     from torch._guards import CompileContext
 
     compile_id = CompileContext.current_compile_id()

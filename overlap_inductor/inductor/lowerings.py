@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor lowerings of the ring's ops. ``take``, ``narrow`` and ``assemble`` become views, ``after`` and
-``gather_step`` add scheduling edges, and ``packed`` becomes a copy.
+"""Inductor lowerings of the ring's ops. ``take`` and ``narrow`` become views, ``assemble`` becomes a buffer into which
+its pieces are written, ``after`` and ``gather_step`` add scheduling edges, and ``packed`` becomes a copy.
 
 This process's rank is a symbol in the generated code (``rank_symbol``), defined before a group's first transfer. The
 slice of rank ``r + shift`` is a ``ReinterpretView`` whose offset contains this symbol. Inductor's own matmuls and
-pointwise kernels read such a view in place. They also write the pieces of a result straight to their places in it, as
-for ``aten.cat``, where the offsets are constant::
+pointwise kernels read such a view in place. They also write the pieces of a result straight to their places in the
+result. Inductor does the same for ``aten.cat``, but with constant offsets::
 
     a = take(x, 0, 1, 4, 0, 4, "tp")               u0 = torch.ops.overlap_inductor.group_rank.default('tp')
     b = mm(a, w)                                   buf = empty_strided(...)

@@ -83,7 +83,8 @@ def _transfer(kernel: Any) -> str | None:
     name = op._schema.name.split("::")[1]
     if name in STARTS:
         return kernel.get_name()
-    # The buffer is the second argument of every member.
+    # The buffer is the second argument of every member but ``exchange_keep``. A cut is found without that op, because
+    # it runs between the transfer's start and its last wait.
     return _maker(kernel.inputs[1]) if name in MEMBERS else None
 
 

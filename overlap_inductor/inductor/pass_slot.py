@@ -199,7 +199,7 @@ def without_pass(value: Any) -> Any:
 def _packed(passes: tuple[Any, ...], like: Any, slot: str) -> Any:
     if len(passes) < 2:
         return passes[0] if passes else None
-    # The joint graph's slot takes a list only in a later torch. Every torch takes a chain.
+    # Every torch takes a chain. The joint graph's slot gets a list only if it holds one already.
     takes_list = TAKES_LIST and (slot == POST_GRAD or isinstance(like, (list, tuple)))
     if not takes_list:
         return PassChain(passes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can do about a site or collective that is not overlapped: one sentence for each reason code.
+"""What a user can do about a site or collective that is not overlapped: a sentence or two for each reason code.
 
 A reason's text says why, and has values. The advice here depends on the reason code alone.
 """

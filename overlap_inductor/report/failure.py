@@ -23,10 +23,11 @@ class Failure:
     """One error that the pass caught. The graph was restored, and compiled without the part that failed.
 
     Attributes:
-        stage: ``pass`` (nothing of the graph is overlapped) | ``rewrite`` (``sites`` are not overlapped).
+        stage: ``pass`` (nothing of the graph is overlapped) | ``rewrite`` (``sites`` are not overlapped) |
+            ``sequence_parallel`` (no stretch of the graph is rewritten).
         error: the exception's type and message.
-        traceback: as Python prints it. Paths start at the folder that holds the package, so that they are the same on
-            every machine.
+        traceback: as Python prints it. A file's path is relative to the folder from which the file was imported, so
+            that it is the same on every machine.
         sites: ids of the sites whose rewrite failed.
     """
 

@@ -16,8 +16,8 @@ RANK = re.compile(r"rank_(\d+)")
 
 @dataclass(frozen=True)
 class Written:
-    """The folder of one rank's report of a graph. ``mark`` is ``None`` if an earlier version of the package wrote the
-    report."""
+    """The folder of one rank's report of a graph. ``mark`` is ``None`` if it is missing, or if another version of the
+    package wrote it."""
 
     rank: int
     place: Path

@@ -86,7 +86,8 @@ def template(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def common_names(names: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """As few common names as possible for ``names``. Each comes with the positions in ``names`` for which it stands.
+    """Common names for ``names`` that differ only in their numbers. Each comes with the positions in ``names`` for
+    which it stands.
 
     A name such as ``a.{0..3}.b.{0,1}`` stands for every combination. If a combination is missing, the names are split
     by the first number that varies, until no combination is missing. So a common name never includes a layer that does
@@ -108,7 +109,8 @@ def common_names(names: Sequence[str]) -> list[tuple[str, list[int]]]:
 
 
 def group_sites(report: OverlapReport) -> list[SiteGroup]:
-    """The report's sites in order of first appearance, repeated layers in one group."""
+    """The report's sites, repeated layers in one group. Groups whose sites differ only in their names stand together,
+    where the first of these sites appears."""
     alike: dict[str, list[SiteReport]] = {}
     for site in report.sites:
         alike.setdefault(_site_key(site), []).append(site)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publish what happened to a graph: counters, log lines, trace artifacts and the dump. In ``strict`` mode, raise if a
-site was not overlapped."""
+site was refused, or if a rewrite or the pass failed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def activate(report: OverlapReport, config: OverlapConfig | None = None, *, from
         from_cache: True if the graph was loaded from a cache; the log line says so.
 
     Raises:
-        StrictError: the report's mode is ``strict``, and a site was refused or the pass failed. It is raised last.
+        StrictError: the report's mode is ``strict``, and a site was refused, or a rewrite or the pass failed. It is
+            raised last.
     """
     with _lock:
         _reports.append(report)

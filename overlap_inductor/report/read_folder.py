@@ -62,8 +62,8 @@ def _prefix(dump: Path, place: Path) -> str:
 
 
 def page_folders(folder: str) -> list[Path]:
-    """The dump folders at and below ``folder`` that have a page of all graphs. The folder of a single rank has no such
-    page.
+    """The dump folders at and below ``folder``, for each of which a page of all graphs can be written. The folder of a
+    single rank has no such page.
 
     Raises:
         OverlapError: as ``read_reports``.

@@ -2,7 +2,8 @@
 """``OverlapReport``: the outcome of the pass on one graph, as data. ``str()`` gives a short text, and ``to_text`` the
 whole report.
 
-A graph's report is stored with the compiled graph and used again on a cache hit, so it holds no rank and no path.
+A graph's report is stored with the compiled graph and used again on a cache hit, so it holds neither this process's
+rank nor the dump folder.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class OverlapReport:
         before / after: the FX graph's readable code before and after the pass.
         plan_hash: identity of the plan; ranks compare it before they move data. Empty if the graph
             is as written.
-        exchange: JSON text of the ``ExchangePlan`` that the ranks compare at each first run; empty in a graph without
-            collectives.
+        exchange: JSON text of the ``ExchangePlan`` that the ranks compare when the graph is called; empty in a graph
+            without collectives.
         groups: process groups of the graph's collectives, in the plan's order. Each has the workspace that its sites
             need (JSON text) and its limit in MiB, or nothing.
         workspaces: symmetric memory that the graph's sites hold on each rank: ``{"ranks", "bytes"}`` for each group

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimated time of overlapped sites, as written and by the plan, from the ``estimate_us`` of their plans' pieces."""
+"""Estimated time of sites, as written and by the plan, from the ``estimate_us`` of their plans' pieces."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def parameters(piece: PlanPiece) -> str:
 
 
 def headline(report: OverlapReport) -> str:
-    """``5 sites found: 4 overlapped (ring), 1 refused; 2 near misses``."""
+    """``5 sites found: 4 overlapped, 1 refused; 2 near misses``."""
     if pass_failed(report):
         text = "the overlap pass failed: nothing is overlapped"
     elif not report.sites:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement: before an overlap op of a graph moves data, the ranks of a group compare the data that they are about to
-exchange.
+"""Agreement: before an overlap op of a graph moves data, the ranks of a group compare their plans: the transfers that
+they are about to make, not the values in them.
 
 A pass never communicates, because a rank with a cache hit does not run the pass and would leave the others waiting. So
 a graph's call starts with the comparison, before the graph reads or writes anything. Each rank counts its calls of
@@ -10,28 +10,29 @@ other ranks' digests::
     call n:   publish digest                     a rank that overlaps nothing goes on here
               equal = all digests of call n are mine
               for each round: publish equal; equal = all ranks with my digest say equal
-              equal -> overlap ops; else the plain compile of the graph, from then on
+              equal -> overlap ops; else the plain compile of the graph, from then on unless the plan was agreed before
 
 Each round passes a rejection on to the other groups of a rank. A graph with one group has one round. A graph with
 several groups has one round for each of them, and one more for a rank that was late. In the last round, the late rank
 reads the verdict of the ranks whose wait for it timed out. So all ranks that the graph's groups connect reach the same
-result. A rank that runs the plain program without comparing publishes a refusal, and no rank waits for it.
+result. A rank whose plan was rejected at an earlier call runs the plain program without comparing. It publishes a
+refusal, so no rank waits for its verdicts.
 
 Calls cannot be matched if the ranks hold different collectives in a graph, if their earlier calls held different
-numbers of collectives, or if a rank publishes nothing (overlap is off there, or it runs uncompiled). Then overlap is
-disabled for the group permanently (``apart``). The rank that finds one of these cases writes the reason to the store,
-where waiting ranks read it.
+numbers of collectives, if overlap is off on a rank, or if a rank publishes nothing (as when it runs uncompiled). Then
+overlap is disabled for the group permanently (``apart``). The rank that finds one of these cases writes the reason to
+the store, where waiting ranks read it.
 
-At later calls an agreed plan with one group skips the rounds. A rank may recompile alone if its new graph exchanges the
-same data, because the digest is then the same. If the new graph exchanges other data, and digests are still compared,
-all ranks run the plain program in that call. How digests are compared depends on the group:
+At later calls an agreed plan with one group skips the rounds. A rank may recompile alone if its new graph makes the
+same transfers, because the digest is then the same. If it makes other transfers, and digests are compared at every
+call, all ranks run the plain program in that call. How digests are compared depends on the group:
 
 - Ranks of one machine compare digests at every call, in memory that all of them map (``call_page``). This ties the
   group's hosts to each other: none starts a call before all have reached it. It costs nothing while the hosts run ahead
   of their GPUs.
 - Ranks on several machines compare digests through the store. CPU groups do so at every call, because their collectives
   block the host anyway. GPU groups do so at a plan's first run only. If a rank of such a group recompiles and its new
-  graph exchanges other data, the rank raises an error at its deadline.
+  graph makes other transfers, the rank raises an error at its deadline.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Comparison:
     """Compares one compiled graph's plan with the other ranks' plans, call by call.
 
     Args:
-        plan: the data that this rank exchanges in the graph.
+        plan: the transfers that this rank makes in the graph.
         groups: the groups whose collectives the graph holds. Groups in which no data moves are ignored.
         every_call: True if ranks that share no page compare at every call (CPU groups). False if they compare at the
             first call only.
@@ -109,11 +110,12 @@ class Comparison:
         return not self.counted
 
     def call(self) -> Outcome:
-        """Count one call, and, if needed, compare its plan with the plans of the other ranks.
+        """Count one call, unless ``count`` has counted it. If needed, compare its plan with the plans of the other
+        ranks.
 
         Raises:
-            AgreementError: a rank has another version, died, or is inside the transfers of an earlier agreed plan; or
-                the rank that kept a group's store has died.
+            AgreementError: a rank has another version, died, gave no verdict in time, or is inside the transfers of an
+                earlier agreed plan; or the rank that kept a group's store has died.
             StrictError: the plans differ, in mode ``strict``.
         """
         try:
@@ -237,6 +239,7 @@ def require(group: dist.ProcessGroup, text: str) -> None:
 
     Raises:
         AgreementError: the ranks' plans differ.
+        StrictError: the same, in mode ``strict``.
     """
     plan, state = _parsed(text), state_of(group)
     if plan.digest in state.agreed or plan.digest in state.parts or moves_nothing(group):
@@ -260,7 +263,7 @@ def plans_waiting(group: dist.ProcessGroup) -> str:
     """A sentence that names the peers that run another plan, or ``""``. It is part of the error of a transfer whose
     partner did not come.
 
-    If a rank recompiles alone and its new graph exchanges other data, the rank stops at its comparison, while the
+    If a rank recompiles alone and its new graph makes other transfers, the rank stops at its comparison, while the
     others run the agreed plan.
     """
     state = STATES.known(group)

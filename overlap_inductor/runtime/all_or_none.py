@@ -13,7 +13,8 @@ results. Because one rank decides, all ranks go on or none does, with the same t
 
 Every wait has a deadline. A rank that has written nothing by then counts as failed. An attempt may itself be a
 collective. But if one rank fails in it, the collective must end on the other ranks, at the latest by its own timeout.
-All ranks must make the same attempts in the same order. Each attempt has its own keys in the store. No GPU is involved.
+All ranks must make the same attempts in the same order. Each attempt has its own keys in the store. Only the
+attempt itself may use a GPU.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ ALIGNMENT = 1024
 TILE_BYTES = 2048
 """Bytes of the smallest tile: 128 rows of 8 elements of two bytes."""
 SLOTS = 2
-"""The largest number of slots that the sites of a graph take in turn."""
+"""The largest number of slots that the sites of a graph with the same protocol take in turn."""
 CREDITS, HALVES = "credits", "halves"
 """Protocols that keep the calls of a slot apart: a credit of each peer, or two halves used in turn."""
 
@@ -167,9 +167,9 @@ class WorkspaceArena:
         return sum(_slot_bytes(self.world_size, s.nbytes, s.signals) for s in self.slots)
 
     def prepare(self, requests: Sequence[Request], count: int = SLOTS) -> None:
-        """Give a slot to every site that has no slot or too small a slot. The sites take at most ``count`` slots in
-        turn: existing slots that suffice, otherwise new ones. All ranks call this with equal arguments. If it raises,
-        the arena is as before.
+        """Give a slot to every site that has no slot or too small a slot. The sites of each protocol take at most
+        ``count`` slots in turn: existing slots that suffice, otherwise new ones. All ranks call this with equal
+        arguments. If it raises, the arena is as before.
 
         Raises:
             OverlapError: memory would have to be allocated while a CUDA graph is captured, or beyond the limit.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Board``: a page of the host's memory that all ranks of a group and their GPUs see. A rank whose wait times out (it
-*gives up*) records there for what it waited.
+"""``Board``: pages of the host's memory that all ranks of a group and their GPUs see, if the ranks can share memory. A
+rank whose wait times out (it *gives up*) records there for what it waited.
 
 ::
 
@@ -10,11 +10,11 @@
 
 The order of writes is: the record, then word 0, then the abort words of the GPUs (``kernels.signals``). So a rank whose
 kernel was stopped finds the record as soon as that kernel has ended. And a host needs to read only one word of its own
-memory before each call to learn of every fault of the group.
+memory before each call to learn of every fault on the board.
 
 Ranks of one machine share a board. If the group has ranks on other machines, or its GPUs cannot reach each other, each
-rank has a board of its own that no other rank sees. The pages of a shared board are never freed, because captured
-kernels hold their addresses.
+rank has a board of its own that no other rank sees. The pages of a shared board are never freed, because kernels in
+captured CUDA graphs hold their addresses.
 """
 
 from __future__ import annotations

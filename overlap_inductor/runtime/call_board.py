@@ -47,8 +47,8 @@ _PASSED_CHARACTERS = 18
 """Characters of a value that are reserved for its last number and the marks around this number. They are always
 enough."""
 KEPT_CALLS = 64
-"""Number of newest calls whose keys stay in the store. No rank can be this many calls behind another, because each call
-holds a collective."""
+"""Number of newest calls whose keys stay in the store. In a CPU group no rank can be this many calls behind another,
+because each call holds a collective, which blocks the host."""
 EQUAL = "1"
 """The verdict of a rank that found no reason against the overlapped run."""
 _LONGEST_PAUSE = 0.25
@@ -70,8 +70,9 @@ class Outcome:
     """The result of comparing one call.
 
     Attributes:
-        overlapped: every rank runs the same exchange.
-        difference: why the ranks do not run the same exchange. Empty if they do, or if the reason was reported before.
+        overlapped: True if every rank runs the plan with overlap.
+        difference: why the ranks do not do so. Empty if they do, if this rank's plan overlaps nothing, or if the reason
+            was reported before.
         fresh: True if all ranks agreed upon this plan in this call and not in an earlier one.
     """
 
@@ -111,7 +112,8 @@ class CallStore:
         return self._get(f"{self._key(call, rank)}/{number}")
 
     def _kept(self, call: int, *keys: str) -> None:
-        """Remember the ``keys`` of a call, and delete the keys of calls that are ``KEPT_CALLS`` older."""
+        """Remember the ``keys`` of a call, and delete the keys of calls that are at least ``KEPT_CALLS``
+        older."""
         self._keys.setdefault(call, []).extend(keys)
         for old in [c for c in self._keys if c <= call - KEPT_CALLS]:
             for key in self._keys.pop(old):

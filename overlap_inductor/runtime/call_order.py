@@ -18,9 +18,9 @@ One event per device is enough. Each call records the event again. A wait refers
 wait is issued. A call on the same stream as the previous call needs no wait, because the stream orders the two.
 
 Threads. The order of calls is the order in which threads get the lock. The lock is held from the wait to the record, so
-launches of two calls do not mix. The lock also guards the objects that exist once for each device: its side streams,
-prepared kernels, and graphs of calls. If threads call at the same time, the program must ensure one order on all ranks,
-as with NCCL.
+launches of two calls do not mix. The lock also guards the objects that calls on the device share: its side streams,
+and the prepared kernels and graphs of each site. If threads call at the same time, the program must ensure one order on
+all ranks, as with NCCL.
 
 Captures. Inside a capture, CUDA refuses a wait for an event that was recorded outside, and outside it refuses a wait
 for an event of a capture. So each capture has its own event, which orders the calls in the capture. At each replay, the
@@ -223,5 +223,5 @@ def call_order(device: torch.device) -> CallOrder | nullcontext[None]:
 
 
 def orders() -> tuple[CallOrder, ...]:
-    """The orders of all devices that have had calls."""
+    """The orders that ``call_order`` has made."""
     return tuple(_ORDERS.values())

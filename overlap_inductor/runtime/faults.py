@@ -3,12 +3,14 @@
 kernel of the group stop.
 
 A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's board
-(``runtime.board``) and sets the abort words of all ranks. Each abort word is in the memory of the GPU whose waiting
-kernels read it (``kernels.signals`` says why). A kernel stores the words itself. A host copies them on a stream that
-was made for this purpose before anything ran, so the copies never queue behind a kernel that waits. If a host can no
-longer copy to any GPU, the watchdogs of its peers read the board and stop the waits on their own GPUs (``stop_waits``).
+(``runtime.board``) and sets the abort words of all ranks that share the board. Each abort word is in the memory of the
+GPU whose waiting kernels read it (``kernels.signals`` says why). A kernel stores the words itself. A host copies them
+on a stream that was made for this purpose before anything ran, so the copies never queue behind a kernel that waits. If
+a host can no longer copy to any GPU, the watchdogs of its peers read the board and stop the waits on their own GPUs
+(``stop_waits``).
 
-The next call on every rank raises an error that names the site and the rank that gave up first.
+The next call on every rank that shares the board raises an error. It names the site and the rank of the first wait that
+timed out, or the rank that aborted the group.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ class FaultRecord:
         table: int64 on the device, the addresses of the abort words that this rank sets: those of all ranks, or only
             its own.
         reachable: the values of ``table``, on the host.
-        sites: names of sites by the numbers under which kernels record them, the same on all ranks.
+        sites: names of this rank's sites, by the numbers under which kernels record them. A site has the same number on
+            all ranks.
         told: True if the program knows that the group's results are not valid, because ``check`` has raised or
             ``abort`` was called.
         memory: the allocation of ``stop`` and the peers' abort words, kept alive.
@@ -167,8 +170,8 @@ class FaultRecord:
         return number
 
     def abort(self) -> None:
-        """From now on, make every wait of the group return at once, on all ranks. The results of the kernels are then
-        not valid."""
+        """From now on, make every wait of the group return at once, on all ranks that share the board. The results of
+        the kernels are then not valid."""
         self.told = True
         record = self.board.record(self.rank)
         if not record[0]:

@@ -16,7 +16,8 @@ and on the allocations that hold the tensors in ``copied``. It may depend on not
     later calls                 replay the graph
     allocations have changed    drop the site's graphs, then continue as for a first call
     no replay is possible       start() at every call: ``replays`` is False, in the user's capture, on a CPU, with one
-                                hardware queue, or if there are too many graphs
+                                hardware queue, if the driver does not know an allocation, if there are too many graphs,
+                                or after a failed capture
 
 Why this is correct. A captured graph fixes only the values in its key. All other values are read at replay. The number
 of the call, which its signals carry, is read from device memory, as in a graph that a user captures. Kernels, slots and
@@ -37,9 +38,9 @@ queues, so nothing is replayed with ``CUDA_DEVICE_MAX_CONNECTIONS=1``. If copies
 copies take turns only where there are three queues or more. A graph's copies run on copy engines, including the copies
 that set flags (``tests.gpu.check_stress`` on driver 580).
 
-Captures run on their own thread, on streams and with a memory pool that nothing else uses. The vendor's matmul library
-has one workspace for each thread and stream. A workspace that comes from the memory pool of a user's graph, or that a
-user's matmul also uses, would be overwritten.
+Captures run on their own thread. They begin on a stream, and allocate from a memory pool, that nothing else uses. The
+vendor's matmul library has one workspace for each thread and stream. A workspace that comes from the memory pool of a
+user's graph, or that a user's matmul also uses, would be overwritten.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ these inputs. There are two kinds:
     writes digests            reads them; all are its own     reads them; "primals_7" is not its own
     verdict: "rank 2 cannot ..."   -> all ranks run the plain program
 
-Reading the inputs waits for the device. Later calls hash nothing.
+Reading the inputs waits for the device. Later calls with the same parameters hash nothing.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def lasting_digest(tensor: torch.Tensor) -> str:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """The first 16 hex digits of a hash of a tensor's shape, dtype and bytes."""
-    # A copy, because ``numpy`` makes a storage one that cannot be resized, and FSDP2 resizes those of its parameters.
+    """A hash of a tensor's shape, dtype and bytes, as 16 hex digits."""
+    # Copied, because a storage cannot be resized after ``numpy()``, and FSDP2 resizes the storages of its parameters.
     flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
     found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
     if flat.numel():

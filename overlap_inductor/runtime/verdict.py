@@ -217,7 +217,7 @@ def one_round(
         number: number of the round, from 0.
         verdict: ``(EQUAL, DIFFERENT or APART; reason)``.
         begun: when this call's comparison began, in seconds of ``time.monotonic()``.
-        limit: seconds to wait in each round.
+        limit: seconds. Round ``number`` waits until ``number + 2`` times ``limit`` after ``begun``.
         kind: distinguishes several series of rounds of one call.
 
     Raises:
@@ -282,10 +282,10 @@ def _rejected(
 
 
 def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, strict: bool) -> None:
-    """For a graph without overlap, raise if other ranks overlap theirs in this call.
+    """For a call of a graph without overlap, read the other ranks' plans, and raise if this rank may not go on.
 
     Raises:
-        StrictError: a rank overlaps its graph, and ``strict`` is True.
+        StrictError: another rank overlaps its graph, and ``strict`` is True.
         AgreementError: ``strict`` is False, and a rank is or may be inside an agreed exchange that this rank has left,
             or runs another version.
     """

@@ -6,12 +6,12 @@ The next overlap call raises a fault by itself (``FaultRecord.check``). But some
 program that only replays a CUDA graph, a program that is stuck elsewhere (in a collective whose peer is gone, in a
 stream wait), and a program whose last call failed. A fault is handled in this order:
 
-1. Within ``POLL_SECONDS``, every rank of the group logs site, group and peer. The group's waits on this GPU are
-   stopped, in case the rank that gave up could not reach them. (Streams need no release: only kernels wait for peers,
-   and a clock bounds each wait.)
-2. A program that was *told* is not ended: ``check`` has raised the error to it, or it has aborted the group itself. A
-   program that has destroyed the group also goes on, because it can start nothing more in it. The destroyed group is
-   watched until the calls that the program had started have ended.
+1. Within ``POLL_SECONDS``, the watchdog of every rank that shares the board stops the group's waits on its own GPU, in
+   case the rank that gave up could not reach them. It logs the error if the program was not *told* of it. (Streams need
+   no release: only kernels wait for peers, and a clock bounds each wait.)
+2. A program that was told is not ended: ``check`` has raised the error to it, or this rank has aborted the group
+   itself. A program that has destroyed the group also goes on, because it can start nothing more in it. The destroyed
+   group is watched until the calls that the program had started have ended, and longer if there is an untold fault.
 3. Any other program is ended ``GRACE_SECONDS`` after the fault was seen, by SIGABRT, with the error and the stacks of
    all threads on standard error. ProcessGroupNCCL's watchdog ends a process in the same way on a timeout
    (``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``, its default).
@@ -183,8 +183,8 @@ class Watchdog:
         """Forget a destroyed group if its calls have ended without a fault, or if the program was told of the fault.
         Keep it if there is an untold fault, or while calls run.
 
-        The record is read again after the calls have ended, because a call that gave up or was stopped has written its
-        record when it ends. Later actions of peers do not affect this rank's results."""
+        The board is read again after the calls have ended, because a fault is on the board before a call that gave up
+        or was stopped ends. Later actions of peers do not affect this rank's results."""
         watch.alive = _destroyed
         if watch.faults.told or error is None and watch.ended() and watch.faults.error() is None:
             with self._lock:

@@ -109,7 +109,8 @@ class GroupWorkspace:
         faults: the group's fault record.
         patience_ns: how long a kernel waits for a peer, ns: the group's timeout.
         blocks: the number of SMs of the device.
-        without_room: sites of plans whose workspace would have exceeded the limit. They run without overlap.
+        without_room: sites of plans whose workspace would have exceeded the limit. They run without overlap, unless an
+            earlier plan gave them a slot that suffices.
         prepared: requests of plans that ``prepare`` has handled, as JSON texts.
     """
 
@@ -130,8 +131,8 @@ class GroupWorkspace:
         Args:
             call: everything on which the result depends.
             make: makes a launch and the other values that the op needs, or returns ``None`` if no kernel supports the
-                call. It is called once, and again after the remembered results were dropped. They are dropped when a
-                plan is prepared, or when there are ``MOST_KNOWN`` of them.
+                call. It is called if no result is remembered, so threads that ask for a new call at the same time may
+                each call it. Results are dropped when a plan is prepared, or when there are ``MOST_KNOWN`` of them.
 
         Raises:
             Exception: what ``make`` raises.
@@ -286,9 +287,9 @@ def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit
         limit: bytes that all slots of the group may take on this rank.
 
     Returns:
-        ``None`` if every site has its slot, or if the slots do not fit under a ``limit``. If a rank has no memory left,
-        a text that names the rank and the bytes. The text is the same on every rank, and no rank has new slots. So all
-        ranks make the same decision: run without overlap, or call again later.
+        ``None`` if every site has its slot, or if the slots do not fit under a ``limit``. If a rank could not allocate
+        or map memory, a text that names the rank and what it could not do. The text is the same on every rank, and no
+        rank has new slots. So all ranks make the same decision: run without overlap, or call again later.
 
     Raises:
         OverlapError: memory would have to be allocated while a CUDA graph is captured.

@@ -22,7 +22,7 @@ _NO_GRAPH = "No graph was compiled: the call ran no tensor operation that torch.
 @dataclass(frozen=True)
 class Explanation:
     """The reports of the graphs that a call compiles, in the order of compilation. ``str()`` gives a short text,
-    ``to_text()`` the whole reports. Both end with the estimated time of all sites together."""
+    ``to_text()`` the whole reports. If there are sites, both end with their estimated time together."""
 
     reports: list[OverlapReport]
 
@@ -51,7 +51,7 @@ def explain(fn: Callable[..., Any], *args: Any, config: OverlapConfig | None = N
     """Trace ``fn(*args, **kwargs)``, and its backward if something requires a gradient, and report on every graph.
 
     Compiled regions compute nothing and return zeros. Code between them (after a graph break) does run, on these zeros.
-    Nothing is counted, logged or written, and ``last_report()`` does not change. Like ``torch._dynamo.explain``, it
+    No report is counted, logged or written, and ``last_report()`` does not change. Like ``torch._dynamo.explain``, it
     drops what Dynamo has compiled.
 
     Args:

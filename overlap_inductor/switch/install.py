@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Switch the pass on for every Inductor compile of the process, and off again.
 
-The switches in force are the first of these that is set: the innermost ``overlap()`` of this thread, ``enable()``, the
-environment. A slot always holds the same pass object, which looks up the switches at each compile. If another package
-has put that object into its own chain of passes, it does nothing there after ``disable()`` either.
+A *slot* is a setting of Inductor that holds custom passes (``inductor.pass_slot``). This module puts one pass object
+into each slot that the package uses. The object looks up the switches at each compile: the first of these that is set,
+the innermost ``overlap()`` of this thread, ``enable()``, the environment. If another package has put the object into
+its own chain of passes, it does nothing there after ``disable()`` either.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def enable(**fields: Any) -> OverlapConfig:
     """Overlap in every graph that Inductor compiles from now on, in all threads, until ``disable()``. Inside a block of
     ``overlap()``, that block's switches are in force instead.
 
-    A second call replaces the first one's switches. Graphs that are already compiled stay as they are. A warning names
-    their functions, if the new switches could lead to other code.
+    A second call replaces the first one's switches. Graphs that are already compiled stay as they are. If the new
+    switches could lead to other code, rank 0 logs a warning that names the first of their functions.
 
     Args:
         fields: fields of ``OverlapConfig``. The environment's variables hold for the others.
@@ -76,8 +77,9 @@ def enable(**fields: Any) -> OverlapConfig:
 def disable() -> None:
     """Switch off ``enable()``, the environment's switch and every ``overlap()`` around this call.
 
-    Nothing of the package remains: the slots hold what others put there, and Inductor's functions are no longer
-    wrapped. If a graph's forward is compiled and its backward is not yet, the backward is compiled without overlap.
+    Nothing of the package remains in Inductor: the slots hold what others put there, and Inductor's functions are no
+    longer wrapped. Graphs that are already compiled stay as they are. If a graph's forward is compiled and its backward
+    is not yet, the backward is compiled without overlap.
     """
     with _lock:
         # This includes the hooks that the entry point has left waiting.

@@ -15,7 +15,7 @@ from typing import Protocol
 
 
 class Observer(Protocol):
-    """What ``observe`` calls. No method may raise, because the graph may have nothing to do with this package."""
+    """What ``observe`` calls. No method may raise for a graph that has nothing to do with this package."""
 
     def begun(self, graph: Any) -> None:
         """The capture of the current stream into ``graph`` has just begun."""

@@ -190,8 +190,8 @@ def _reach(here: int, local: int) -> Reach:
 
 
 def why_no_kernels(device: torch.device) -> str | None:
-    """Why this package's kernels cannot run on a group's GPUs, or ``None`` if they can. Every rank reaches the same
-    result."""
+    """Why this package's kernels cannot run on a group's GPUs, or ``None`` if they can. Ranks with the same kind of GPU
+    reach the same result."""
     facts = reach()
     if not on_gpu(device) or facts is None:
         return f"it needs NVIDIA GPUs; the tensors are on {device.type}"
@@ -206,8 +206,8 @@ def _machines(ranks: tuple[int, ...], local_ranks: int) -> int:
 
 
 def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str | None:
-    """Why kernels of a group with these global ranks cannot reach the peers' memory, or ``None`` if they can. Every
-    rank of the group reaches the same result."""
+    """Why kernels of a group with these global ranks cannot reach the peers' memory, or ``None`` if they can. All ranks
+    of the group reach the same result if their GPUs are alike and equally linked."""
     reason = why_no_kernels(device)
     facts = reach()
     if not on_gpu(device):

@@ -39,7 +39,8 @@ def bound(kernel: Any, varying: Mapping[str, Any], fixed: Mapping[str, Any]) -> 
     """The arguments of ``kernel`` by parameter name, defaults included, in the order of its parameters.
 
     Raises:
-        TypeError: a parameter without a default has no argument, or has two; or an argument has no parameter.
+        TypeError: a parameter without a default has no argument, a parameter is both varying and fixed, or an argument
+            has no parameter.
     """
     parameters = inspect.signature(kernel.fn).parameters
     defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}

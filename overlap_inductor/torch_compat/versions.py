@@ -17,7 +17,7 @@ def torch_version() -> str:
 def release(version: str) -> tuple[int, int] | None:
     """``(major, minor)`` of a version, also of a pre-release: ``2.13.0a0+git1`` gives ``(2, 13)``. ``None`` if it is
     not a version by PEP 440."""
-    # Imported here, since ``import torch`` imports this module for every user of torch.
+    # Imported here, so that an import of this module stays cheap.
     from packaging.version import InvalidVersion
     from packaging.version import Version
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merges two graphs into one list of lines. Changed lines are marked, and runs of unchanged lines are folded. Also fast
-for thousands of lines."""
+"""Merges two graphs into one list of lines. Changed lines are marked, and runs of unchanged lines are folded. Graphs
+may have thousands of lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dataclasses import replace
 
 CONTEXT = 3
-"""Unchanged lines that are shown beside a change. All others are folded."""
+"""Unchanged lines that are shown on each side of a change. All others are folded."""
 
 
 @dataclass(frozen=True)

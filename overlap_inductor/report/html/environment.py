@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The templates of the pages: Jinja2 with every value escaped, and an error for a name that a template lacks."""
+"""The templates of the pages: Jinja2 with every value escaped. A template that uses a name without a value raises an
+error."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class PlacedRow:
-    """A timeline of ``lanes``, each a name and its bars. ``verdict``: a box between the ends of the two rows, or
-    ``None``."""
+    """A timeline of ``lanes``, each a name and its bars. ``verdict``: a box from the end of the figure's shorter row to
+    the end of its longer row, or ``None``."""
 
     title: str
     total: str

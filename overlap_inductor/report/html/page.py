@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``index.html`` of one graph: a self-contained page with the content of ``report.txt``, the timelines and both
-graphs."""
+"""``index.html`` of one graph: a self-contained page with the content of ``report.txt`` except tracebacks, and with the
+timelines and both graphs."""
 
 from __future__ import annotations
 
