@@ -125,7 +125,7 @@ def test_the_page_is_not_made_at_every_write(tmp_path: Path, monkeypatch: pytest
     assert made == [tmp_path]
 
 
-def test_ranks_that_write_at_once_leave_whole_and_complete_pages(tmp_path: Path) -> None:
+def test_ranks_that_write_at_once_lose_no_report_and_leave_no_temporary_file(tmp_path: Path) -> None:
     reports = [samples.llama(layers) for layers in (1, 2, 3)]
 
     def rank(number: int) -> None:
