@@ -90,7 +90,7 @@ def test_the_plain_program_runs_the_collectives_as_written(
     assert "all_gather_into_tensor" in code and "all_reduce" in code and "torch.ops.overlap_inductor" not in code
 
 
-def test_one_plain_program_serves_every_size(ranks_differ: list[Any]) -> None:
+def test_one_plain_program_serves_several_sizes(ranks_differ: list[Any]) -> None:
     inputs = [torch.randn(8, 5), torch.randn(5, 7)]
     with overlap_inductor.overlap(schedule="ring"):
         compiled = torch.compile(_plain, dynamic=True)

@@ -131,7 +131,7 @@ def test_a_graphs_collectives_are_read_once(layers: int, monkeypatch: pytest.Mon
     assert len(read) == 1
 
 
-def test_all_ranks_unroll_the_same_sites() -> None:
+def test_ranks_unroll_the_same_sites() -> None:
     texts = []
     for rank in (0, 5):
         with fake_group(8, rank):

@@ -102,7 +102,7 @@ def test_one_run_needs_no_heading(tmp_path: Path) -> None:
     assert "Run " not in read_reports(str(tmp_path))
 
 
-def test_every_write_leaves_a_page(tmp_path: Path) -> None:
+def test_the_first_write_leaves_a_page(tmp_path: Path) -> None:
     write_dump(samples.block(), tmp_path, 0)
     assert "1_0_forward" in (tmp_path / "index.html").read_text()
 
