@@ -44,7 +44,7 @@ def _sites(report: object) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_every_exchange_of_a_ulysses_block_is_a_site(world_size: int, dynamic: bool) -> None:
-    """Also for a sequence whose length is known at run time only."""
+    """This also holds for a sequence whose length is known only at run time."""
     with fake_group(world_size, world_size - 1):
         x = torch.randn(2, 16, 32)
         if dynamic:
@@ -56,7 +56,7 @@ def test_every_exchange_of_a_ulysses_block_is_a_site(world_size: int, dynamic: b
 
 
 def test_the_last_slices_also_travel_under_what_comes_before_the_wait() -> None:
-    """Each projection's wait stands where the program waits: behind the matmuls of all three."""
+    """Each projection's wait stands where the program waits: behind the matmuls of all three projections."""
     with fake_group(2), torch.no_grad():
         report = report_of(_block(), torch.randn(1, 16, 32), sub_chunks=1)
     steps = re.findall(r"inductor\.exchange_(send|wait)|aten\.(addmm)\.", report.after.split("scaled_dot")[0])
@@ -75,14 +75,14 @@ def test_permutes_of_one_sequence_become_views() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_permutes_of_a_batch_are_one_copy() -> None:
-    """As written there are two: one before and one after the exchange."""
+    """The graph as written has two copies: one before and one after the exchange."""
     lines = lines_of(from_own_heads, (2, 12, 2, 8), (64, 8), world_size=4)
     assert events(lines).count("pointwise") == 1
     lines = lines_of(to_own_heads, (2, 3, 16), (16, 64), (64,), world_size=4)
     assert events(lines).count("pointwise") == 1
 
 
-def test_projections_keep_their_exchange_before_an_attention_of_plain_matmuls() -> None:
+def test_the_exchange_belongs_to_the_projection_and_not_to_an_attention_of_plain_matmuls() -> None:
     with fake_group(2), torch.no_grad():
         report = report_of(_block(plain=True), torch.randn(2, 16, 32))
     assert _sites(report) == FORWARD
@@ -115,7 +115,7 @@ def test_parts_of_a_dynamic_size_must_be_known_to_be_equal() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_a_result_that_is_also_read_before_the_exchange() -> None:
-    """It is refused. If a matmul reads what arrives, that one is overlapped."""
+    """The matmul before the exchange is refused. If another matmul reads what arrives, that one is overlapped."""
     x, w, v = torch.randn(4, 16), torch.randn(16, 8), torch.randn(8, 8)
 
     def both(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, after: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,8 +145,8 @@ def test_an_exchange_of_counts_is_a_near_miss() -> None:
     assert report.sites == [] and misses(report) == [("all_to_all", "no_matmul")]
 
 
-def test_the_planner_estimates_both_ways() -> None:
-    """On a slow link the exchange is hidden; tokens that are too few are not cut."""
+def test_auto_overlaps_exchanges_of_many_tokens_and_keeps_those_of_few() -> None:
+    """On a slow link, the exchange of many tokens is hidden. If there are few tokens, the sites are kept."""
     with fake_group(4), torch.no_grad():
         many = report_of(_block(1024, 8), torch.randn(1, 512, 1024), schedule="auto", machine=SLOW)
         torch._dynamo.reset()
@@ -154,7 +154,7 @@ def test_the_planner_estimates_both_ways() -> None:
     assert _sites(many) == FORWARD
     for site in many.sites:
         estimate = site.decision.moving.estimate_us
-        # 3/4 of 512 x 256 numbers are sent.
+        # 3/4 of 512 x 1024 fp32 numbers are sent.
         assert site.decision.source == "analytic" and estimate["collective"] >= 0.75 * 512 * 1024 * 4 / 6.25e7 * 1e6
         assert max(estimate["matmul"], 0.75 * 512 * 1024 * 4 / 62.5) <= estimate["ring"] < estimate["keep"]
     assert {(s.decision.status, s.decision.reasons[0].code) for s in few.sites} == {("kept", "too_small")}

@@ -44,7 +44,8 @@ def test_auto_counts_the_copy_of_a_gathered_tensor_that_is_used(monkeypatch: pyt
     )
     with fake_group(2):
         assert [more("fused", 2048), more("fused", 256)] == pytest.approx([copy, copy], abs=1)
-        # The copy runs beside a quarter of the matmul, which hides most of the copy.
+        # The copy runs beside a quarter of the matmul. Exposed is the part of the copy that outlasts this quarter, or
+        # the fraction ``copy_exposed`` of the copy if that is more.
         assert [more("chunked", 2048), more("chunked", 256)] == pytest.approx(
             [COST.copy_exposed * copy, copy - 256 * quarter], abs=1
         )
@@ -96,7 +97,7 @@ def test_replays_can_be_switched_off(schedule: str) -> None:
 @pytest.mark.parametrize("role", ["M", "N"])
 def test_tiles_follow_the_tokens_wherever_they_lie(role: str) -> None:
     """Tiles are 128 x 256. Tokens may be rows or columns of the result (columns in ``W @ gathered.T``). Few tokens fill
-    only one tile."""
+    only one row or one column of tiles."""
     for example in (4096, 16):
         with fake_group(2):
             made = HandGraph()

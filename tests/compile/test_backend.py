@@ -215,7 +215,8 @@ def test_export_is_untouched_by_enable() -> None:
 
 
 def test_aot_inductor_is_refused_site_by_site(tmp_path: Path) -> None:
-    """AOTInductor's library runs without Python, so every site is refused and the compile continues."""
+    """AOTInductor's library runs without Python. So the pass is told to refuse every site, and the compile
+    continues."""
     overlap_inductor.enable()
     program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
     torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches: a hit gives the same report, counters, dump and strict errors as a compile. A change of anything that the
-generated code depends on is a miss.
+"""Caches: a hit gives the same report, counters, dump and strict errors as a compile. A change of the version, of a
+source file, of the process groups or of a switch that matters for the code is a miss.
 
 Most tests use one process, because a hit loads the same files there as in another process. One test uses two processes.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls that only the graph's results need run under a transfer that nothing else hides."""
+"""Matmuls that are read only as results of the graph are delayed, and run under a transfer that nothing else hides."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_op_that_waits_itself_is_left_alone() -> None:
 
 
 def test_a_gradient_stays_where_it_does_not_help() -> None:
-    """It is read by another op, or it takes much longer than the transfer."""
+    """Another op reads the gradient, or the gradient takes much longer than the transfer."""
     for lines in (_lines(SMALL, read_elsewhere=True), _lines(LARGE)):
         assert _place(lines, "= aten.mm") < _place(lines, "gather_start.default")
         assert not any("overlap_inductor.after.default" in line for line in lines)
@@ -75,7 +75,7 @@ def test_order_in_the_generated_code() -> None:
         return y, all_gather(rows, 0, world()).relu(), first, second
 
     shapes = (512, 16), (16, 512), (512, 512), (8, 64), (8, 100_000), (8, 99_999)
-    # In an inference graph, Inductor would move the gradients behind both before our pass runs.
+    # In an inference graph, Inductor would move the gradients behind both collectives before our pass runs.
     code = lines_of(fn, *shapes, world_size=2, rank=0, options={"reorder_for_locality": False})
     lines = [line for line in code if line and line[0] != "#"]
     flights = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``explain`` returns the reports that a compile would give. It runs no kernel, and leaves no counters, files or traces
+"""``explain`` returns the reports that a compile would give. It runs no kernel, and leaves no report, counters or files
 behind."""
 
 from __future__ import annotations

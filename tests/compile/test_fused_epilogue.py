@@ -187,7 +187,7 @@ def left_alone() -> dict[str, Callable[[Hand], list[fx.Node]]]:
 
 
 @pytest.mark.parametrize("name", left_alone())
-def test_near_misses(name: str) -> None:
+def test_ops_that_do_not_become_an_epilogue(name: str) -> None:
     with fake_group(2):
         h = Hand()
         assert not any(h.planned(*left_alone()[name](h)))

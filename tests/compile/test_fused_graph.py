@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("reachable")
 
 @pytest.mark.parametrize("kind", SITES)
 @pytest.mark.parametrize("world_size", [2, 3, 8, 64])
-def test_one_text_for_every_rank(kind: str, world_size: int) -> None:
+def test_ranks_have_one_text(kind: str, world_size: int) -> None:
     texts = set()
     for rank in sorted({0, world_size // 2, world_size - 1}):
         with fake_group(world_size, rank):

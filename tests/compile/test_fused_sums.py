@@ -108,7 +108,7 @@ def test_it_compiles_and_runs_as_kept() -> None:
     assert out.shape == (8, 8) and reporting.last_report() is not None
 
 
-def test_a_sum_that_cannot_be_taken_apart_leaves_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_that_cannot_be_taken_apart_leaves_the_graph_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two sums cannot be split. Then the first sum, which was split already, is fused into one kernel
     again."""
     computed: list[object] = []

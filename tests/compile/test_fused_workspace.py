@@ -45,7 +45,8 @@ def workspace_of(report: OverlapReport, made: HandGraph) -> dict[str, list[list[
 
 def test_the_plan_requests_workspace() -> None:
     """Bytes: a gather needs the gathered tensor. A scatter needs one shard for each source rank, rounded up to tiles of
-    128 rows. An all-reduce needs twice as much. Signals: one for each band, or, for a gather, one for each slice."""
+    128 rows. Signals: a scatter needs one for each band, and a gather needs one for each slice of a band. An all-reduce
+    needs twice the bytes and signals of a scatter."""
     for site, numbers in (
         (gather_site, [48 * 16 * 2, 4]),
         (scatter_site, [256 * 40 * 2, 1]),
@@ -83,8 +84,8 @@ def test_a_dynamic_token_count_holds_workspace_up_to_the_planned_maximum(monkeyp
     with fake_group(2):
         (site,) = dynamic_site(8192).run(schedule="auto", patterns=("matmul_all_reduce",), max_tokens=9000).sites
         (small,) = dynamic_site(16).run(schedule="auto", max_tokens=9000).sites
-    # For any token count of the example, the plan names one schedule for few tokens and one for many tokens. (16 rows
-    # need one tile of 128.)
+    # Whatever the token count of the example inputs, the plan names one schedule for few tokens and one for many.
+    # (16 rows need one tile of 128.)
     assert (
         [p.schedule for p in site.decision.plan]
         == ["small_message", "keep", "fused", "keep"]

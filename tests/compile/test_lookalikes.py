@@ -111,7 +111,7 @@ def test_slices_that_only_look_like_a_gather(spans: list[tuple[int, int]]) -> No
     assert made.text() == before
 
 
-def test_a_cat_of_another_tensor_is_not_a_near_miss() -> None:
+def test_a_cat_of_another_tensor_is_not_taken_for_a_gather() -> None:
     with fake_group(3):
         made = HandGraph()
         y = made.input(6, 16, name="y")

@@ -31,7 +31,7 @@ def decision(machine: str | None, rows: int = 64, inner: int = 1024, columns: in
 
 
 @pytest.mark.usefixtures("two")
-def test_auto_overlaps_on_a_slow_link_that_is_told(tmp_path: Path) -> None:
+def test_auto_overlaps_if_the_users_file_names_a_slow_link(tmp_path: Path) -> None:
     """A transfer of 64 x 1024 fp32 takes 0.3 ms at 1 GB/s. The steps of a ring cost as much, so the site is kept. At
     62.5 MB/s the transfer takes 4 ms, and the matmul hides it."""
     path = tmp_path / "machine.json"
@@ -46,7 +46,7 @@ def test_auto_overlaps_on_a_slow_link_that_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_a_told_matmul_rate_counts_for_its_dtype_alone() -> None:
+def test_a_users_matmul_rate_counts_for_its_dtype_alone() -> None:
     def matmul(dtype: torch.dtype, machine: str | None) -> float:
         (site,) = gather_site(64, 1024, 1024, dtype).run(schedule="auto", machine=machine).sites
         return site.decision.plan[0].estimate_us["matmul"]
@@ -56,7 +56,7 @@ def test_a_told_matmul_rate_counts_for_its_dtype_alone() -> None:
     assert matmul(torch.bfloat16, half) == matmul(torch.bfloat16, None)
 
 
-def test_facts_are_told_about_the_machine_that_is_planned_for() -> None:
+def test_facts_of_the_user_replace_those_of_the_machine_that_is_planned_for() -> None:
     box = BOXES["h200"]
     with fake_group(8), planning_for(box):
         (site,) = gather_site(1024, 8192, 3584).found().sites

@@ -35,8 +35,8 @@ def _reports(fn: Any, trains: bool) -> list[OverlapReport]:
 
 @pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
 def test_a_nested_compile_region_is_not_rewritten(trains: bool) -> None:
-    """The ranks cannot compare its inputs, and the plain program is kept for the whole graph alone. Its sites are
-    overlapped all the same."""
+    """The ranks cannot compare the region's inputs, and a plain program is kept only for the whole graph, not for a
+    region."""
     region = torch.compiler.nested_compile_region(_layer)
 
     # Two calls, because torch 2.13 inlines a region that is called once.
@@ -53,7 +53,8 @@ def test_a_nested_compile_region_is_not_rewritten(trains: bool) -> None:
 
 
 def test_the_forward_holds_no_gather_that_only_the_backward_reads() -> None:
-    """The norm's gradient needs twice its input. The forward saves rows of it, and the backward gathers them."""
+    """The norm's gradient reads the norm's input in two places. The forward saves only this rank's rows of that input,
+    and the backward gathers them."""
     forward, backward = _reports(_layer, True)
     assert [s.status for s in forward.stretches] == ["rewritten"]
     assert "overlap_inductor.gather_start" in backward.after

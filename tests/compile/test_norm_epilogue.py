@@ -176,7 +176,7 @@ NEAR_MISSES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", NEAR_MISSES)
-def test_near_misses(name: str) -> None:
+def test_a_chain_that_is_almost_a_norm_is_not_found(name: str) -> None:
     h = Hand()
     normed = h.norm(h.add(), **NEAR_MISSES[name])
     assert h.found(normed) is None
@@ -196,7 +196,7 @@ def test_near_misses(name: str) -> None:
         "square of another",
     ],
 )
-def test_what_else_is_refused(what: str) -> None:
+def test_a_chain_with_other_operands_or_readers_is_not_found(what: str) -> None:
     h = Hand()
     if what == "residual is one row":
         h.residual = h.weight

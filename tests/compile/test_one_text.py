@@ -65,7 +65,7 @@ HAND_MADE = ["gather", "gather inner dim", "scatter", "scatter inner dim", "scat
 
 @pytest.mark.parametrize("kind", HAND_MADE)
 @pytest.mark.parametrize("world_size", [2, 3, 8, 64])
-def test_one_text_for_every_rank(kind: str, world_size: int) -> None:
+def test_ranks_have_one_text(kind: str, world_size: int) -> None:
     """Catches a rank number in the graph: ranks would compile different code, miss each other's caches, or hang."""
     texts = set()
     for rank in sorted({0, 1, world_size // 2, world_size - 1}):
@@ -77,7 +77,7 @@ def test_one_text_for_every_rank(kind: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
-def test_one_text_for_every_rank_when_traced(world_size: int) -> None:
+def test_ranks_have_one_text_when_traced(world_size: int) -> None:
     """Dynamo traces this graph. Tracing must not put the rank into the text either."""
     texts = set()
     for rank in (0, world_size - 1):
@@ -119,7 +119,7 @@ def golden(report: OverlapReport) -> str:
 
 
 def test_gather_golden() -> None:
-    """The comparison shows steps in another order, a copy in place of a view, or a new reshape."""
+    """Catches steps in another order, a copy in place of a view, and a new reshape."""
     with fake_group(2):
         check_golden(golden(hand_made("gather", 2).run(sub_chunks=1)), "one_text/gather.txt")
 

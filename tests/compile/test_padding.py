@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor pads a matmul if a measurement on that rank shows a gain. The sites that the pass finds must not depend on
-padding."""
+"""On each rank, Inductor pads a matmul if its own measurement there shows a gain. The sites that the pass finds must
+not depend on padding."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_padding_elsewhere_renames_no_site() -> None:
 
 
 @pytest.mark.parametrize("budget", [40, 4000])
-def test_padding_of_the_next_matmul_leaves_the_epilogue(budget: int) -> None:
+def test_padding_of_the_next_matmul_does_not_change_the_epilogue(budget: int) -> None:
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.gelu(all_gather(x, 0, torch.distributed.group.WORLD) @ a) @ b
 

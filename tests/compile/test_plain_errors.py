@@ -67,7 +67,7 @@ def test_a_bad_variable_is_the_last_line_of_a_script(
     assert len(lines) - start < 10, done.stderr
 
 
-def test_the_environment_can_be_mended_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_can_be_mended_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OVERLAP_INDUCTOR_SCHEDULE", "rings")
     error = of_compile(ConfigError, backend="overlap_inductor")
     assert str(error).startswith("OVERLAP_INDUCTOR_SCHEDULE='rings' is not a known value")
@@ -89,7 +89,7 @@ def test_an_unsupported_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Install a supported torch" in str(of_compile(UnsupportedError, backend="overlap_inductor"))
 
 
-def test_it_is_pickled_as_the_error_it_is() -> None:
+def test_an_error_is_pickled_with_its_own_type() -> None:
     """Launchers send errors from process to process."""
     error = of_compile(ConfigError, backend="overlap_inductor", options={"schedule": "rings"})
     again = pickle.loads(pickle.dumps(error))

@@ -71,7 +71,7 @@ def _with_a_size_of_the_run(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("function", [_plain, _with_a_constant, _with_a_branch, _with_a_size_of_the_run])
-def test_the_plain_program_computes_what_plain_compile_does(
+def test_the_plain_program_runs_the_collectives_as_written(
     function: Callable[..., Any], dynamic: bool, ranks_differ: list[Any]
 ) -> None:
     """Collectives of the fake group return uninitialised memory. So the test checks the sizes and the code that ran,
@@ -90,7 +90,7 @@ def test_the_plain_program_computes_what_plain_compile_does(
     assert "all_gather_into_tensor" in code and "all_reduce" in code and "torch.ops.overlap_inductor" not in code
 
 
-def test_one_plain_program_serves_every_size(ranks_differ: list[Any]) -> None:
+def test_one_plain_program_serves_several_sizes(ranks_differ: list[Any]) -> None:
     inputs = [torch.randn(8, 5), torch.randn(5, 7)]
     with overlap_inductor.overlap(schedule="ring"):
         compiled = torch.compile(_plain, dynamic=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random token-wise programs between all-reduces. Each program is rewritten to run on rows, and must then compute the
-same result on every rank."""
+"""Random token-wise programs between all-reduces. Each program is rewritten to run on rows. On every rank, its
+results must be those of the program as written."""
 
 from __future__ import annotations
 

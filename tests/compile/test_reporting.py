@@ -33,7 +33,7 @@ def test_strict_raises_naming_site_and_reason(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("status", ["kept", "overlapped"])
-def test_strict_does_not_raise_for_a_site_that_does_not_pay(monkeypatch: pytest.MonkeyPatch, status: str) -> None:
+def test_strict_does_not_raise_for_a_kept_or_overlapped_site(monkeypatch: pytest.MonkeyPatch, status: str) -> None:
     monkeypatch.setitem(fake_pass.STATUS, "status", status)
     overlap_inductor.enable(mode="strict")
     inference()

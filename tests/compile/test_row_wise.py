@@ -39,8 +39,8 @@ def test_site_is_found(name: str) -> None:
     ],
 )
 def test_other_schedules_refuse(name: str, schedule: str) -> None:
-    """If these schedules accepted the site, they would drop the row-wise op: for example, they would multiply the
-    gathered tensor without its norm."""
+    """If these schedules accepted a site with a row-wise op, they would drop the op: for example, they would multiply
+    the gathered tensor without its norm."""
     with fake_group(2), torch.no_grad():
         report = report_of(PROGRAMS[name][0], *arguments(name, 2, torch.Generator()), schedule=schedule)
     (site,) = report.sites

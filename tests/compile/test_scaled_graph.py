@@ -46,7 +46,7 @@ SITES: dict[str, Callable[[], HandGraph]] = {
 
 @pytest.mark.parametrize("kind", SITES)
 @pytest.mark.parametrize("world_size", [2, 8])
-def test_one_text_for_every_rank(kind: str, world_size: int) -> None:
+def test_ranks_have_one_text(kind: str, world_size: int) -> None:
     texts = set()
     for rank in sorted({0, world_size // 2, world_size - 1}):
         with fake_group(world_size, rank):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the sequence-parallel rewrite runs: ``auto`` by its estimates, ``on``, ``off``, mode ``report``. A failure
-inside the rewrite leaves the graph as written."""
+"""When the sequence-parallel rewrite runs: with ``auto``, its estimates decide; ``on`` and ``off`` force it; in mode
+``report``, it is only described. A failure inside the rewrite leaves the graph as written."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def test_auto_rewrites_large_stretches_and_keeps_small_ones() -> None:
 
 
 def test_auto_guards_a_symbolic_number_of_tokens_where_the_choice_changes() -> None:
-    """The guard compares the number of tokens with a threshold. One graph serves token counts from the threshold on,
-    and another graph serves smaller counts. The rewrite adds no other guard."""
+    """One guard compares the number of tokens with a threshold: a graph serves the token counts from the threshold on,
+    and another graph serves smaller counts. If the rewrite may pay, another guard says whether the tokens divide evenly
+    among the ranks. The rewrite adds no other guard."""
     with fake_group(8), planning_for(H200):
         large, middle, small = (layer(tokens, dynamic=True) for tokens in (16384, 1024, 16))
         (rewritten,), (kept,), (few,) = (

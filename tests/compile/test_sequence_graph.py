@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sequence-parallel rewrite of layers that are written as in common frameworks. The tests compare the graphs with
-golden files and check that every rank has the same text."""
+golden files, and the text of some of them between the first and the last rank."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_golden(name: str) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "name"), ON_RANKS)
-def test_one_text_for_every_rank(world_size: int, name: str) -> None:
+def test_the_first_and_the_last_rank_have_one_text(world_size: int, name: str) -> None:
     """Catches a rank number in the graph: ranks would compile different code, miss each other's caches, or hang."""
     found = [reports(name, world_size, rank) for rank in (0, world_size - 1)]
     first, last = ([r.to_json(graphs=True) for r in of_rank] for of_rank in found)

@@ -104,7 +104,7 @@ def test_vector_along_another_dim() -> None:
         )
 
 
-def test_a_scale_of_rank_one_keeps_its_promotion() -> None:
+def test_a_scale_with_one_dim_keeps_its_promotion() -> None:
     """bf16 times fp32[1] is fp32, so the collective moves fp32. Pieces in bf16 would be half the bytes that the peer
     expects."""
     with fake_group(2):
@@ -167,7 +167,7 @@ def test_dynamic_gated_mlp_of_a_sequence() -> None:
     assert facts(report) == [("all_gather_matmul", ["mm M", "mm M"], "overlapped")] and report.notices == []
 
 
-def test_broadcast_that_changes_the_rank() -> None:
+def test_broadcast_that_adds_a_dim() -> None:
     """A pointwise op with an operand of more dims gives a result of more dims. Catches a layout with fewer dims than
     the result. The finder would raise an error on such a layout."""
     with fake_group(2):
@@ -194,7 +194,7 @@ def test_broadcast_that_changes_the_rank() -> None:
     ],
 )
 def test_no_looping_op_for_what_it_does_not_compute(kind: str) -> None:
-    """The looping ops compute sums of matmuls and nothing else. For any other site their result would be wrong."""
+    """The looping ops do not compute these sites. If they were used, their result would be wrong."""
     with fake_group(2):
         made = HandGraph()
         x, w, b = made.input(8, 16), made.input(16, 8, name="w"), made.input(8, name="bias")
@@ -248,7 +248,7 @@ def of_sites(made: HandGraph) -> list[tuple[str, int, str]]:
     return [(s.facts.pattern, len(s.facts.matmuls), s.decision.status) for s in made.run().sites]
 
 
-def test_it_stays_with_its_gather_if_the_sum_is_an_add() -> None:
+def test_a_gathers_matmul_stays_with_its_gather_if_the_sum_is_an_add() -> None:
     """The sum is an ``add`` node, as when ``mm_plus_mm`` was split into two matmuls and a sum. A pointwise op is
     between the gather's matmul and the sum."""
     with fake_group(2):
@@ -262,7 +262,7 @@ def test_it_stays_with_its_gather_if_the_sum_is_an_add() -> None:
         )
 
 
-def test_it_stays_with_its_gather_if_the_reduction_begins_earlier() -> None:
+def test_a_gathers_matmul_stays_with_its_gather_if_the_reduction_begins_earlier() -> None:
     """A sum of all-reduces is one site. The finder meets it at the first all-reduce, before it meets the gather."""
     with fake_group(2):
         made = HandGraph()

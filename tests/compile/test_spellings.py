@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every spelling of a gather, a scatter or an all-reduce that frameworks use becomes one site."""
+"""Each spelling in ``tests.support`` of a gather, a scatter, an all-reduce or an all-to-all becomes one site."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def looked_at(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(seen)
 
 
-def test_finding_a_site_visits_only_the_nodes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_finders_visits_grow_linearly_with_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of visited nodes must grow linearly with the number of layers. (In an earlier version, the finder
     followed each gather to the end of the graph, and took three seconds for 80 layers.)"""
     assert looked_at(40, monkeypatch) == 2 * looked_at(20, monkeypatch) > 0
@@ -116,8 +116,8 @@ def test_finding_a_site_visits_only_the_nodes_after_it(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("layers", [10, 40])
 def test_a_graphs_collectives_are_read_once(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of all-reduces are also read only once. (In an earlier version, they were read once for each term, and 160
-    sites took two seconds.)"""
+    """This also holds for a graph with sums of all-reduces. (In an earlier version, the graph's collectives were read
+    once for each term of a sum, and 160 sites took two seconds.)"""
     read = []
     find = collectives.find_collectives
     monkeypatch.setattr(collectives, "find_collectives", lambda graph: read.append(1) or find(graph))
@@ -131,7 +131,7 @@ def test_a_graphs_collectives_are_read_once(layers: int, monkeypatch: pytest.Mon
     assert len(read) == 1
 
 
-def test_all_ranks_unroll_the_same_sites() -> None:
+def test_ranks_unroll_the_same_sites() -> None:
     texts = []
     for rank in (0, 5):
         with fake_group(8, rank):
@@ -154,7 +154,7 @@ def with_pointwise_ops(count: int, loopable: bool, budget: int) -> OverlapReport
 
 def test_ranks_with_unlike_epilogues_exchange_the_same() -> None:
     """A site with 7 pointwise ops is unrolled. A site with 8 becomes a looping op. Both move the same bytes in the same
-    order, so the ranks agree and both overlap (``test_other_budgets_exchange_the_same`` runs such ranks)."""
+    order, so the ranks agree and both overlap (``test_different_node_budgets_exchange_the_same`` runs such ranks)."""
     seven, eight = (with_pointwise_ops(n, loopable=True, budget=100) for n in (7, 8))
     assert (unrolled(seven), unrolled(eight)) == ([True], [False])
     assert seven.plan_hash == eight.plan_hash != ""
@@ -258,8 +258,8 @@ def test_pointwise_ops_before_the_matmul_are_computed_on_shards(kind: str, statu
     ],
 )
 def test_ops_after_the_matmul_that_looping_reductions_compute(kind: str, status: str) -> None:
-    """Looping reductions compute a sum as Inductor writes it (one matmul is the bias of the other), and one change of
-    dtype. The test catches a term that is left out."""
+    """Looping reductions compute a sum as Inductor writes it (one matmul is the bias of the other), the addition of one
+    row, and one change of dtype. The test catches a term that is left out."""
 
     def convert(x: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
         return made.call(torch.ops.prims.convert_element_type.default, x, dtype)

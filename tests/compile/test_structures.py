@@ -25,7 +25,7 @@ from tests.support.structures import GatherTokens
 # Readers of the gathered tensor
 
 
-def test_one_gather_feeds_matmuls_of_every_kind() -> None:
+def test_one_gather_feeds_matmuls_of_several_kinds_and_roles() -> None:
     """All matmuls that read the gathered tensor belong to one site, whatever their kind and role. If one matmul stayed
     outside the site, the tensor would be gathered twice, or that matmul would wait for the end of the ring."""
     with fake_group(2):
@@ -180,7 +180,7 @@ def test_sharded_head(dim: int) -> None:
     assert facts(report) == [("matmul_all_gather", ["mm M"], "overlapped")]
 
 
-def test_sharded_head_whatever_uses_the_logits() -> None:
+def test_sharded_head_whose_logits_a_later_matmul_reads() -> None:
     """Catches a finder that stops at a later matmul after an op that does not commute, and does not look at the matmul
     before the gather."""
     report = traced(lambda x, w, v: torch.cumsum(all_gather(x @ w, 0, world()), 0) @ v, (4, 16), (16, 8), (8, 4))
@@ -210,8 +210,8 @@ def test_ops_that_commute_before_a_reduction_are_part_of_the_site() -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_softmax_between_is_refused(dim: int) -> None:
     """A softmax over the rows of all ranks cannot be computed on pieces, and the report must not say ``no_matmul``. A
-    softmax over columns treats each row by itself. After a gather it is part of the site, but an all-reduce refuses it,
-    because the softmax of partial sums is not linear."""
+    softmax over columns treats each row by itself, so it is checked only before an all-reduce. There it is refused,
+    because a softmax of partial sums is not linear."""
     after = traced(lambda x, w: torch.softmax(all_gather(x, 0, world()), dim) @ w, (4, 16), (16, 8))
     before = traced(lambda x, w: all_reduce(torch.softmax(x @ w, dim), "sum", world()), (4, 16), (16, 8))
     for report in (after, before)[dim:]:

@@ -123,7 +123,7 @@ def _() -> OverlapReport:
     return made.output(made.call(torch.ops.symm_mem.one_shot_all_reduce.default, y, "sum", made.group)).run()
 
 
-# Gathers that lead to no site
+# Gathers and reductions that lead to no site
 
 
 @case("no_matmul", "near_miss", "gather")

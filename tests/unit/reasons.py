@@ -16,8 +16,9 @@ WORLD_SIZES = {"world_size_one": 1}
 
 
 def case(code: str, status: str, name: str = "") -> Callable[[Case], Case]:
-    """Register a graph for ``code``. ``status`` is the site's status, ``near_miss`` if there is no
-    site, or ``stretch`` and a stretch's status."""
+    """Register a graph for ``code``. ``status`` is the site's status, or ``near_miss`` if there is no site. For the
+    sequence-parallel rewrite it is ``stretch`` and the status of the stretch (the all-reduces, and the nodes beside
+    them, that are rewritten together or not at all)."""
 
     def register(function: Case) -> Case:
         CASES[f"{code} {name}".strip()] = (code, status, function)

@@ -130,8 +130,8 @@ PIECES = {
         _piece("small_message", "sm_push", 655.0, False, settings="{}"),
     ),
 }
-"""``{name: (pattern, kind of its collective, piece)}``. There is one piece for every schedule and route, and one piece
-that is slower than the plain graph."""
+"""``{name: (pattern, kind of its collective, piece)}``. There is at least one piece for every schedule (except
+``keep``) and for every route of the ring that these patterns use, and one piece that is slower than the plain graph."""
 
 
 def every_schedule() -> OverlapReport:
@@ -144,7 +144,7 @@ def every_schedule() -> OverlapReport:
 
 
 def hostile() -> OverlapReport:
-    """Every free text holds markup. A page must show it and never run it."""
+    """The names, reasons, notice and graph as written hold markup. A page must show the markup and never run it."""
     markup = "</script><script>alert('x')</script><img src=https://example.invalid/a.png>"
     report = empty(graph="2_0", before=BEFORE + f"# {markup}\n", after=AFTER, notices=[markup])
     report.sites.append(site(f"layers.0.{markup}", refused(markup), identity=markup))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph for every reason why a site is refused or kept. The reasons of the checks come first, in the order of the
-checks. The reasons of the plan and of the rewrite follow."""
+"""A graph for every reason why a site is refused, kept or failed. The reasons of the checks come first, in the order of
+the checks. The reasons of the plan and of the rewrite follow."""
 
 from __future__ import annotations
 

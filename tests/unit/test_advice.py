@@ -40,7 +40,7 @@ def test_every_reason_code_has_advice() -> None:
     assert codes == ADVICE.keys()
 
 
-def test_advice_is_a_sentence() -> None:
+def test_advice_is_short_and_punctuated() -> None:
     for code, text in ADVICE.items():
         assert text[0].isupper() and text.endswith(".") and len(text) < 140, code
 
@@ -59,7 +59,7 @@ def test_the_text_has_advice_for_sites_and_near_misses() -> None:
 
 
 @pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
-def test_the_advice_for_layouts_helps(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_the_advice_for_strides_helps(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """The advice names a call. This call makes a tensor that the check accepts."""
     (call,) = re.findall(r"\.(\w+)\(\)", ADVICE["strides"])
     found = []

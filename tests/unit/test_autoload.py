@@ -2,7 +2,8 @@
 """``import torch`` with the package installed: it costs little, never fails, and switches on overlap if the environment
 asks for it.
 
-Each test starts a new interpreter. A small ``dist-info`` folder on its path makes the two entry points known.
+Each test starts a new interpreter. The fixture ``installed`` makes a small ``dist-info`` folder. On the interpreter's
+path, this folder makes the two entry points known.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def test_a_dump_folder_without_overlap_is_a_warning_at_the_first_compile(
     assert done.returncode == 0 and done.stderr.count(UNUSED) == said, done.stderr
 
 
-def test_a_dump_folder_costs_no_import_of_inductor(installed: Path) -> None:
+def test_a_dump_folder_does_not_import_compile_fx(installed: Path) -> None:
     got = value(AFTER_IMPORT, installed, OVERLAP_INDUCTOR_DUMP="x")
     assert got["found"] == ["torch._inductor.compile_fx"] and got["slot"] == "NoneType"
     assert "torch._inductor.compile_fx" not in got["names"]
@@ -174,7 +175,7 @@ def test_an_unknown_torch_is_reported_and_left_alone(installed: Path) -> None:
     assert done.stdout.startswith("UnsupportedError overlap_inductor supports torch 2.2 to 2.2 and this is torch")
 
 
-def test_autoload_never_raises(installed: Path) -> None:
+def test_a_failure_of_autoload_does_not_fail_import_torch(installed: Path) -> None:
     code = (
         "import overlap_inductor.inductor.import_hook as i\n"
         "def broken(*args): raise RuntimeError('made up')\n"
@@ -187,7 +188,8 @@ def test_autoload_never_raises(installed: Path) -> None:
 
 
 def test_importing_the_package_is_light() -> None:
-    """``import torch`` may import all of these modules. (TORCH_LOGS imports the sub-packages.)"""
+    """``import torch`` imports ``autoload`` and, if TORCH_LOGS is set, the sub-packages. So none of these modules may
+    import a heavy one."""
     code = f"""
 import sys, json, torch
 before = set(sys.modules)
@@ -245,7 +247,7 @@ def test_the_doctor_finds_the_pass_if_the_environment_asks_for_it(installed: Pat
     ]
 
 
-def test_an_early_enable_waits_until_our_own_module_is_imported() -> None:
+def test_after_an_early_enable_the_pass_is_in_the_slot_once_our_own_module_is_imported() -> None:
     code = (
         "import torch, overlap_inductor; overlap_inductor.enable(); import overlap_inductor.inductor.pass_slot\nfrom"
         " overlap_inductor.inductor import probe\nprint(int(probe.config_in_slot() is not None))"

@@ -173,7 +173,7 @@ def test_a_pass_that_fails_in_a_compile_leaves_what_a_bug_report_needs(tmp_path:
 
 
 @pytest.mark.parametrize("damage", ["half", "gone"])
-def test_a_damaged_dump_is_an_error_that_names_the_file(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_dump_is_an_error_that_names_its_folder(tmp_path: Path, damage: str) -> None:
     place = write_dump(samples.block(), tmp_path, 0)
     assert place is not None
     if damage == "half":

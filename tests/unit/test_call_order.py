@@ -405,7 +405,7 @@ class Inside:
         return launch
 
 
-def test_every_op_launches_inside_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_of_four_schedules_launch_inside_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(
         "triton",
         reason="Triton comes with the package's test extra; environments of other torch versions may have none",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of a page: a reader takes a half-written entry as absent, and an overwritten entry is an error."""
+"""Entries of a page, the memory in which ranks publish their plan at each call. A reader takes a half-written entry as
+absent, and an overwritten entry is an error."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def test_a_text_that_has_no_room_is_an_error() -> None:
 
 
 def test_an_entry_that_is_half_written_counts_as_absent() -> None:
-    """Any part of the entry may have arrived. The rest of its place holds an earlier call's entry or zeros."""
+    """Only the first bytes or only the last bytes of the entry may have arrived. The rest of its place holds an earlier
+    call's entry or zeros."""
     memory, (mine, theirs) = _pages(2)
     call = 5 + CALLS
     start = theirs._offset(call, 0, 1)

@@ -124,7 +124,7 @@ def test_large_pieces_take_turns() -> None:
     assert chunked_plan.fitted("all_gather_matmul", 8, 512, 8192, 3584, 2, 2, replace(p, turns_from=1)).turns_from == 1
 
 
-def test_an_all_reduce_sends_before_its_matmul_ends_and_the_next_band_begins_small() -> None:
+def test_chunks_of_an_all_reduce_end_small_in_one_band_and_begin_small_in_several() -> None:
     p = ChunkedParameters(132, bands=0)
     found = {rows: chunked_plan.fitted("matmul_all_reduce", 4, rows, 7168, 8192, 2, 2, p) for rows in (256, 1024)}
     assert (found[256].bands, found[256].sizes) == (1, (2, 1))

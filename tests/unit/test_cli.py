@@ -46,7 +46,7 @@ def test_module_and_version() -> None:
     assert (done.returncode, done.stdout) == (0, "overlap_inductor 0.1.0\n")
 
 
-def test_commands_are_those_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands_and_an_unknown_one_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     text = capsys.readouterr().out
@@ -240,7 +240,7 @@ def launched(tmp_path: Path) -> Path:
 
 
 def test_explain_for_another_machine(launched: Path) -> None:
-    """Runs the whole command on a machine without GPUs. It plans a script, which torchrun would start, for 8 GPUs."""
+    """Runs the whole command, which needs no GPU. It plans for 8 GPUs a script that torchrun would start."""
     done = python("-m", "overlap_inductor", "explain", "--machine", "h200", "--ranks", "8", str(launched))
     assert done.returncode == 0, done.stderr
     assert "ranks 8 8 0\n" in done.stdout
@@ -278,14 +278,14 @@ def test_explain_with_ranks_alone_plans_for_this_machine(launched: Path) -> None
         (["--ranks", "1"], "--ranks 1: expected 2 or more"),
     ],
 )
-def test_explain_for_an_impossible_machine(
+def test_explain_for_an_impossible_machine_or_number_of_ranks(
     launched: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["explain", *arguments, str(launched)]) == 2
     assert re.search(text, capsys.readouterr().err)
 
 
-def test_explain_for_another_machine_is_not_launched(
+def test_explain_for_another_machine_refuses_to_run_under_a_launcher(
     launched: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")

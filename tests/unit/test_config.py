@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every switch: the values it accepts, and an error with variable, value and allowed values for all others."""
+"""The switches: values that they accept, and for other values an error that names the variable, the value and what is
+allowed."""
 
 from __future__ import annotations
 
@@ -147,7 +148,7 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest_switch(variable:
     assert all(name in message for name in variables()) == ("Did you mean" not in message)
 
 
-def test_an_unknown_variable_is_allowed_if_overlap_is_off() -> None:
+def test_an_unknown_variable_is_allowed_if_overlap_is_off_or_its_prefix_is_another() -> None:
     environment = {"OVERLAP_INDUCTOR_SHEDULE": "ring", "OVERLAP_INDUCTOR": "off"}
     assert OverlapConfig.from_environment(environment).mode == "off"
     assert OverlapConfig.from_environment({"OVERLAP_INDUCTORS": "2"}).mode == "on"
@@ -185,7 +186,7 @@ def test_a_name_that_is_added_is_accepted_until_it_is_removed(variable: str, kin
 
 
 def test_a_switch_is_validated_before_anything_else_is_imported() -> None:
-    """A new process that has imported only the configuration knows every name."""
+    """A new process that has imported only the configuration knows the names of schedules and transports."""
     code = (
         "from overlap_inductor.config import OverlapConfig\n"
         "config = OverlapConfig.from_environment()\n"

@@ -41,7 +41,7 @@ def test_unknown_item_size_takes_the_slowest_rate() -> None:
 
 
 def test_balanced_site_pays() -> None:
-    """If matmul and collective take equally long and steps cost nothing, nearly half of the serial time is saved."""
+    """If matmul and collective take equally long and steps cost nothing, at least 30 % of the serial time is saved."""
     assert ring_cost.pays(BALANCED, FREE, 4)
     keep = cost_model.matmul_seconds(BALANCED, FREE) + cost_model.collective_seconds(BALANCED, FREE)
     assert keep == pytest.approx(2.0) and 1.0 <= ring_cost.seconds(BALANCED, FREE, 4) <= 1.35
@@ -143,7 +143,7 @@ def mlp(pattern: str, tokens: int, world_size: int) -> SiteSizes:
 
 
 @pytest.mark.parametrize("pattern", MEASURED)
-def test_the_gate_of_fused_kernels_agrees_with_what_was_measured(pattern: str) -> None:
+def test_estimates_and_choices_of_fused_kernels_agree_with_measurements(pattern: str) -> None:
     machine = machine_for("cuda")
     for tokens, (keep, fused) in MEASURED[pattern].items():
         sizes = mlp(pattern, tokens, 4)
@@ -185,7 +185,8 @@ MEASURED_AT_8 = {
 
 @pytest.mark.parametrize("pattern", MEASURED_AT_8)
 def test_chunks_of_eight_ranks_are_taken_where_they_gained(pattern: str) -> None:
-    """Each leg of a transfer costs more with more peers. At 1024 tokens, chunks were slower than the plain graph."""
+    """Each leg of a transfer costs more with more peers. At 1024 tokens, chunks were slower than the plain graph, so
+    they must not be taken. They must be taken where they gained more than 10 %."""
     machine = machine_for("cuda")
     for tokens, (keep, chunked) in MEASURED_AT_8[pattern].items():
         sizes = dataclasses.replace(mlp(pattern, tokens, 8), replays=True)
@@ -255,6 +256,8 @@ def short(pattern: str, hidden: int, wide: int, tokens: int) -> SiteSizes:
 
 @pytest.mark.parametrize(("pattern", "hidden", "wide"), SHORT)
 def test_chunks_of_short_matmuls_are_taken_where_they_gained(pattern: str, hidden: int, wide: int) -> None:
+    """Chunks must not be taken where they lost. They must be taken where they gained at least 10 %, if the plain graph
+    took at least 100 us."""
     machine = machine_for("cuda")
     for tokens, (keep, chunked) in SHORT[pattern, hidden, wide].items():
         sizes = short(pattern, hidden, wide, tokens)
@@ -330,7 +333,7 @@ def test_groups_of_waves_pay_where_peers_are_out_of_reach(pattern: str) -> None:
     assert wave_cost.seconds(sizes, machine) < wave_cost.seconds(sizes, dataclasses.replace(machine, name="cuda"))
 
 
-def test_small_messages_pay_for_few_rows_only() -> None:
+def test_small_messages_pay_for_few_rows_and_are_slower_than_fused_for_many() -> None:
     machine = machine_for("cuda")
     assert all(
         small_cost.pays(mlp("matmul_all_reduce", tokens, world_size), machine)

@@ -90,7 +90,7 @@ def test_demo_folder_that_cannot_be_written(tmp_path: Path, below: str) -> None:
         demo.run_demo(DemoOptions(device="cpu", parts=("block",), keep_dir=str(blocked / below)))
 
 
-def test_demo_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None if name == "accelerate" else object())
     with pytest.raises(UnsupportedError, match="pip install accelerate .*--parts block"):
         demo.run_demo(DemoOptions())
@@ -175,7 +175,7 @@ def test_demo_status_is_what_was_found(
         assert "2.00x SLOWER" in out
 
 
-def test_the_demo_ends_with_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_estimate_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
     """The demo estimates a block with the sizes of a real layer, for a machine whose facts the package knows."""
     demo._estimate()
     out = capsys.readouterr().out
@@ -192,7 +192,7 @@ def test_the_demo_shows_the_outcome_of_every_form() -> None:
         r"plain +10.00 ms +\(9.5 to 10.5\)\n +auto +8.00 ms +\(7.0 to 9.0\) +1.25x +2 of 2 sites overlapped\n", text
     )
     assert re.search(r"fused +as plain +0 of 2 sites overlapped: too slow\n", text)
-    for ms in (10.1, 9.0):  # within 2 %; then: the quartiles overlap
+    for ms in (10.1, 9.0):  # 10.1 differs from plain by less than 2 %; at 9.0, the quartiles overlap
         assert "no clear difference" in demo_text.verdict(result(ms=ms), shared_cpu=True)
     assert "takes the cores" in demo_text.verdict(result(ms=15.0), shared_cpu=True)
     assert "bugreport" in demo_text.verdict(result(ms=15.0), shared_cpu=False)
@@ -259,7 +259,7 @@ def test_a_rank_that_raises_stops_the_others_and_is_shown(tmp_path: Path) -> Non
 
 
 def test_hung_ranks_are_stopped(tmp_path: Path) -> None:
-    """Catches a demo that never ends, even if a rank ignores SIGTERM."""
+    """Ranks that do not finish in time are killed, even if they ignore SIGTERM. Catches a demo that never ends."""
     script = (
         f"import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(os.path.join({str(tmp_path)!r},"
         " 'pid' + os.environ['RANK']), 'w').write(str(os.getpid()))\ntime.sleep(120)"

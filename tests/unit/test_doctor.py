@@ -340,7 +340,7 @@ def test_pidfd_probe_leaks_no_descriptor() -> None:
     ("command", "expected"),
     [(["no-such-tool-here"], ""), (["false"], ""), (["sleep", "30"], ""), (["echo", "links"], "links\n")],
 )
-def test_a_tool_that_is_absent_fails_or_hangs_gives_nothing(
+def test_an_absent_failing_or_hanging_tool_gives_an_empty_text(
     monkeypatch: pytest.MonkeyPatch, command: list[str], expected: str
 ) -> None:
     monkeypatch.setattr(doctor_machine, "_TOOL_SECONDS", 0.2)

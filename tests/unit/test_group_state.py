@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a process group is made once and dropped with the group. The next group of the same name gets a new
-state."""
+"""A process group has one state of each kind and device. After the group is destroyed, its states are dropped when the
+next state of any kind is made. The next group of the same name gets new states."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_states_of_a_destroyed_group_are_closed_in_reverse_order_and_dropped() -
     )
     with fake_group() as first:
         counters.of(first)
-        assert [name for name, _ in group_state.held_by(first)] == ["workspace", "counters"], "the base comes first"
+        assert [name for name, _ in group_state.held_by(first)] == ["workspace", "counters"], (
+            "a state on which another one depends comes first"
+        )
     assert not ended and workspace.known(first) is not None, "the end of a group is not noticed at once"
     with fake_group() as second:
         assert second.group_name == first.group_name
@@ -64,8 +66,9 @@ def test_states_of_a_destroyed_group_are_closed_in_reverse_order_and_dropped() -
 
 
 def test_each_kind_counts_its_own_groups_of_a_name() -> None:
-    """The count is part of keys in the store, so it must be equal on all ranks. All ranks make a given kind of state
-    for the same groups. But one kind may exist for fewer groups than another, so each kind has a count of its own."""
+    """A state's ``incarnation`` is the number of earlier groups of this name that had a state of the same kind. It is
+    part of keys in the store, so it must be equal on all ranks. All ranks make a given kind of state for the same
+    groups. But one kind may exist for fewer groups than another, so each kind has a count of its own."""
     always, sometimes = Kind("always", Thing), Kind("sometimes", Thing)
     for number in range(3):
         with fake_group() as group:
@@ -165,7 +168,7 @@ def test_exchanges_of_a_destroyed_group_are_not_those_of_the_next_one() -> None:
     with fake_group() as second:
         with pytest.raises(TransferError, match="site site: no transfer is in flight for this buffer"):
             exchange.find_exchange(buffer, second, "site")
-        assert opened(second).sequence == 1, "a new group counts from 1, on all ranks"
+        assert opened(second).sequence == 1, "a new group counts from 1"
         exchange.close_exchange(buffer, second)
         with pytest.raises(TransferError, match="no transfer is in flight"):
             exchange.find_exchange(buffer, second, "site")

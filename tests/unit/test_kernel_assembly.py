@@ -26,7 +26,7 @@ from overlap_inductor.kernels.wave_groups import wait_for_group
 
 @triton.jit
 def everything(flag, peer_flag, stop, mine, theirs, value, patience):
-    # Each is called twice, because the labels of two calls must not clash.
+    # Waits and additions are called twice, because the labels of two calls must not clash.
     for i in range(value):
         signals.wait_at_least(flag, i, stop, patience, 1, 0)
         signals.load_fence()
@@ -278,9 +278,11 @@ SIGMOID_AND_RESIDUAL = (("full", "row"), (("sigmoid", "x"), ("mul", "t0", "e1"),
         pytest.param(matmul_all_reduce, (SIGMOID_AND_RESIDUAL,), 100, id="matmul_all_reduce, extra tensors"),
     ],
 )
-def test_epilogues_stay_in_registers(kernel: Any, programs: tuple[Any, ...], words: int, tmp_path: Path) -> None:
+def test_epilogues_keep_the_loops_over_k_off_the_stack(
+    kernel: Any, programs: tuple[Any, ...], words: int, tmp_path: Path
+) -> None:
     """Uses the planned parameters. An op on a whole accumulator needs as many more registers as the accumulator has. So
-    the test allows ``words`` accesses of the stack outside the loops over K."""
+    the test allows ``words`` accesses of the stack outside the loops over K (counted with Triton 3.6 only)."""
     constants = (
         {**GATHER, "PARTS": 4, "KEEP": False, "BIASES": 0}
         if kernel is all_gather_matmul

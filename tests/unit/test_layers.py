@@ -60,12 +60,12 @@ def test_cases_are_those_asked_for() -> None:
 
 
 @pytest.mark.parametrize("words", [["--ranks", "2", "4", "8"], ["--set", "sub_chunks"]])
-def test_what_does_not_fit_is_refused(words: list[str]) -> None:
+def test_bad_arguments_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit):
         layers.parsed(words)
 
 
-def test_every_variant_has_allowed_switches_and_auto_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variant_has_allowed_switches_and_only_auto_gets_machine_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> list[str]:
         return [v.name for v in layer_variants.variants("ring", '{"link_bytes": 6.25e7}', {"sub_chunks": "2"})]
 
@@ -91,7 +91,7 @@ def test_every_variant_has_allowed_switches_and_auto_alone_is_told(monkeypatch: 
                              (("ring", "off"), ("ring", "on"), ("auto", "off"), ("auto", "auto"))]  # fmt: skip
 
 
-def test_without_collectives_shapes_stay() -> None:
+def test_removing_the_collectives_keeps_the_shapes() -> None:
     with fake_group(2):
         made = HandGraph()
         x = made.input(8, 16)

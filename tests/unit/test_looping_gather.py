@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping op of gathers, without a process group. Its matmuls on slices, one after the other, must give the whole
+"""The looping op of gathers, without other ranks. Its matmuls on slices, one after the other, must give the whole
 matmul in every form."""
 
 from __future__ import annotations

@@ -54,7 +54,9 @@ def write(path: Path, facts: Any) -> str:
 
 
 @pytest.mark.parametrize(("text", "field", "allowed"), BAD, ids=lambda value: str(value)[:30])
-def test_a_bad_file_is_an_error_that_names_all(tmp_path: Path, text: str, field: str, allowed: str) -> None:
+def test_a_bad_file_is_an_error_that_names_file_field_and_allowed_values(
+    tmp_path: Path, text: str, field: str, allowed: str
+) -> None:
     path = tmp_path / "machine.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -76,7 +78,7 @@ def test_a_file_of_bytes_that_are_no_text_is_the_same_error(tmp_path: Path) -> N
         OverlapConfig(machine=str(tmp_path / "machine.json"))
 
 
-def test_every_fact_can_be_told() -> None:
+def test_every_fact_can_be_set() -> None:
     """Catches a field of ``Machine`` that the file cannot set, and a field that is set but not used."""
     shipped = machine_for("cpu")
     assert {f.name for f in dataclasses.fields(Machine)} == {*FIELDS, "name"}

@@ -102,7 +102,7 @@ def test_one_run_needs_no_heading(tmp_path: Path) -> None:
     assert "Run " not in read_reports(str(tmp_path))
 
 
-def test_every_write_leaves_a_page(tmp_path: Path) -> None:
+def test_the_first_write_leaves_a_page(tmp_path: Path) -> None:
     write_dump(samples.block(), tmp_path, 0)
     assert "1_0_forward" in (tmp_path / "index.html").read_text()
 
@@ -125,7 +125,7 @@ def test_the_page_is_not_made_at_every_write(tmp_path: Path, monkeypatch: pytest
     assert made == [tmp_path]
 
 
-def test_ranks_that_write_at_once_leave_whole_and_complete_pages(tmp_path: Path) -> None:
+def test_ranks_that_write_at_once_lose_no_report_and_leave_no_temporary_file(tmp_path: Path) -> None:
     reports = [samples.llama(layers) for layers in (1, 2, 3)]
 
     def rank(number: int) -> None:

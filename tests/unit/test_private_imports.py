@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check that allows private torch APIs in two folders only. It must find every way to use a private API."""
+"""The check that allows private torch APIs in two folders only. It must find a private API in each of the spellings
+below."""
 
 from __future__ import annotations
 

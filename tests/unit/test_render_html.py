@@ -44,7 +44,8 @@ def test_page_loads_nothing(report: OverlapReport) -> None:
 
 
 def test_markup_in_names_is_text() -> None:
-    """Every free text of this report holds a script element. Catches a text that the page does not escape."""
+    """The names, reasons, notice and graph of this report hold a script element. Catches a text that the page does not
+    escape."""
     html = render_html(samples.hostile())
     page = Page(html)
     assert len(page.named("script")) == 1, "only the page's own script"

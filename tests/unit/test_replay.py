@@ -366,7 +366,9 @@ def test_the_key_of_a_fused_call_holds_all_that_the_call_depends_on(calls: list[
                 and calls[-1][0][5] not in {*read, out.data_ptr()}
             ), "the product, too"
     fused.all_gather_matmuls(a, [b], LAUNCH, q, [bias])
-    assert len({what[:5] for what, _ in calls}) == len(calls) == 19 and not any(copies), "kernels store all of this"
+    assert len({what[:5] for what, _ in calls}) == len(calls) == 19 and not any(copies), (
+        "kernels store all of this, so the call declares no tensor as copied"
+    )
     fused.all_gather_matmuls(a, [b], LAUNCH, FusedParameters(2, copies_from=a.nbytes), [bias])
     assert copies.pop() == [a.data_ptr()]
     # If all tiles are whole, the product is summed in place, so it has the address of the result.

@@ -95,7 +95,7 @@ def test_names_that_end_in_a_digit_are_not_layers() -> None:
     assert [name for name, _ in common_names(["mlp.fc1", "mlp.fc2"])] == ["mlp.fc1", "mlp.fc2"]
 
 
-def test_layers_that_differ_in_anything_stay_apart() -> None:
+def test_layers_with_other_plans_sizes_or_values_in_reasons_stay_apart() -> None:
     """Catches grouping by name alone. Layers with different plans, sizes or values in their reasons must stay in
     separate groups."""
     report = samples.empty()
@@ -123,7 +123,7 @@ def test_node_names_in_reasons_do_not_keep_layers_apart() -> None:
     assert [(g.module, len(g.sites)) for g in group_sites(report)] == [("layers.{0..2}.x", 3)]
 
 
-def test_every_site_and_near_miss_is_in_exactly_one_group() -> None:
+def test_groups_hold_each_site_once_and_as_many_near_misses_as_the_report() -> None:
     report = samples.llama(13)
     grouped = [s.facts.id for g in group_sites(report) for s in g.sites]
     assert sorted(grouped) == sorted(s.facts.id for s in report.sites)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates every route on all ranks. A rank must send only pieces that it has, and receive only pieces that were sent
-to it. At the end it must have all pieces."""
+"""Simulates the routes on all ranks. On every route, a rank must receive what was sent to it and nothing else. On a
+gather's route, it must send only pieces that it has, and have all pieces at the end. On a reduction's route, each
+partial sum must reach its owner once."""
 
 from __future__ import annotations
 
@@ -81,8 +82,8 @@ def test_distances_name_every_other_rank_once(route: str, world_size: int) -> No
 
 @every_size
 def test_owner_sends_every_partial_sum_to_its_owner(world_size: int, parts: int) -> None:
-    """Hop (i, j) sends the partial sum for rank r + 1 + i straight to that rank. For each part, each rank must get one
-    from every other rank."""
+    """At step i, rank r sends its partial sum for rank r + 1 + i straight to that rank, part by part. For each part,
+    each rank must get one partial sum from every other rank."""
     inbox: list[list[tuple[int, int, int]]] = [[] for _ in range(world_size)]
     for index, ranks in enumerate(hops("owner", world_size, parts)):
         step, part = divmod(index, parts)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of the sequence-parallel rewrite (``passes/sequence``), tested for one op at a time. The op must compute
-the same values on rows, or the rules must refuse it with a reason. ``x`` is the result of an all-reduce, ``[2, 7, 6]``.
-Its 14 tokens are divided evenly among 2 ranks, and unevenly among 3."""
+"""The rules of the sequence-parallel rewrite (``passes/sequence``), tested for one op at a time. An op is *held* if
+each rank computes it on its own rows. A held op must give the same values as on all rows. The rules must refuse any
+other op with a reason. ``x`` is the result of an all-reduce, ``[2, 7, 6]``. Its 14 tokens are divided evenly among 2
+ranks, and unevenly among 3."""
 
 from __future__ import annotations
 
@@ -115,6 +116,7 @@ REFUSED: dict[str, tuple[str, Op]] = {
     "one of 3 equal slices": ("the rank's own", lambda g, x: g.op("slice.Tensor", x, 2, 2, 4)),
     "one of 3 equal splits": ("the rank's own", lambda g, x: g.call(getitem, g.op("split.Tensor", x, 2, 2), 1)),
     "one of 3 groups": ("the rank's own", lambda g, x: g.op("select.int", g.view(x, B, S, 3, 2), 2, 1)),
+    # Other tokens, tokens in another place, and ops that need all tokens.
     "padded tokens": ("pads tokens", lambda g, x: g.op("constant_pad_nd.default", x, [0, 0, 0, 1])),
     "permuted tokens": ("moves tokens", lambda g, x: g.op("permute.default", x, [1, 0, 2])),
     "tokens behind features": ("moves tokens", lambda g, x: g.op("permute.default", x, [0, 2, 1])),
@@ -216,7 +218,7 @@ def test_sum_over_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_sum_in_fewer_than_32_bits_is_added_in_fp32(dtype: torch.dtype) -> None:
+def test_sum_in_at_most_32_bits_is_added_in_fp32(dtype: torch.dtype) -> None:
     with fake_group(2):
         made = TokenGraph()
         total = made.op("sum.dim_IntList", made.call(convert, made.tokens(B, S, H), dtype), [0, 1])
@@ -256,7 +258,7 @@ def test_a_sum_that_rows_read_is_combined_where_it_stands() -> None:
     assert (facts.status, facts.sums, facts.gathers) == ("rewritten", 1, 1)
 
 
-def test_an_operand_is_cut_once_for_each_way_in_which_it_has_the_tokens() -> None:
+def test_an_operand_may_have_the_tokens_in_two_ways() -> None:
     """``positions`` has the shape ``[S, H]``. One stretch broadcasts it over the batch. In another stretch, its rows
     are all the tokens."""
     with fake_group(2):
@@ -296,7 +298,7 @@ def test_numbers_that_are_sizes_of_the_tokens_are_the_same_on_all_ranks() -> Non
     assert "computes with the number" in reasons[0][1]
 
 
-def test_an_all_reduce_of_rows_reads_all_of_them() -> None:
+def test_two_all_reduces_one_after_the_other_are_both_rewritten() -> None:
     """The second all-reduce sums the result of the first all-reduce's stretch."""
     with fake_group(2):
         made = TokenGraph()

@@ -75,7 +75,7 @@ def test_may_differ(name: str) -> None:
         assert SameValues(g.group).inputs_of(node) is None
 
 
-def test_another_group_of_no_mesh_makes_no_result_alike() -> None:
+def test_a_result_of_another_group_without_a_mesh_may_differ() -> None:
     """The group is of ranks 0 and 1. Rank 0 may also be in a group with rank 2, and rank 1 in a group with rank 3. The
     sums of these two groups may differ."""
     with fake_group(4):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts that run only on GPUs: they can be imported, and the package's modules have the attributes that the scripts
-use."""
+"""The scripts of ``tests/gpu`` and ``bench``, most of which need GPUs: they can be imported, and the package's modules
+have the attributes that the scripts use."""
 
 from __future__ import annotations
 

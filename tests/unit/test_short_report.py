@@ -51,7 +51,7 @@ def test_a_notebook_shows_a_fragment(report: OverlapReport) -> None:
     assert all(" ".join(site.facts.module.split()) in words for site in report.sites[-1:] if len(report.sites) < 8)
 
 
-def test_an_explanation_shows_its_reports_in_both_forms() -> None:
+def test_an_explanation_shows_its_reports_in_three_forms() -> None:
     both = Explanation([samples.llama(2), samples.block()])
     total = totals.line_of_all(both.reports)
     assert total.startswith("total of 6 sites of 2 graphs: estimated ")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A timeline shows all of the work, with one bar at a time on each lane, and ends at the estimate that is printed
-beside it."""
+"""A timeline shows all of the matmul's time, with one bar at a time on each lane, and ends at the estimate that is
+printed beside it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def _end(row: PlacedRow) -> float:
 @pytest.mark.parametrize("estimate", [{"matmul": 600.0, "collective": 380.0}, {"matmul": 10.0, "collective": 500.0}])
 @pytest.mark.parametrize("share", [0.7, 0.99, 1.3])
 def test_steps_do_the_work(pattern: str, world_size: int, estimate: dict[str, float], share: float) -> None:
-    """Catches a sketch that drops or adds work, or that runs two steps on one lane at the same time."""
+    """Catches a sketch that drops or adds time of the matmul, or that runs two steps on one lane at the same time. Time
+    of the transfer may be missing only if no fixed cost is drawn."""
     keep = sum(estimate.values())
     total = max(share * keep, 1.01 * max(estimate.values()))
     parameters = {"sub_chunks": 4, "route": ROUTES[pattern][0]}
@@ -142,7 +143,7 @@ def test_a_transfer_after_the_matmul_is_exposed_and_ends_at_the_estimate() -> No
     assert drawing.planned.fixed == 0.0 and work(drawing.planned.bars, "transfer") == drawing.planned.exposed
 
 
-def test_an_estimate_below_the_matmul_alone_shortens_all_bars() -> None:
+def test_bars_end_at_an_estimate_below_the_matmul_alone() -> None:
     estimate = {"keep": 30.0, "matmul": 10.0, "collective": 20.0, "one": 8.0}
     drawing = sketch(facts_of("matmul_all_reduce", 2), PlanPiece("one", "p2p", estimate_us=estimate))
     assert max(bar.end for bar in drawing.planned.bars) == pytest.approx(8.0)

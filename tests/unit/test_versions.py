@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions are parsed by the rules of PEP 440, in one module."""
+"""Versions are parsed by the rules of PEP 440, and never compared as text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_not_supported(version: str) -> None:
     )
 
 
-def test_versions_are_compared_in_one_place() -> None:
+def test_no_version_is_compared_as_text() -> None:
     """Catches a version that is compared as text: ``2.9`` would come after ``2.11``."""
     folder = Path(overlap_inductor.__file__).parent
     found = [

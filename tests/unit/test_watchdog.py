@@ -254,7 +254,7 @@ watchdog.watch(Faults(), lambda: alive[0], lambda: in_flight[0])
 
 
 def _run(rest: str, before: str = "", told: bool = False, grace: float = 60.0) -> tuple[int, str]:
-    """``(exit status, standard error)`` of a program after a fault."""
+    """``(exit status, standard output and standard error)`` of a program after a fault."""
     program = PROGRAM.format(rest=rest, before=before, told=told, grace=grace)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout + done.stderr
@@ -296,8 +296,8 @@ def later(do):
 
 
 def test_a_fault_that_comes_at_the_programs_end_is_reported() -> None:
-    """The program destroys the group and has its result. At the program's end, the kernel that computes this result
-    times out."""
+    """The program destroys the group while the kernel that computes its result still runs. At the program's end, this
+    kernel times out."""
     status, said = _run("alive[0] = False; time.sleep(0.1); later(lambda: (given_up.append(1), ends()))", PENDING)
     assert status == 1 and "rank 1. The program ends without having been told" in said
 

@@ -52,7 +52,7 @@ def test_a_number_that_differs_with_overlap_is_found(monkeypatch: pytest.MonkeyP
     assert row["worst"] == "other" and row["error"] == pytest.approx(0.05) and outcome([row]) == "wrong"
 
 
-def test_a_wrong_result_is_not_hidden_by_one_of_rounding_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_not_hidden_by_a_result_of_rounding_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(with_and_without, "_backend", lambda stage, *_: stage)
 
     def build() -> Any:
