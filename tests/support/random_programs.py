@@ -39,7 +39,8 @@ BEHIND_GATHER, BEHIND_MATMUL = (
 @dataclass
 class Program:
     """A random program. ``unit`` divides most sizes, and ``most_elements`` limits the elements of a tensor. With
-    ``trains``, the program has no op without a gradient in eager PyTorch (all-reduces, scattered averages)."""
+    ``trains``, the program has neither all-reduces nor scattered averages, because they have no gradient in eager
+    PyTorch."""
 
     seed: int
     world_size: int
