@@ -49,8 +49,8 @@ def _groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, folder: str) -> dict[str, Any]:
-    """Every rank calls one graph three times. Then the last rank alone compiles another graph, calls this graph twice,
-    and calls the first graph again."""
+    """Every rank calls one graph eight times. After three calls, the last rank alone compiles another graph, calls it
+    twice in place of the first graph, and then returns to the first graph."""
     compile_anew()
     _compare_as_on_gpus()
     if folder:
@@ -120,7 +120,7 @@ def test_all_ranks_run_the_plain_program(world_size: int, change: dict[str, Any]
     )
 
 
-def test_the_same_exchange_is_overlapped() -> None:
+def test_a_recompile_to_the_same_exchange_gives_no_warning() -> None:
     for result in run_ranks(2, _alone, {"step_node_budget": 1}, False, ""):
         assert result["problems"] == [] and result["warnings"] == [] and all(result["pages"]), result
 
@@ -270,7 +270,7 @@ def _differs_for_long(rank: int, world_size: int) -> list[int]:
     return keys
 
 
-def test_verdicts_of_old_calls_do_not_stay_in_the_store() -> None:
+def test_reasons_of_old_verdicts_do_not_stay_in_the_store() -> None:
     """A verdict says whether the ranks overlap a call. Its reason does not fit on the page, so it is in the store.
     Reasons of old calls must be deleted."""
     for _, first, second in run_ranks(2, _differs_for_long, timeout=120):
