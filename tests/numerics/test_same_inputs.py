@@ -86,8 +86,8 @@ def _train(rank: int, world_size: int) -> str:
 
 
 def test_a_training_graph_has_no_plain_program() -> None:
-    """The rewrite changes what the forward saves for the backward, so there is no plain program to run instead. All
-    ranks raise, and the error names the switch."""
+    """The rewrite changes what the forward saves for the backward, so there is no plain program to run instead.
+    All ranks raise, and the error names the switch."""
     texts = run_ranks(2, _train)
     assert all("OVERLAP_INDUCTOR_SEQUENCE_PARALLEL=off" in text for text in texts), texts
 
