@@ -2,8 +2,8 @@
 """Draws random programs of matmuls, collectives of one group, and ops between them. A program is the source text of a
 function.
 
-Every step makes one tensor from earlier ones. After a gather or a matmul, the steps that turn it into a site are drawn
-more often than others. All ranks draw the same program.
+A step makes one tensor from earlier ones, or none if the drawn op does not fit. After a gather or a matmul, the steps
+that turn it into a site are drawn more often than others. All ranks draw the same program.
 """
 
 from __future__ import annotations
