@@ -3,12 +3,14 @@
 
     torchrun --nproc-per-node 8 -m bench.agreement [--out bench/results/agreement.jsonl]
 
-Ranks are gloo processes that do nothing else. Figures are microseconds for one call, the maximum over ranks::
+Ranks are gloo processes that do nothing else. A figure is microseconds for one call: the mean over the calls of a run,
+then the median over runs, then the maximum over ranks::
 
-    own        a rank's own time if all ranks have already published the call (median of 9 times 63 calls)
-    together   time from call to call if all ranks call at once, so that each waits for the slowest (9 times 2000 calls)
-    store      like ``together``, but the ranks compare through the group's store, as they do without a page (3 times
-               200 calls)
+    own        a rank's own time if all ranks have already published the call (9 runs of 63 calls)
+    together   time from call to call if all ranks call at once, so that each waits for the slowest (9 runs of 2000
+               calls)
+    store      like ``together``, but the ranks compare through the group's store, as ranks do that share no memory (3
+               runs of 200 calls)
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 
     torchrun --nproc-per-node 2 -m bench.handed_out [--tokens 2048 8192] --out bench/results/handed_out.jsonl
 
-A tensor ``[tokens, 8192]`` is gathered and multiplied by three weights of 4096 columns each (q, k and v). Each schedule
-is timed twice: without returning the gathered tensor, and with returning it (``handed out``). ``keep``: NCCL and three
-matmuls, which always have the gathered tensor. ``copy``: only a copy of the gathered tensor. Before the timing, results
-are compared with those of ``keep``. Gathered tensors must be bitwise equal. Figures are microseconds with the host
-hidden: the median of calls in turn, the maximum over ranks.
+Shards are gathered to a tensor ``[tokens, 8192]``, which is multiplied by three weights of 4096 columns each (q, k and
+v). Schedules ``chunked`` and ``fused`` are timed twice: without returning the gathered tensor, and with returning it
+(``handed out``). ``keep``: NCCL's all-gather and three matmuls. It is timed once, because it always produces the
+gathered tensor. ``copy``: only a copy of the gathered tensor. Before the timing, results are compared with those of
+``keep``. Gathered tensors must be bitwise equal. Figures are microseconds of device time with the host hidden. The
+calls take turns. Each rank takes the median of a call's samples, and the figure is the maximum of these medians over
+ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides the time of a step on this rank among waits for a peer, sends, matmuls and the rest: in total, and for each
-site.
+"""Divides the time of a step on this rank among waits for a peer, sends, collectives, matmuls, looping ops and the
+rest: in total, and for each site.
 
 ``bench.layers --trace FOLDER`` profiles some steps of each variant. The profiler's ranges of overlap ops carry the
 site's id. A site is open from its first op to its last op. A matmul counts for the site that was opened last and is
@@ -81,8 +81,8 @@ def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
 
 
 def traced(folder: Path, program: Program, functions: Mapping[str, Any], steps: int) -> None:
-    """Profile ``steps`` steps of each function on every rank together, and add this rank's rows to
-    ``FOLDER/<phase>_rank_<r>.jsonl``: a row for each variant and step, with its sites in the order of their ops."""
+    """Profile ``steps`` steps of each function. All ranks call this together. Each rank adds its rows to
+    ``FOLDER/<phase>_<n>_ranks_rank_<r>.jsonl``: a row for each variant and step, with the shares of its sites."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{program.phase}_{dist.get_world_size()}_ranks_rank_{dist.get_rank()}.jsonl"
     with path.open("a") as file:

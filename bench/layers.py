@@ -40,7 +40,7 @@ from overlap_inductor.cli.local_ranks import rank_environment
 from overlap_inductor.cli.local_ranks import run_ranks
 
 ROOT = rows.RESULTS.parent.parent
-# On two cores, matmuls and transfers of the forward take about as long at these sizes and rates.
+# On two cores, the matmuls of the forward take about as long as its transfers at these sizes and rates.
 CPU = Sizes(layers=2, hidden=1024, ffn=2816, heads=16, kv_heads=16, vocabulary=1024, prompt=128)
 CUDA = Sizes(layers=4, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocabulary=32000)
 CPU_CASES = [("forward", 1, 1024), ("training", 1, 1024)]

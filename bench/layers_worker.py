@@ -41,9 +41,9 @@ from bench.timing import worst
 from overlap_inductor.report import publish as reporting
 
 FLOOR = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
-"""Largest error of a variant, relative to a tensor's largest element, if plain ``torch.compile`` is exact."""
+"""Largest allowed error of a variant, relative to a tensor's largest element, if plain ``torch.compile`` is exact."""
 SLACK = 1.5
-"""Largest error of a variant, as a multiple of the error of plain ``torch.compile``."""
+"""The error of a variant may also be this multiple of the error of plain ``torch.compile``, if that is larger."""
 
 
 class Wrong(RuntimeError):

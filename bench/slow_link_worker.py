@@ -53,7 +53,7 @@ def patterns(
             lambda x, w: funcol.wait_tensor(all_gather(x, 0, group)),
             [(rows // world_size, inner), (inner, columns)],
         ),
-        # The scattered tensor is [rows, inner], so that both patterns move the same bytes.
+        # The scattered tensor is [rows, inner], so that all patterns move the same number of bytes.
         "matmul_reduce_scatter": (
             matmul_scatter,
             lambda x, w: x @ w,

@@ -10,9 +10,10 @@ and norm. Every provider is compared with fp32 on random data, before and after 
 only when calls follow each other. The results of all ranks must also be bitwise equal, except those of ``keep``,
 because Inductor tunes the norm on each rank.
 
-Providers are timed in turn, round after round. Figures are microseconds for one call: the median over rounds, the
-maximum over ranks. ``us``: one call after a device sleep that hides the host (``bench.timing``). ``graph_us``: one call
-in a captured CUDA graph of 20 calls. ``speedup`` and ``graph_speedup`` are over ``keep`` of the same run.
+Providers are timed in turn, round after round. Each rank takes the median over rounds, and a figure is the maximum of
+these medians over ranks, in microseconds for one call. ``us``: one call after a device sleep that hides the host
+(``bench.timing``). ``graph_us``: one call in a captured CUDA graph of 20 calls. ``speedup`` and ``graph_speedup`` are
+over ``keep`` of the same run.
 """
 
 from __future__ import annotations

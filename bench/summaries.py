@@ -59,7 +59,7 @@ def nvlink() -> str:
 
 
 def _nvlink_line(pattern: str, tokens: int, same: list[Row]) -> list[Any]:
-    """A line of ``nvlink``; empty if only short messages were measured."""
+    """A line of ``nvlink``; empty if no schedule was measured with the host hidden."""
     hidden = {r["provider"]: r for r in same if r["setting"] == "hidden"}
     looped = {r["provider"]: r for r in same if r["setting"] == "compiled"}
     best = _best(hidden)
@@ -189,7 +189,8 @@ def handed_out() -> str:
 
 
 def ring_nccl() -> str:
-    """The ring over NCCL's send and receive: microseconds, and the speed-up of the fastest number of sub-chunks."""
+    """The ring over NCCL's send and receive: microseconds, and the speed-ups of the fastest and of the slowest number
+    of sub-chunks."""
     lines = []
     for row in _read("ring_nccl"):
         rings = {name: us for name, us in row.items() if name.startswith("ring S=")}
@@ -232,8 +233,8 @@ def compile_cost() -> str:
 
 
 def host() -> str:
-    """Host time of one call, from the last run of each case: of the op alone, of the compiled graph with the op, and of
-    the plain compiled graph."""
+    """Host time of one call, from the last run of each case: of the op alone, of the compiled graph with the op, of the
+    plain compiled graph, of a replayed call, and of one ``torch.empty``."""
     lines = {}
     for row in _read("host"):
         for pattern, found in row["found"].items():

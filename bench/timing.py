@@ -153,7 +153,7 @@ class Timing:
 
 
 def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, seconds: float) -> dict[str, Timing]:
-    """Time each call once a round, in a new random order in each round. All ranks call this together.
+    """Take one sample of each call in each round, in a new random order. All ranks call this together.
 
     Args:
         hidden: whether the host is hidden. If not, it is in the loop.

@@ -7,9 +7,9 @@
 
 A block has four linear layers of ``hidden x hidden`` in its attention, and an MLP of width ``2 * hidden``. Forward and
 backward both have gathers and scatters. In backward, a gathered tensor feeds two matmuls, and a scattered tensor is a
-sum of matmuls. Before the timing, gradients are compared with those of the plain block. A step computes the output,
-sums its product with a target, and runs backward. There is no optimizer. Figures are milliseconds a step with the host
-in the loop: the median, the maximum over ranks.
+sum of matmuls. Before the timing, gradients are compared with those of the plain compile. A step computes the output,
+sums its product with a target, and runs backward. There is no optimizer. Each rank takes the median of its samples with
+the host in the loop, and a figure is the maximum of these medians over ranks, in milliseconds a step.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from overlap_inductor.switch.backend import overlap_inductor as overlap_backend
 
 HEAD = 128
 LIMIT = 0.02
-"""The largest allowed difference between a gradient and the gradient of the plain block, relative to the norm of the
-latter. Some difference is allowed, because sums of bf16 depend on their order."""
+"""The largest allowed difference between a gradient and that of the plain compile, relative to the norm of the latter.
+Some difference is allowed, because sums of bf16 depend on their order."""
 
 
 def blocks(hidden: int, layers: int, mesh: Any) -> nn.Module:

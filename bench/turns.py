@@ -7,9 +7,10 @@ Without turns, two ranks that are some microseconds out of step send to the same
 link, and is further out of step in the next round (``transports.copy_engine``). So the bandwidth falls with the number
 of rounds.
 
-Each measurement is one JSON row. Its time ends when the rank knows that the rows of all peers have arrived: the median
-of the repeats, the maximum over ranks. The transfers are timed alone, and beside two matmuls that take longer. Before
-they are timed, the data that arrived is compared with the data that was sent.
+The time of a call ends when the rank knows that the rows of all peers have arrived. Each rank takes the median of the
+repeats. Each measurement is one JSON row, with the maximum of these medians over ranks. The transfers are timed alone,
+and beside two matmuls that take longer. Before they are timed, the data that arrived is compared with the data that was
+sent.
 """
 
 from __future__ import annotations

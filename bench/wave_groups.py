@@ -13,9 +13,10 @@ Every provider is compared with fp32 on random data before it is timed. Provider
     free N        the partition predicted to be best if N SMs are left free for NCCL
     matmul        the matmul alone
     collective    the collective alone
-    partitions    the planned partition against others: all if there are at most ``--candidates``, else that many, with
-                  those into equal groups among them. ``within``: the planned one's time over the best one's, both from
-                  a second run
+    partitions    the planned partition against others. If there are more than ``--candidates`` partitions, only that
+                  many are tried: those into equal groups, then random ones. The planned partition and the three
+                  fastest others are timed again. ``within``: the planned one's second time over the shortest second
+                  time
     timeline      microseconds from the call's start to the end of the matmul and of each group's collective. If all
                   collectives end after the matmul, NCCL's blocks found no room beside it
 """

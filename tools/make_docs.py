@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated parts of ``docs/``: tables of switches, reasons and measurements, drawings, sample outputs.
+"""Write the generated parts of README and ``docs/``: tables, reason codes, drawings, sample outputs.
 
 python tools/make_docs.py             # tables and drawings
 python tools/make_docs.py --samples   # also run the commands of the pages and store their outputs (minutes)

@@ -5,9 +5,9 @@ with several numbers of chunks and bands, eagerly and in CUDA graphs.
     torchrun --nproc-per-node 2 -m tests.gpu.check_chunked [--calls 60] [--tokens 2048]
 
 Prints one JSON row for each setting. A row has the largest error against the plain computation in fp32, relative to its
-largest element. It also has the numbers of results, of calls and of replays, that differ in any bit from the first
-call's result, and the microseconds of host time. The exit status is 1 if something is wrong. (``check_fused --schedule
-chunked`` checks compiled functions.)
+largest element. ``wrong_calls`` and ``wrong_replays`` count the result tensors that differ in any bit from those of the
+first call. ``host_us`` is the host time of a call in microseconds. The exit status is 1 if something is wrong.
+(``check_fused --schedule chunked`` checks compiled functions.)
 """
 
 from __future__ import annotations

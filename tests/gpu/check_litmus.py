@@ -7,7 +7,8 @@ write and read. Some ways omit an ordering on purpose, and may fail.
 
 In each round, block b of an even rank fills a tile in its partner's memory with the round's number, and signals. Block
 b of the partner waits, counts the words that hold another number, and acknowledges. Then two blocks of one GPU do the
-same. Rank 0 prints one JSON row per way. The exit status is 1 if a word was wrong in a way on which the kernels rely.
+same. Rank 0 prints one JSON row per way. The exit status is 1 if a word was wrong in a way on which the kernels rely,
+if a wait timed out, or if the time-out that is provoked at the end is not recorded as it should be.
 Results: ``bench/results/litmus.jsonl``.
 
 Ranks that share a GPU take turns on it, milliseconds at a time. There are far fewer rounds, and the partner's stores

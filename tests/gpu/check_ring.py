@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks schedule ``ring`` with NCCL: compares every pattern with fp64. Each rank has a GPU. ``--bench`` also times
-shapes of llama3-70b with and without overlap.
+"""Checks schedule ``ring`` with NCCL: compares the cases of ``tests.support.ring_cases`` with fp64. Each rank has a
+GPU. ``--bench`` also times shapes of llama3-70b with and without overlap.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_ring
 
-The host spends nearly all of the time on compiling. Four runs at the same time, each with every fourth pattern, take
-about a third of the time. ::
+The host spends nearly all of the time on compiling. Four runs at the same time, each with every fourth case, take about
+a third of the time. ::
 
     for i in 0 1 2 3; do torchrun --standalone --nproc-per-node 8 -m tests.gpu.check_ring --share $i/4 & done; wait
 """

@@ -5,9 +5,9 @@ backward, with several schedules.
     torchrun --nproc-per-node 8 -m tests.gpu.check_sequence [--schedules fused chunked ring auto] [--tokens 2048 2047]
     torchrun --nproc-per-node 2 -m tests.gpu.check_sequence --ranks-share-gpus --schedules fused chunked
 
-Results and gradients with the rewrite are compared with those of the plain compile. Both are also compared with eager
-PyTorch in fp32. Prints one JSON row for each case. The exit status is 1 if a row is not right. With
-``--ranks-share-gpus``, several ranks may share a GPU (``bench.support.gpu_ranks``).
+Results and gradients are compared with those of eager PyTorch in fp32. With the rewrite, the error may be at most twice
+that of the plain compile, plus 0.001. Prints one JSON row for each case. The exit status is 1 if a row is not right.
+With ``--ranks-share-gpus``, several ranks may share a GPU (``bench.support.gpu_ranks``).
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def site(
 
 def numbers(rank: int, world_size: int) -> list[str]:
     """Compare results with fp64. Some sizes are not multiples of a tile. Partitions are given or measured. Some calls
-    have a bias or average. Returns the problems."""
+    add a bias, and some of these average in place of summing. Returns the problems."""
     problems = []
     for pattern in PATTERNS:
         for rows, inner, columns, settings in [
@@ -94,8 +94,8 @@ def numbers(rank: int, world_size: int) -> list[str]:
 
 
 def sites(rank: int, world_size: int) -> list[Repeated]:
-    """Sites that have run once, with the result of a second call. They are small and have many groups, so that many
-    waiting kernels run beside matmuls."""
+    """Sites that have run once, with the result of a second call. Every second site is cut into many groups, so that
+    many waiting kernels run beside its matmul."""
     made: list[Repeated] = []
     for rows in (2048, 3000 // world_size * world_size):
         for pattern in PATTERNS:

@@ -121,8 +121,8 @@ class Rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def await_error(self) -> TransferError:
-        """Call twice without the last rank. The wait in the first call's kernel times out. Returns the error of the
-        second call."""
+        """Call twice without the last rank. The wait in the first call's kernel times out, or an abort ends it. Returns
+        the error of the second call."""
         start = time.monotonic()
         self.site.call()
         try:
@@ -259,8 +259,8 @@ class Rank:
 
 
 def probe(folder: Path) -> None:
-    """Multiply on every GPU, to check that the ended processes do not occupy it. Prints the seconds of the slowest
-    GPU."""
+    """Multiply on every GPU, to check that the ended processes do not occupy it. Writes the seconds of the slowest GPU
+    to a file, which ``check_faults`` reads."""
     slowest = 0.0
     for index in range(torch.cuda.device_count()):
         start = time.monotonic()

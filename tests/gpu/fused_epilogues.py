@@ -171,8 +171,8 @@ def weight_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, f
 
 
 def _widest_alone(call: Callable[[], Any]) -> Any:
-    """Wrap ``call`` so that the kernel multiplies only the widest weight, and vendor matmuls follow. (Each call asks
-    ``in_one_launch`` which weights share the launch.)"""
+    """Make ``call`` with a kernel that multiplies only the widest weight, followed by vendor matmuls. (Each call asks
+    ``in_one_launch`` which weights share the launch, so that function is replaced during the call.)"""
     together = fused_plan.in_one_launch
     fused_plan.in_one_launch = lambda rhs: [max(range(len(rhs)), key=lambda i: rhs[i].shape[1])]
     try:

@@ -119,8 +119,8 @@ def delays(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def poison(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Two sites. After every few calls, their workspace and the memory that the next calls will allocate are filled
-    with NaN."""
+    """Two sites. Before every ``POISON_EVERY``-th call, their workspace and the memory that the next calls will
+    allocate are filled with NaN."""
     a, b = stress.sites(variant)
     known = a + b
     like = [first for *_, first in known[::INPUTS]]

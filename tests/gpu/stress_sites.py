@@ -63,8 +63,8 @@ class Variant:
 
 
 def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
-    """Every way of every pattern of these schedules. Each has more than one band, chunk or group if there are enough
-    rows. ``replays``: repeated calls are replayed as CUDA graphs (``runtime.replay``)."""
+    """Every way of every pattern of these schedules. Most ways have more than one band, chunk or group if there are
+    enough rows. ``replays``: repeated calls are replayed as CUDA graphs (``runtime.replay``)."""
     banded = {"parts": 2, "parts_from": 0}
     found = [Variant("fused", GATHER, "sm_push", {**fused_plan.TUNED[GATHER], **banded, "slices": 1})]
     found += [Variant("fused", p, "", {**fused_plan.TUNED[p], **banded}) for p in (SCATTER, REDUCE)]

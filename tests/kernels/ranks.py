@@ -138,7 +138,8 @@ def exact(pattern: str, a: torch.Tensor, b: torch.Tensor, bias: bool, average: b
 
 
 def at_rest(slot: Slot) -> bool:
-    """Whether the kernels' counters are zero, as they must be between calls."""
+    """Whether the kernels' counters are zero, as they must be between calls. The word ``ANNOUNCED`` may have any
+    value."""
     counted = slot.queues.clone()
     counted[ANNOUNCED] = 0
     return not counted.any() and not slot.tiles.any()

@@ -156,7 +156,8 @@ def test_agrees_with_fp64(name: str) -> None:
 
 
 def test_partial_sums_are_rounded_once() -> None:
-    """The sum is 2048 + 1 + 1. If it were rounded to fp16 after each addition, both ones would be lost."""
+    """The sum is 2048 + 1 + 1. If it were added from left to right and rounded to fp16 after each addition, both ones
+    would be lost."""
     out = shared(3, 8, 8, dtype=torch.float16)
     workspace = SharedWorkspace.of(3, 3 * 8 * 8 * 2, 1)
     run_ranks(3, _round_once, workspace, out)
@@ -214,9 +215,9 @@ class _Side:
 def test_credits_are_awaited_on_the_stream_of_the_matmuls(
     monkeypatch: pytest.MonkeyPatch, pattern: str, before: int
 ) -> None:
-    """A call waits once for its peers' credits: before the first matmul of a gather, or after the first matmul of a
-    reduction. This wait comes before the first transfer. It runs on the stream of the matmuls, because on another
-    stream the waiting kernel could hold an SM and delay a matmul."""
+    """A call waits once for its peers' credits, which permit it to write into their workspaces: before the first matmul
+    of a gather, or after the first matmul of a reduction. This wait comes before the first transfer. It runs on the
+    stream of the matmuls, because on another stream the waiting kernel could hold an SM and delay a matmul."""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     a, b = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t()
     plain = CopyEngine()
@@ -317,9 +318,10 @@ def test_finished_rows_are_not_signalled_if_a_peer_never_comes(transport: str) -
 
 
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
-def test_nothing_is_written_before_the_peer_has_read(transport: str) -> None:
-    """A second call waits for the credit of a peer that has not ended its first call, and the wait times out. (A copy
-    engine still copies the rows, but sets the flag to a number for which no rank waits.)"""
+def test_no_rows_are_signalled_before_the_peer_has_read(transport: str) -> None:
+    """A second call waits for the credit of a peer that has not ended its first call, and the wait times out.
+    ``sm_push`` must not write the rows. (A copy engine still copies them, but sets the flag to a number for which no
+    rank waits.)"""
     workspace = SharedWorkspace.of(2, 20_000, 4)
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)

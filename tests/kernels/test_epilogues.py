@@ -141,7 +141,7 @@ def test_an_invalid_program_becomes_no_code(program: Any) -> None:
     ],
 )  # fmt: skip
 def test_a_line_that_no_epilogue_needs_is_rejected_in_generated_source(line: str) -> None:
-    """Catches a template that accepts code which is not part of an epilogue."""
+    """``check_source`` must reject code that is not part of an epilogue, even if ``source_of`` wrote it by mistake."""
     own = kernels.source_of((((), (("neg", "x"),)),))
     kernels.check_source(own)
     with pytest.raises(ValueError, match="which no epilogue needs"):

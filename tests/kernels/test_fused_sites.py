@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whole models with schedules ``fused`` and ``chunked``. The rewritten graphs run on several processes, with
-kernels in Triton's interpreter."""
+"""Compiles small functions with schedules ``fused`` and ``chunked``. The rewritten graphs run on several processes,
+with kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_token_count_that_changes(tmp_path: Path) -> None:
         assert not problems, f"rank {rank}: {problems}"
 
 
-def test_every_pattern_agrees_with_fp64(tmp_path: Path) -> None:
+def test_every_case_agrees_with_fp64(tmp_path: Path) -> None:
     for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), None, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
 
@@ -104,7 +104,8 @@ def test_three_ranks(tmp_path: Path) -> None:
 
 
 def test_schedule_chunked(tmp_path: Path) -> None:
-    """The cases cover every layout of a site. Schedule ``chunked``, like ``fused``, writes a site as one op."""
+    """The cases cover different layouts of the three patterns. Schedule ``chunked``, like ``fused``, writes a site as
+    one op."""
     names = [
         "gather rows, two matmuls, one with bias, gathered tensor read",
         "gather rows, and a weight's gradient",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whole models with fp8 sites (``_scaled_mm``) and schedule ``chunked``. The rewritten graphs run on several
-processes. Their results are compared with fp64 matmuls of the dequantised operands."""
+"""Compiles small functions with fp8 sites (``_scaled_mm``) and schedule ``chunked``. The rewritten graphs run on
+several processes. Their results are compared with fp64 matmuls of the dequantised operands."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of a gloo group report faults to each other through the board in host memory. One test uses schedule
-``wave_groups``, which runs the collectives of the group's backend."""
+"""Ranks of a gloo group report faults to each other through the group's board, a file in host memory that all ranks
+map. One test uses schedule ``wave_groups``, which runs the collectives of the group's backend."""
 
 from __future__ import annotations
 

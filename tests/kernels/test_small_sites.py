@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whole models with schedule ``small_message``. The rewritten graph runs on several processes, with kernels in
-Triton's interpreter."""
+"""Compiles the ends of two layers with schedule ``small_message``. The rewritten graph runs on several processes, with
+kernels in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from tests.support.shared_memory import use_shared_memory
 
 SHAPES = (Shape(32, 4, 16, 16), Shape(24, 2, 16, 24))
 QUICK = {"chunked": ("copy_engine", "matmul_reduce_scatter"), "small_message": ("one_shot", "matmul_all_reduce")}
-"""``{schedule: (way, pattern)}``: for each schedule, a variant that the interpreter runs quickly."""
+"""``{schedule: (way, pattern)}``: two variants that the interpreter runs quickly."""
 plain_variants, plain_results = stress_sites.variants, stress_sites.first_results
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the order in which the kernels of reductions claim tiles. Each tile is claimed once, the peers' tiles come
-before this rank's own tiles, and an all-reduce takes one band after the other."""
+"""Checks the order in which the kernels of reductions claim tiles. Each tile is claimed once. In a reduce-scatter, the
+peers' tiles come before this rank's own tiles. An all-reduce takes one band after the other, and in each band the
+peers' tiles come first."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ CALLS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op.
+    """``CALLS`` calls of an op.
 
     Attributes:
         rows: rows of the left operand. For a scatter: rows of one rank's shard of the result.
@@ -193,9 +193,9 @@ OWN = [
 
 
 def test_ranks_measure_together_if_inner_sizes_and_biases_differ() -> None:
-    """A site may be new to rank 0 only. If rank 0 then measured alone, it would wait for peers that already run the
-    collective. So all ranks measure a site together, once. The plan then serves any inner size that the ranks have
-    later."""
+    """The sizes of a call may be new to rank 0 only. If rank 0 then measured alone, it would wait for peers that
+    already run the collective. So all ranks measure together, once for each combination of rank 0's inner size and
+    bias. At a site that has a plan, the plan then serves any inner size."""
     first, second = run_ranks(2, _own, timeout=120)
     assert first == second and first[0] == ["bias of rank 0", "no bias", "inner of rank 0"]
 
@@ -243,7 +243,7 @@ def test_a_group_that_lies_across_element_2_to_31_becomes_nan(waves: wave_groups
     assert around.tolist() == [False] * 256 + [True] * 512 + [False] * 256
 
 
-def test_nothing_runs_after_a_collective_has_failed(
+def test_a_call_raises_after_a_collective_has_failed(
     waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the failure, some counters are not zero, because no kernel waited for them and reset them. The collectives
@@ -262,7 +262,7 @@ def test_nothing_runs_after_a_collective_has_failed(
         _call(waves)
 
 
-def test_a_capture_that_failed_leaves_the_group_as_it_was(
+def test_a_call_runs_after_a_capture_that_failed(
     waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _call(waves)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a sequence-parallel transformer block forward and backward in every layout. Compares the results with fp64 and
-counts the sites."""
+"""Runs a sequence-parallel transformer block forward and backward in several layouts. Compares the results with fp64
+and counts the sites."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two environment variables switch overlap on for an unchanged script under ``torchrun``."""
+"""Environment variables alone switch overlap on for an unchanged script under ``torchrun``."""
 
 from __future__ import annotations
 

@@ -121,8 +121,8 @@ SAMPLE = [
     "all-reduce, rows no multiple of the ranks",
     "gathered output",
 ]
-"""One or two cases of each pattern and role. They suffice for settings that treat all cases alike: padding, and a ring
-with an even number of ranks, in which both directions meet at one rank."""
+"""Some cases of each pattern. They suffice for settings that treat all cases alike: padding, and a ring with an even
+number of ranks, in which both directions meet at one rank."""
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ with an even number of ranks, in which both directions meet at one rank."""
         "4 ranks",
     ],
 )
-def test_every_pattern_agrees_with_fp64(
+def test_cases_agree_with_fp64(
     world_size: int, fields: dict[str, Any], dtype: torch.dtype, names: list[str] | None, generated: bool
 ) -> None:
     """Catches a wrong slice, remaining rows that are lost, a piece in a wrong place, and a sum in a wrong dtype."""

@@ -153,7 +153,8 @@ def test_a_rank_without_memory_leaves_all_without_workspace_and_none_waiting(tmp
 
 
 def _limits(rank: int, world_size: int, folder: str) -> list[Any]:
-    """The workspace and the message of each rank. Rank 1 has a smaller limit than the others."""
+    """Request slots three times. Rank 1 has a smaller limit than the others. Returns, for this rank: which sites of
+    each request got a slot, the warnings, the number of slots, and whether the first site still has its slot."""
     use_shared_memory(folder)
     told: list[str] = []
     heard = logging.Handler()

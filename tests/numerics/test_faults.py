@@ -189,7 +189,8 @@ def _peer_dies(rank: int, world_size: int, first_call: bool) -> tuple[str, str, 
 
 @pytest.mark.parametrize("first_call", [True, False], ids=["before the plans are compared", "after"])
 def test_killed_peer(first_call: bool) -> None:
-    """Survivors must end within the group's timeout, with an error that names the site or the rank."""
+    """Survivors must end at most 15 seconds after the group's timeout. Their error must name the dead rank. If the
+    plans have been compared, it must also name the site."""
     *survivors, dead = run_ranks(3, _peer_dies, first_call, expect_failure=True)
     assert dead == "rank 2 left no result"
     for kind, text, seconds in survivors:
@@ -280,7 +281,7 @@ def _edges(rank: int, world_size: int) -> list[str]:
 
 
 def test_unusual_inputs() -> None:
-    """Catches strides of the example that are fixed in the graph, a wait for a piece without rows, and remaining rows
+    """Catches a result with other strides than in eager PyTorch, a wait for a piece without rows, and remaining rows
     that are lost."""
     for rank, found in enumerate(run_ranks(2, _edges, timeout=400)):
         assert found == [], f"rank {rank}: {found}"

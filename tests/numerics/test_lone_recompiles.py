@@ -49,8 +49,8 @@ def _groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, folder: str) -> dict[str, Any]:
-    """Every rank calls one graph three times. Then the last rank alone compiles another graph, calls this graph twice,
-    and calls the first graph again."""
+    """All ranks call one graph eight times, except that the last rank alone compiles another graph for its fourth and
+    fifth call."""
     compile_anew()
     _compare_as_on_gpus()
     if folder:
@@ -120,14 +120,14 @@ def test_all_ranks_run_the_plain_program(world_size: int, change: dict[str, Any]
     )
 
 
-def test_the_same_exchange_is_overlapped() -> None:
+def test_a_recompile_to_the_same_exchange_gives_no_warning() -> None:
     for result in run_ranks(2, _alone, {"step_node_budget": 1}, False, ""):
         assert result["problems"] == [] and result["warnings"] == [] and all(result["pages"]), result
 
 
-def test_ranks_without_memory_in_common_compare_at_first_runs(tmp_path: Path) -> None:
-    """Here the ranks share no memory, as on several machines. After the ranks agreed on an exchange, they do not
-    compare it again."""
+def test_ranks_without_memory_in_common_run_without_a_call_page(tmp_path: Path) -> None:
+    """Here the ranks share no memory, as on several machines. The results must be right without a call page and without
+    a warning, and no file may be left."""
     for result in run_ranks(2, _alone, {"step_node_budget": 1}, False, str(tmp_path)):
         assert result["problems"] == [] and result["warnings"] == [] and not any(result["pages"]), result
     assert [list(own.iterdir()) for own in tmp_path.iterdir()] == [[], []]
@@ -270,7 +270,7 @@ def _differs_for_long(rank: int, world_size: int) -> list[int]:
     return keys
 
 
-def test_verdicts_of_old_calls_do_not_stay_in_the_store() -> None:
+def test_reasons_of_old_verdicts_do_not_stay_in_the_store() -> None:
     """A verdict says whether the ranks overlap a call. Its reason does not fit on the page, so it is in the store.
     Reasons of old calls must be deleted."""
     for _, first, second in run_ranks(2, _differs_for_long, timeout=120):

@@ -56,7 +56,8 @@ def _calls(rank: int, world_size: int, schedule: str, differ: bool) -> dict[str,
 
 @pytest.mark.parametrize("schedule", ["ring", "auto"])
 def test_all_ranks_run_the_plain_program(schedule: str) -> None:
-    """With ``auto``, nothing of this small graph is overlapped. It is still not the plain program."""
+    """With ``auto``, no site of this small graph is overlapped. But the sequence-parallel rewrite has changed the
+    graph, so it must not run either."""
     for result in run_ranks(2, _calls, schedule, True):
         assert result["worst"] < 1e-4 and result["status"] == ["rewritten"], result
         assert bool(result["overlapped"]) == (schedule == "ring")
@@ -85,7 +86,8 @@ def _train(rank: int, world_size: int) -> str:
 
 
 def test_a_training_graph_has_no_plain_program() -> None:
-    """What its forward saves for its backward was changed. So all ranks raise, and the error names the switch."""
+    """The rewrite changes what the forward saves for the backward, so there is no plain program to run instead.
+    All ranks raise, and the error names the switch."""
     texts = run_ranks(2, _train)
     assert all("OVERLAP_INDUCTOR_SEQUENCE_PARALLEL=off" in text for text in texts), texts
 

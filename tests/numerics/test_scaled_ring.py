@@ -122,7 +122,7 @@ GENERATED = ["gather rows, two matmuls, row-wise", "scatter a sum of matmuls, on
     ],
     ids=["2 ranks", "2 ranks, generated code", "3 ranks, hop rounding, bidirectional"],
 )
-def test_every_pattern_agrees_with_fp64(
+def test_cases_agree_with_fp64(
     world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool
 ) -> None:
     """Catches row-wise scales that are not cut with the rows, and a matmul that uses the scale of another matmul."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles a sequence-parallel transformer block in every layout, and compares it with fp64."""
+"""Compiles a sequence-parallel transformer block in several layouts, and compares it with fp64."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def problems(
     rank: int, world_size: int, by_hand: bool, checkpointing: str, device: str = "cpu", generated: bool = False
 ) -> list[str]:
     """The problems on this rank. With ``generated``, the variants in ``GENERATED`` run as Inductor's code. Otherwise an
-    interpreter runs the rewritten graphs of all layouts."""
+    interpreter runs the rewritten graphs of all ``variants``."""
     import overlap_inductor
     from overlap_inductor.report import publish as reporting
 

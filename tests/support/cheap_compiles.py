@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves out of a test process what a compile does for its logs or for later compiles, and no test reads."""
+"""Makes compiles in a test process faster: leaves out work for logs and for later compiles, which no test needs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def compile_cheaply() -> None:
 
 
 def probe_vector_instructions() -> None:
-    """Ask the compiler which vector instructions it knows, once for this process and for all that it starts: it takes
-    a second in each process, and eight with an empty cache."""
+    """Ask the C++ compiler which vector instructions it knows. This takes a second in each process, and eight with an
+    empty cache. If it knows all that the machine has, the processes that this one starts need not ask again."""
     from torch._inductor import cpu_vec_isa
 
     known = cpu_vec_isa.valid_vec_isa_list()

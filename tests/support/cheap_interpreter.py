@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves out of Triton's interpreter what takes most of its time, and no test needs."""
+"""Makes Triton's interpreter faster: leaves out repeated work that takes most of its time."""
 
 from __future__ import annotations
 

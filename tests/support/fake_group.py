@@ -34,7 +34,7 @@ def reports_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None, 
 
     Args:
         dynamic: mark dim 0 of every tensor in ``args`` as dynamic, but not of parameters and scalars.
-        fields: fields of ``OverlapConfig``. The schedule is ``ring`` by default.
+        fields: fields of ``OverlapConfig``. By default, the schedule is ``ring`` and ``sequence_parallel`` is ``off``.
     """
     from overlap_inductor.switch.explain import explain
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models, without a GPU, the order in which CUDA runs the work of streams, events, captures and graphs. The fakes
-record the work that is queued and raise CUDA's errors. ``run`` plays the queues of several ranks.
+record the work that is queued and raise errors where CUDA does. ``run`` plays the queues of several ranks.
 
-A stream runs its queue in order. To record an event is to mark a point in a stream. A wait refers to the mark that the
-event has at the time of the wait. A stream that waits for an event of a running capture joins the capture. Two kinds of
-waits are errors: a wait for an event of a capture that has ended, and a wait inside a capture for an event that was
-recorded outside it. Replaying a graph queues its calls on the current stream, in the order of their capture. A *call*
-occupies its GPU alone, and ends when every rank has begun it.
+A stream runs its queue in order. To record an event is to mark a point in a stream. A wait refers to the event's last
+mark at the time when the wait is queued, even if the event is recorded again later. A stream that waits for an event of
+a running capture joins the capture. Two kinds of waits are errors: a wait for an event of a capture that has ended, and
+a wait inside a capture for an event that was recorded outside it. Replaying a graph queues its calls on the current
+stream, in the order of their capture. A GPU runs one *call* at a time, while the other work of its other streams goes
+on. The call ends when every rank has begun it.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class Graph:
 
 
 class Gpu:
-    """The fake GPU of one rank. ``use`` puts it in place of the functions of ``torch.cuda`` that the code under test
-    calls."""
+    """The fake GPU of one rank. ``use`` puts it in place of the functions of ``torch.cuda``, ``symmetric`` and
+    ``driver`` that the code under test calls."""
 
     def __init__(self) -> None:
         self.streams: list[Stream] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds waste in the text of a rewritten graph: matmuls and collectives whose results are not needed."""
+"""Finds waste in the text of a rewritten graph: unused matmuls, and collectives of overlapped sites."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from overlap_inductor.report.report import OverlapReport
 
 
 def waste(report: OverlapReport) -> list[str]:
-    """The problems of a rewritten graph: one for each matmul whose result is not used, and one if an overlapped site's
-    collective is still in the graph."""
+    """The problems of a rewritten graph. There is one for each matmul whose result is not used. If all sites are
+    overlapped, there is one more if the graph has more collectives than near misses."""
     lines = {line.split(":")[0].split(" = ")[0]: line for line in report.after.splitlines() if " = " in line}
     wanted: set[str] = set()
     pending = [

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds small models, with random weights, of every Hugging Face family that has a ``tp_plan``, in even and in odd
-sizes."""
+"""Builds small models, with random weights, of every Hugging Face family of causal language models that has a
+``tp_plan``, in even and in odd sizes."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 """Draws random programs of matmuls, collectives of one group, and ops between them. A program is the source text of a
 function.
 
-Every step makes one tensor from earlier ones. After a gather or a matmul, the steps that turn it into a site are drawn
-more often than others. All ranks draw the same program.
+A step makes one tensor from earlier ones, or none if the drawn op does not fit. After a gather or a matmul, the steps
+that turn it into a site are drawn more often than others. All ranks draw the same program.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ BEHIND_GATHER, BEHIND_MATMUL = (
 @dataclass
 class Program:
     """A random program. ``unit`` divides most sizes, and ``most_elements`` limits the elements of a tensor. With
-    ``trains``, the program has no op without a gradient in eager PyTorch (all-reduces, scattered averages)."""
+    ``trains``, the program has neither all-reduces nor scattered averages, because they have no gradient in eager
+    PyTorch."""
 
     seed: int
     world_size: int

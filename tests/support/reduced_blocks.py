@@ -104,7 +104,7 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _step(called: Compiled, model: nn.Module, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One training step over all ``inputs``. Their gradients accumulate."""
+    """Forward and backward of each input in turn. The gradients of the parameters accumulate over the inputs."""
     found = {}
     for number, x in enumerate(inputs):
         x.grad, out = None, called(x)
@@ -114,7 +114,7 @@ def _step(called: Compiled, model: nn.Module, *inputs: torch.Tensor) -> dict[str
 
 
 def _trained(*shapes: tuple[int, ...], number: int = 3, **fields: Any) -> Computation:
-    """Trains ``number`` halves on inputs of ``shapes``."""
+    """Forward and backward of ``number`` halves, with one input for each of ``shapes``."""
 
     def computation(backend: Any) -> dict[str, torch.Tensor]:
         model = Layers(number, **fields)

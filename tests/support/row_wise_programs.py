@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs with row-wise ops between a matmul and a collective. A row-wise op can be computed on any part of the rows.
-Each program is a function of fp64 tensors."""
+"""Programs with row-wise ops between a matmul and a collective, and programs with batched or int8 matmuls. A row-wise
+op can be computed on any part of the rows. Each program is a function of fp64 tensors."""
 
 from __future__ import annotations
 

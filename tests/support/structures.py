@@ -86,13 +86,13 @@ def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, b: torch.Tensor
     return F.silu(torch.addmm(b, gathered, gate)) * (gathered @ up)
 
 
-# Each name describes the ops around the site. Names with "trained" have a forward and a backward graph.
 def uneven_parts(rows: int) -> tuple[list[int], list[int]]:
     """Sizes of parts that an all-to-all receives and sends: all rows to and from the first rank."""
     sizes = [rows] + [0] * (dist.get_world_size() - 1)
     return sizes, sizes
 
 
+# Each name describes the ops around the site. Names with "trained" have a forward and a backward graph.
 STRUCTURES: dict[str, tuple[Function, tuple[Make, ...]]] = {
     "one gather feeds matmuls of every kind": (of_every_kind, (x2, weight, bias, lambda w: torch.randn(5, 16))),
     "gathered tensor used elsewhere": (used_elsewhere, (x2, weight)),

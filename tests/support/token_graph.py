@@ -75,7 +75,7 @@ def check_rewrite(made: TokenGraph, seed: int = 0, sizes: dict[int, int] | None 
     feeds = made.values(seed, sizes)
     expected = run_on_ranks(made.graph, feeds)
     facts = made.divide(schedule="ring")
-    assert not any("overlap_inductor_sequence_parallel_failure" in n.meta for n in made.graph.nodes), "it failed"
+    assert not any("overlap_inductor_sequence_parallel_failure" in n.meta for n in made.graph.nodes), "rewrite failed"
     compare(run_on_ranks(made.graph, feeds), expected)
     return facts
 

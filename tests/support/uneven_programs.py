@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws random programs that differ between ranks. For example, only one rank has a bias, each rank has another K, or
-ranks pad columns or rows before they send them.
+"""Draws random programs that differ between ranks. For example, only one rank has a bias, the last rank has a smaller
+K, or ranks pad columns or rows before they send them.
 
 All ranks draw the same decisions and move tensors of the same shape. A size that the ranks do not divide is split as in
 DTensor: into pieces of ``ceil(size / world_size)``, of which the last may be smaller or empty. Before a gather, a rank
@@ -28,8 +28,8 @@ class UnevenProgram(Program):
     anything: ClassVar[list[str]] = ANYTHING + 2 * UNEVEN
 
     def _line(self, expression: str) -> str:
-        """Add a line whose result may have another shape or other values on other ranks, so no later step is drawn on
-        it."""
+        """Add a line whose result may have another shape or other values on other ranks. Steps that are drawn later do
+        not read the result."""
         name = f"t{len(self.lines)}"
         self.lines.append(f"    {name} = {expression}")
         return name

@@ -127,9 +127,9 @@ def _found(reports: Sequence[OverlapReport]) -> dict[str, Any]:
 
 
 def all_reduces(reports: Sequence[OverlapReport]) -> dict[str, Any]:
-    """Counts the all-reduces of all stretches. Returns their number, the number that the sequence-parallel rewrite
-    replaced, and the numbers that it left, by status and reason. A stretch with collectives in the forward and in the
-    backward graph counts once."""
+    """Counts the all-reduces of all stretches (all-reduces and the token-wise work after them). Returns their number,
+    the number that the sequence-parallel rewrite replaced, and the numbers that it left, by status and reason. A
+    stretch with collectives in the forward and in the backward graph counts once."""
     stretches = {(r.graph, s.id): s for r in reports for s in r.stretches}.values()
     left: Counter[str] = Counter()
     for stretch in stretches:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that ``tools/make_docs.py`` writes into the pages of ``docs/``."""
+"""The parts that ``tools/make_docs.py`` writes into README and the pages of ``docs/``."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drawings of ``docs/schedules.md``. For each schedule, a drawing shows one rank of four, with the schedule and as
-written.
+"""The drawings of ``docs/schedules.md``. Each drawing shows one rank of four, as written and with one schedule.
 
 Lengths are in arbitrary units and chosen for the picture: the matmul takes 12, an all-gather or a reduce-scatter 6, an
-all-reduce 10.
+all-reduce 10. Only in the drawing of ``small_message``, the matmul takes 6 and the all-reduce 4.5.
 """
 
 from __future__ import annotations

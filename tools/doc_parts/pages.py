@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds and replaces the generated parts of the pages in ``docs/``.
+"""Finds and replaces the generated parts of README and of the pages in ``docs/``.
 
 A generated part is the lines between ``<!-- made: NAME -->`` and ``<!-- end -->``.
 """
