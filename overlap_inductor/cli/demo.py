@@ -155,7 +155,7 @@ def _estimate() -> None:
         UnsupportedError: that process failed. The message has the end of its standard error.
     """
     box = next(iter(BOXES.values()))
-    print(f"\nAn estimate for {box.title}: the same block with the sizes of a Llama-3-8B layer", flush=True)
+    print(f"\nAn estimate for {box.title}: the same block with the hidden size of Llama-3-8B", flush=True)
     script = Path(__file__).with_name("demo_estimate.py")
     command = [sys.executable, "-m", "overlap_inductor", "explain", "--machine", box.name, "--short", str(script)]
     done = subprocess.run(command, env=rank_environment("cpu"), capture_output=True, text=True)

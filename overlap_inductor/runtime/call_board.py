@@ -32,6 +32,7 @@ import torch.distributed as dist
 from overlap_inductor.facts.exchange import ExchangePlan
 from overlap_inductor.runtime.all_or_none import NotOnAllRanks
 from overlap_inductor.runtime.call_page import MOST_CHARACTERS
+from overlap_inductor.runtime.call_page import MOST_ROUNDS
 from overlap_inductor.runtime.call_page import CallPage
 from overlap_inductor.runtime.call_page import Overwritten
 from overlap_inductor.runtime.call_page import shared_page
@@ -349,8 +350,8 @@ def plans_now(state: GroupState, mine: ExchangePlan, calls: Sequence[int]) -> di
 
 def say(state: GroupState, number: int, text: str, kind: str = "") -> None:
     """Publish this rank's verdict ``text`` in round ``number`` of this call. ``kind`` distinguishes several series of
-    rounds of one call. Rounds with a ``kind`` go through the store."""
-    if kind or state.page is None:
+    rounds of one call. Rounds with a ``kind`` go through the store, and so do those that have no place on the page."""
+    if kind or state.page is None or number >= MOST_ROUNDS:
         state.store.say(state.calls, f"{kind}{number}", text)
         return
     if text != EQUAL:
@@ -365,7 +366,7 @@ def said(state: GroupState, rank: int, number: int, deadline: float, kind: str =
     Raises:
         Overwritten: the rank is so many calls ahead that its verdict of this call is gone.
     """
-    medium: CallPage | CallStore = state.store if kind else state.medium
+    medium: CallPage | CallStore = state.store if kind or number >= MOST_ROUNDS else state.medium
     begun, pause = time.monotonic(), medium.first_pause
     while True:
         if isinstance(medium, CallPage):

@@ -10,7 +10,7 @@ call, even for groups of GPUs. The group's store does the same in a fraction of 
 
     page[call % CALLS][number][rank]    one entry of ENTRY bytes, written by that rank alone
     number 0                            the rank's value for the call
-    number 1 .. MOST_ROUNDS             its verdicts
+    number 1 .. MOST_ROUNDS             its verdicts (those of further rounds go through the store)
     entry                               CRC-32 of the rest, call, length of the text, text
 
 Memory ordering: a reader accepts an entry only if its checksum fits. So an entry that is half written, or whose stores
@@ -79,7 +79,7 @@ class CallPage:
         return self._read(call, 0, rank)
 
     def say(self, call: int, number: int, text: str) -> None:
-        """Write this rank's verdict in round ``number`` of ``call``."""
+        """Write this rank's verdict in round ``number`` of ``call``. Rounds count from 0, up to ``MOST_ROUNDS - 1``."""
         self._write(call, 1 + number, text)
 
     def said(self, call: int, number: int, rank: int) -> str | None:

@@ -57,5 +57,7 @@ def _try(step: Callable[[], None]) -> None:
         import logging
 
         logging.getLogger("overlap_inductor").warning(
-            "OVERLAP_INDUCTOR is set, but overlap_inductor could not be switched on and does nothing: %r", error
+            "OVERLAP_INDUCTOR or OVERLAP_INDUCTOR_DUMP is set, but overlap_inductor could not be switched on, and does "
+            "nothing: %r",
+            error,
         )

@@ -126,4 +126,7 @@ def test_a_fused_gather_is_sliced_alike_on_all_ranks(monkeypatch: pytest.MonkeyP
         parameters = fused_plan.parameters_of(settings, 132)
         own = fused_plan.slices_of(2, shard, [weight], dataclasses.replace(parameters, column_tiles=0))
         found.append((settings, fused_plan.slices_of(2, shard, [weight], parameters), own))
+        # From this size on, a copy engine sends the shard whole.
+        copied = dataclasses.replace(parameters, copies_from=shard.nbytes)
+        assert fused_plan.slices_of(2, shard, [weight], copied) == 1
     assert found[0][:2] == found[1][:2] and found[0][2] != found[1][2], found

@@ -108,7 +108,7 @@ def check(
             found = [call()]
         for output in found:
             for f, g in zip(output, first, strict=True):
-                wrong[i % 3 == 0] += (f != g).any()
+                wrong[int(i % 3 == 0)] += (f != g).any()
     torch.cuda.synchronize()
     return {"error": round(error, 5), "wrong_replays": int(wrong[0]), "wrong_calls": int(wrong[1])}
 

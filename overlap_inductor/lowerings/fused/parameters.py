@@ -162,7 +162,7 @@ def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor],
     there are fewer slices, because the SMs multiply tiles of shards that have arrived while others are in transfer. A
     shard that a transport of ``copiers`` sends is not sliced.
     """
-    if shard.nbytes > parameters.copies_from:
+    if shard.nbytes >= parameters.copies_from:
         return 1
     across = parameters.column_tiles or column_tiles([b.shape[1] for b in rhs], parameters)
     tiles = world_size * -(-shard.shape[0] // parameters.block_m) * across
