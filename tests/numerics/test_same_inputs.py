@@ -69,6 +69,28 @@ def test_the_rewritten_graph_runs_if_the_inputs_are_the_same() -> None:
         assert result["worst"] < 1e-4 and result["status"] == ["rewritten"] and result["texts"] == [], result
 
 
+def _by_a_size(rank: int, world_size: int) -> float:
+    """The worst error."""
+    compile_anew()
+    local = torch.ones(4 + rank, 3)
+    torch._dynamo.mark_dynamic(local, 0)
+
+    def layer(local: torch.Tensor, *inputs: torch.Tensor) -> Any:
+        x, a, residual, norm, b = inputs
+        return _layer(x, a, residual, norm * (torch.arange(H) * local.shape[0]), b)
+
+    inputs = _inputs(rank, False)
+    expected = layer(local, *inputs)
+    with overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+        return _off(torch.compile(layer)(local, *inputs), expected)
+
+
+def test_a_tensor_made_of_a_size_that_ranks_do_not_exchange_may_differ() -> None:
+    """Each rank scales the norm by a size of its own. The size is a symbol, so it is not part of the compared plans."""
+    errors = run_ranks(2, _by_a_size)
+    assert max(errors) < 1e-3, errors
+
+
 def _train(rank: int, world_size: int) -> str:
     compile_anew()
     inputs = [t.requires_grad_() for t in _inputs(rank, True)]

@@ -29,6 +29,7 @@ from overlap_inductor.passes.sequence.rows import Rows
 from overlap_inductor.passes.sequence.rows import Tokens
 from overlap_inductor.passes.sequence.rules import rule_of
 from overlap_inductor.passes.sequence.same_values import SameValues
+from overlap_inductor.passes.sequence.same_values import symbols_of
 from overlap_inductor.passes.sequence.sums import reduces_tokens
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.collectives import find_collectives
@@ -97,7 +98,7 @@ class RowFinder:
         self._sums: list[fx.Node] = []
         self._reads: dict[fx.Node, dict[fx.Node, frozenset[fx.Node]]] = {}
         self._whole: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
-        self._same: dict[str, SameValues] = {}
+        self._same: dict[Any, SameValues] = {}
 
     def run(self) -> RowFinder:
         self._sources = find_sources(self.graph)
@@ -137,7 +138,8 @@ class RowFinder:
         number that it computes with, may differ between ranks."""
         if tools.is_pointwise(node) or node.target is aten.full_like.default:
             _same_numbers(node, rows.tokens)
-        same = self._same.setdefault(rows.tokens.group_name, SameValues(rows.tokens.group_name))
+        known = (rows.tokens.group_name, frozenset(symbols_of(rows.tokens.count)))
+        same = self._same.setdefault(known, SameValues(*known))
         found = {}
         for source in tools.tensor_inputs(node):
             if source in self.held:
@@ -171,16 +173,11 @@ class RowFinder:
 def _same_numbers(node: fx.Node, tokens: Tokens) -> None:
     """Raise ``NotRowWise`` if a number among the arguments of ``node`` has a symbol that does not occur in the number
     of tokens. Only the sizes of tensors that the ranks exchange are known to be the same on all ranks."""
-    known = _symbols(tokens.count)
+    known = symbols_of(tokens.count)
     for value in operators.leaves((node.args, node.kwargs)):
         number = tools.value(value) if isinstance(value, fx.Node) else value
-        if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) and not _symbols(number) <= known:
+        if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) and not symbols_of(number) <= known:
             raise NotRowWise(f"{node.name} computes with the number {number}, which may differ between the ranks")
-
-
-def _symbols(number: Any) -> set[Any]:
-    symbolic = isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool))
-    return set(number.node.expr.free_symbols) if symbolic else set()
 
 
 def find_sources(graph: fx.Graph) -> dict[fx.Node, Source]:

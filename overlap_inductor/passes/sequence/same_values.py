@@ -6,12 +6,15 @@ its own rows. The result equals that of the plain program only if all ranks hold
 computed from results of the group's all-reduces and all-gathers, the graph proves this. If it is computed from inputs
 of the graph, the graph cannot prove it: a norm's weight is the same on all ranks, but a shard of a projection is not.
 So these inputs are listed, and the ranks compare their values at the graph's first run (``runtime.same_inputs``). A
-matmul's result counts as different on each rank, because its weight may be a shard.
+matmul's result counts as different on each rank, because its weight may be a shard. So does what is computed from a
+symbolic size, unless the ranks exchange tensors of that size: their plans then differ if the sizes do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,10 +32,16 @@ _NAMESPACES = ("aten", "prims", "_c10d_functional", "inductor_prims", "quantized
 
 class SameValues:
     """Finds, for one group, the inputs on which a tensor depends. If these inputs are the same on all ranks of the
-    group, so is the tensor."""
+    group, so is the tensor.
 
-    def __init__(self, group_name: str) -> None:
+    Args:
+        group_name: the group.
+        symbols: the symbols of the sizes that are known to be the same on all ranks of the group.
+    """
+
+    def __init__(self, group_name: str, symbols: Collection[Any] = ()) -> None:
         self.group_name = group_name
+        self._symbols = frozenset(symbols)
         self._known: dict[fx.Node, frozenset[fx.Node] | None] = {}
 
     def inputs_of(self, node: fx.Node) -> frozenset[fx.Node] | None:
@@ -55,9 +64,8 @@ class SameValues:
         return [] if node.op != "call_function" or self._ends(node) else node.all_input_nodes
 
     def _ends(self, node: fx.Node) -> bool:
-        """Whether the search ends at ``node``, because its inputs do not change the answer. (A size counts as the
-        same on all ranks.)"""
-        return _is_size(node) or _may_differ(node) or self._of_group(node) is not None
+        """Whether the search ends at ``node``, because its inputs do not change the answer."""
+        return _is_number(node) or _may_differ(node) or self._of_group(node) is not None
 
     def _of_group(self, node: fx.Node) -> str | None:
         """The kind of collective if ``node`` is one of the group's, else ``None``."""
@@ -65,8 +73,8 @@ class SameValues:
         return (collectives.kept_kind(node) or "").split(" ")[0] if same else None
 
     def _combined(self, node: fx.Node) -> frozenset[fx.Node] | None:
-        if _is_size(node):
-            return frozenset()
+        if _is_number(node):
+            return frozenset() if symbols_of(tools.value(node)) <= self._symbols else None
         if node.op == "placeholder":
             return frozenset([node])
         if node.op != "call_function" or _may_differ(node):
@@ -98,8 +106,14 @@ def _kind_of(node: fx.Node) -> str:
     return (collectives.kept_kind(node) or "").split(" ")[0]
 
 
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(tools.value(node), (int, torch.SymInt))
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(tools.value(node), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def symbols_of(number: Any) -> set[Any]:
+    """The symbols of a symbolic number; none if ``number`` is not symbolic."""
+    symbolic = isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return set(number.node.expr.free_symbols) if symbolic else set()
 
 
 def _may_differ(node: fx.Node) -> bool:
