@@ -138,9 +138,19 @@ def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, empty: bo
 
 
 def as_it_stood(
+    forms: Sequence[Form],
+    gathered: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    world_size: int,
+) -> Tensors:
+    """The whole matmuls as the program wrote them, on ``gathered [W * m, k]``, the ranks' shards in order."""
+    return [_whole(f, gathered, o, b, world_size) for f, o, b in zip(forms, others, biases, strict=True)]
+
+
+def _whole(
     form: Form, gathered: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, world_size: int
 ) -> torch.Tensor:
-    """The whole matmul as the program wrote it, on ``gathered [W * m, k]``, the ranks' shards in order."""
     rows, width = gathered.shape[0] // world_size, gathered.shape[1]
     if form.contracted == form.transposed:
         left = gathered.t() if form.transposed else gathered
@@ -173,15 +183,14 @@ def _all_gather_matmul(
     parsed = forms_from(forms, parts, site)
     if world_size * rows < min_rows:
         gathered, _ = reference.all_gather_matmul(shard, [], [], group)
-        outs = [as_it_stood(f, gathered, o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
-        return outs, gathered, chain.new_empty(1)
+        return as_it_stood(parsed, gathered, others, biases, world_size), gathered, chain.new_empty(1)
     gathered = shard.new_empty(world_size * rows, width)
     gathered[rank * rows : (rank + 1) * rows].copy_(shard)
-    cuts = routes.bounds(rows, parts)
     matmuls = [Matmul(f, shard, o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
+    cuts = routes.bounds(rows, parts)
     exchange = exchanges.open_exchange(gathered, [c * width for c in cuts], route, group, site, transport)
-    multiply_arrivals(gathered, matmuls, cuts, route, exchange, group, lambda hop, its: its.post(hop))
-    return [m.finish() for m in matmuls], gathered, chain.new_empty(1)
+    outs = multiply_arrivals(gathered, matmuls, cuts, route, exchange, group, lambda hop: None)
+    return outs, gathered, chain.new_empty(1)
 
 
 def multiply_arrivals(
@@ -191,14 +200,16 @@ def multiply_arrivals(
     route: str,
     exchange: exchanges.Exchange | None,
     group: dist.ProcessGroup,
-    post: Callable[[int, exchanges.Exchange], None],
-) -> None:
+    sent: Callable[[int], torch.Tensor | None],
+) -> Tensors:
     """Multiply every shard of ``gathered [W * m, k]``: this rank's own one first, each other sub-chunk when it arrives.
+    Returns the result of each matmul.
 
     Args:
         cuts: bounds of a shard's sub-chunks, in rows.
         exchange: brings the sub-chunks and is closed at the end; ``None`` if the shards have no elements.
-        post: starts a hop of the exchange. A sub-chunk's worth of hops is in flight at any time.
+        sent: what a hop of the exchange sends, as ``Exchange.post`` takes it. As many hops as a shard has sub-chunks
+            are in flight at any time.
     """
     world_size, rank, parts = group.size(), group.rank(), len(cuts) - 1
     rows = gathered.shape[0] // world_size
@@ -209,22 +220,21 @@ def multiply_arrivals(
 
     if exchange is not None:
         for index in range(min(parts, exchange.hop_count)):
-            post(index, exchange)
+            exchange.post(index, sent(index))
     multiply(rank, 0, rows)
-    if exchange is None:
-        # Nothing is sent. The results are still computed: they are zeros, or the bias.
-        for distance in range(1, world_size):
-            multiply((rank + distance) % world_size, 0, rows)
-        return
     for step, distances in enumerate(routes.distances(route, world_size)):
         for part in range(parts):
             hop = step * parts + part
-            exchange.wait(hop)
-            if hop + parts < exchange.hop_count:
-                post(hop + parts, exchange)
+            # If nothing is sent, the results are still computed: they are zeros, or the bias.
+            if exchange is not None:
+                exchange.wait(hop)
+                if hop + parts < exchange.hop_count:
+                    exchange.post(hop + parts, sent(hop + parts))
             for distance in distances:
                 multiply((rank + distance) % world_size, cuts[part], cuts[part + 1])
-    exchanges.close_exchange(gathered, group)
+    if exchange is not None:
+        exchanges.close_exchange(gathered, group)
+    return [matmul.finish() for matmul in matmuls]
 
 
 def _all_gather_matmul_fake(
