@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from overlap_inductor.lowerings.one_op.gather_rows import behind_views
-from overlap_inductor.lowerings.one_op.gather_rows import gathered_as
-from overlap_inductor.lowerings.one_op.rows import PLAIN
-from overlap_inductor.lowerings.one_op.rows import as_bits_of
-from overlap_inductor.lowerings.one_op.rows import columns_in_place
-from overlap_inductor.lowerings.one_op.rows import rows_in_place
 from overlap_inductor.lowerings.ring.gather_pieces import evaluate
 from overlap_inductor.lowerings.ring.looped_gather_ops import Form
 from overlap_inductor.lowerings.ring.looped_gather_ops import texts
+from overlap_inductor.lowerings.rows import PLAIN
+from overlap_inductor.lowerings.rows import as_bits_of
+from overlap_inductor.lowerings.rows import columns_in_place
+from overlap_inductor.lowerings.rows import gathered_as
+from overlap_inductor.lowerings.rows import rows_in_place
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import row_pieces
 from overlap_inductor.sites.gather_nodes import GatherConsumer
@@ -71,7 +70,7 @@ def _gathers_operand(nodes: GatherNodes) -> bool:
     dtype is wider than the shard's. It is also refused if another tensor takes part, because that tensor may differ
     between ranks.
     """
-    (operand, *others) = {behind_views(c.operand_node, nodes) for c in nodes.consumers}
+    (operand, *others) = {nodes.behind_views(c.operand_node) for c in nodes.consumers}
     wait = nodes.collective.wait
     if others or operand is wait:
         return not others
@@ -128,7 +127,7 @@ def rewrite(
     Raises:
         RuntimeError: no looping op can compute the site.
     """
-    operand = behind_views(nodes.consumers[0].operand_node, nodes)
+    operand = nodes.behind_views(nodes.consumers[0].operand_node)
     shard = as_bits_of(emit, _computed(emit, nodes, operand), tools.dtype(nodes.consumers[0].operand_node))
     op = overlap.all_gather_matmul.default
     chain, replaced, gathered = write(emit, nodes, op, lambda shape: emit.reshape(shard, shape), (parts, floor, route))
