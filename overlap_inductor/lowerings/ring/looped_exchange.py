@@ -49,11 +49,7 @@ def rewrite_sent(emit: StepEmitter, nodes: SentNodes, parts: int, floor: int) ->
     Raises:
         RuntimeError: the op cannot compute the site.
     """
-    biases = looped_reduce.biases_of(nodes)
-    if biases is None:
-        raise RuntimeError(
-            "the site was planned as one looping op, but the graph has changed and no looping op can compute it now"
-        )
+    biases = looped_reduce.planned_biases(nodes)
     columns, sharded = nodes.sharded.dim == 1, nodes.sharded
     in_ranks_order = columns_in_place if columns else rows_in_place
 
@@ -100,6 +96,7 @@ def rewrite_received(emit: StepEmitter, nodes: ReceivedNodes, parts: int, floor:
         emit,
         nodes,
         overlap.all_to_all_matmul.default,
+        looped_gather.forms_of(nodes),
         lambda shape: emit.reshape(rows, [emit.world_size * shape[0], shape[1]]),
         (parts, floor),
     )

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from overlap_inductor.lowerings.library import define
 from overlap_inductor.lowerings.ring.looped_gather_ops import Form
-from overlap_inductor.lowerings.ring.looped_gather_ops import Matmul
 from overlap_inductor.lowerings.ring.looped_gather_ops import as_it_stood
 from overlap_inductor.lowerings.ring.looped_gather_ops import forms_from
 from overlap_inductor.lowerings.ring.looped_gather_ops import multiply_arrivals
@@ -128,14 +127,14 @@ def _all_to_all_matmul(
     slices = sent.view(world_size, rows, width)
     received[rank * rows : (rank + 1) * rows].copy_(slices[rank])
     cuts = routes.bounds(rows, parts)
-    matmuls = [Matmul(f, slices[0], o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
     exchange = exchanges.open_exchange(received, [c * width for c in cuts], "direct", group, site, transport)
 
     def piece(hop: int) -> torch.Tensor:
         step, part = divmod(hop, parts)
         return slices[(rank + 1 + step) % world_size, cuts[part] : cuts[part + 1]].view(-1)
 
-    outs = multiply_arrivals(received, matmuls, cuts, "direct", exchange, group, piece)
+    places = routes.places([rows] * world_size, parts)
+    outs = multiply_arrivals(received, parsed, others, biases, places, "direct", exchange, group, piece)
     return outs, received, chain.new_empty(1)
 
 

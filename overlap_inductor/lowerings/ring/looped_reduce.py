@@ -41,6 +41,17 @@ def biases_of(nodes: ReduceNodes) -> reduced_rows.Biases | None:
     return reduced_rows.biases_of(nodes, terms if len(terms) > 1 else [_before_cast(terms[0], nodes)])
 
 
+def planned_biases(nodes: ReduceNodes) -> reduced_rows.Biases:
+    """``biases_of`` for a site that was planned as one looping op. Raises ``RuntimeError`` if no looping op can compute
+    it now."""
+    biases = biases_of(nodes)
+    if biases is None:
+        raise RuntimeError(
+            "the site was planned as one looping op, but the graph has changed and no looping op can compute it now"
+        )
+    return biases
+
+
 def bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
     """Whether ``bias`` is ``None``, one row as wide as the result, or a tensor of the result's shape. Neither a scalar
     nor a column fits."""
@@ -83,11 +94,7 @@ def rewrite(
     Raises:
         RuntimeError: no looping op can compute the site.
     """
-    biases = biases_of(nodes)
-    if biases is None:
-        raise RuntimeError(
-            "the site was planned as one looping op, but the graph has changed and no looping op can compute it now"
-        )
+    biases = planned_biases(nodes)
     dtype, where = tools.dtype(nodes.collectives[0].input), (emit.group_name, emit.site, *emit.transport)
 
     def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
