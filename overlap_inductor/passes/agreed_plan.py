@@ -73,7 +73,10 @@ class SiteFootprint:
         self.added = len(site.collectives) - 1
         op = f"({first.reduce_op})" if first.reduce_op else ""
         self.what = f"{first.kind}{op} {str(tools.dtype(first.input)).removeprefix('torch.')}"
-        self.shape = tools.shape(first.input)
+        # Ranks cannot compare how many rows each of them sends to another. That both give the same number is a duty of
+        # the program, with or without overlap.
+        shape = tools.shape(first.input)
+        self.shape = ["uneven", *shape[1:]] if site.nodes.uneven_rows() else shape
         self.pattern = facts.pattern
         plan = site.decision.plan
         terms = [_terms(site, piece) for piece in plan]

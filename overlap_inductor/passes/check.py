@@ -17,6 +17,7 @@ from torch import fx
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.placement import Placement
 from overlap_inductor.torch_compat import operators
@@ -134,9 +135,9 @@ def _strides(site: OverlapSite, context: Context) -> str | None:
 
 @check("dynamic_shape")
 def _dynamic(site: OverlapSite, context: Context) -> str | None:
-    nodes = [c.input for c in site.collectives] + [n for m in site.matmuls for n in (m.lhs, m.rhs)]
-    for node in nodes:
-        if tools.has_unbacked(tools.shape(node)):
+    nodes, rows = [c.input for c in site.collectives], site.nodes.uneven_rows()
+    for node in nodes + [n for m in site.matmuls for n in (m.lhs, m.rhs)]:
+        if tools.has_unbacked([s for s in tools.shape(node) if not any(same_size(s, r) for r in rows)]):
             return f"{node.name} has a size that is only known at run time: {[str(s) for s in tools.shape(node)]}"
     return None
 

@@ -7,7 +7,8 @@ which exchanges a shard of the sequence for a shard of the heads.
     wait_tensor(all_to_all_single(f(mm(x, w))))      matmul_all_to_all      f: views, permutes, pointwise ops
     mm(f(wait_tensor(all_to_all_single(x))), w)      all_to_all_matmul
 
-``find_reduce`` follows the input backward, ``find_received`` the result forward. All ranks must get equal parts.
+``find_reduce`` follows the input backward, ``find_received`` the result forward. The ranks' parts may have different
+sizes (``sites.uneven_nodes``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from overlap_inductor.passes.find_reduce import find_reduce
 from overlap_inductor.passes.pattern import Match
 from overlap_inductor.passes.pattern import Miss
 from overlap_inductor.passes.pattern import Search
-from overlap_inductor.sites.all_to_all import unequal
+from overlap_inductor.sites.all_to_all import refusal
 from overlap_inductor.sites.nodes import CollectiveNode
 
 
@@ -32,7 +33,7 @@ class MatmulAllToAll:
     example = examples.MATMUL_ALL_TO_ALL
 
     def find(self, collective: CollectiveNode, search: Search) -> Match | Miss:
-        if (reason := unequal(collective)) is not None:
+        if (reason := refusal(collective)) is not None:
             return Miss([reason], final=True)
         nodes, obstacle, left = find_reduce([collective], collective.wait, search.owned())
         if nodes is None or (obstacle is not None and find_received(collective)[0] is not None):

@@ -18,24 +18,31 @@ from overlap_inductor.passes.follow import Follower
 from overlap_inductor.passes.follow import add_row_wise
 from overlap_inductor.passes.follow import consumers_of
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.all_to_all import Splits
+from overlap_inductor.sites.all_to_all import is_uneven
 from overlap_inductor.sites.all_to_all import layouts_of
 from overlap_inductor.sites.exchange_nodes import ReceivedNodes
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import LayoutError
 from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.sites.uneven_nodes import UnevenReceivedNodes
+
+Received = ReceivedNodes | UnevenReceivedNodes
 
 
-def find_received(collective: CollectiveNode) -> tuple[ReceivedNodes | None, list[Reason]]:
+def find_received(collective: CollectiveNode) -> tuple[Received | None, list[Reason]]:
     """``(site at an all-to-all or None, obstacles)``. If there is neither a site nor an obstacle, the walk reached no
-    matmul."""
+    matmul that reads the received tensor as an operand."""
     try:
         return _found(collective)
     except LayoutError as error:
         return None, [Reason("layout", str(error))]
 
 
-def _found(collective: CollectiveNode) -> tuple[ReceivedNodes | None, list[Reason]]:
+def _found(collective: CollectiveNode) -> tuple[Received | None, list[Reason]]:
     sent, given = layouts_of(collective)
+    if is_uneven(collective):
+        return _uneven(collective, given)
     # The input is walked first. A reshape before it may split atoms that both layouts share, and the consumers found
     # below must be recorded with the split atoms.
     source, layout = _behind_views(collective.input, sent)
@@ -50,6 +57,18 @@ def _found(collective: CollectiveNode) -> tuple[ReceivedNodes | None, list[Reaso
     add_row_wise(nodes, follower)
     nodes.raw = _wire(given, consumers[0].layout if not nodes.layouts else given)
     return nodes, follower.obstacles
+
+
+def _uneven(collective: CollectiveNode, given: Layout) -> tuple[Received | None, list[Reason]]:
+    follower = Follower(collective, given)
+    follower.run()
+    consumers, obstacles = consumers_of(follower), follower.obstacles
+    nodes = UnevenReceivedNodes(collective, given, consumers, follower.through)
+    computed = next((c.operand_node for c in consumers if not nodes.only_views(c.operand_node)), None)
+    if computed is not None:
+        text = f"{computed.name} is computed from parts of {Splits.of(collective.node)}; expected views only"
+        obstacles = [*obstacles, Reason("uneven_splits", text)]
+    return (nodes if consumers and computed is None else None), obstacles
 
 
 def _wire(given: Layout, read: Layout) -> Layout:

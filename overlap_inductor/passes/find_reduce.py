@@ -28,6 +28,7 @@ from torch import fx
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import matmuls
+from overlap_inductor.sites.all_to_all import is_uneven
 from overlap_inductor.sites.all_to_all import layouts_of
 from overlap_inductor.sites.exchange_nodes import SentNodes
 from overlap_inductor.sites.layouts import Layout
@@ -41,6 +42,7 @@ from overlap_inductor.sites.padded_output import padding_before
 from overlap_inductor.sites.pieces import appended_to
 from overlap_inductor.sites.pieces import piece_of
 from overlap_inductor.sites.reduce_nodes import ReduceNodes
+from overlap_inductor.sites.uneven_nodes import UnevenSentNodes
 from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
@@ -306,8 +308,12 @@ def _site(
     if sharded.short and (reason := _not_zero(tracer, sharded, role)) is not None:
         return None, reason
     found = (collectives, result, tracer.leaves, tracer.layouts, tracer.through, tracer.externals, sharded, role)
-    if first.kind == "all_to_all":
-        nodes: ReduceNodes = SentNodes(*found, tracer.unfolded, received=tracer.received)
+    if first.kind == "all_to_all" and is_uneven(first):
+        if (reason := _not_in_rows(tracer, sharded, layout)) is not None:
+            return None, reason
+        nodes: ReduceNodes = UnevenSentNodes(*found, tracer.unfolded)
+    elif first.kind == "all_to_all":
+        nodes = SentNodes(*found, tracer.unfolded, received=tracer.received)
     else:
         nodes = ReduceNodes(*found, tracer.unfolded, padding=padding)
     return nodes, used_elsewhere(collectives, tracer)
@@ -337,6 +343,21 @@ def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason 
     return Reason(
         "other_users", f"{node.name} is also used by {user.name}, which needs the whole result before the collective"
     )
+
+
+def _not_in_rows(tracer: Tracer, sharded: ShardedDim, layout: Layout) -> Reason | None:
+    """Why the parts of an all-to-all, which have different sizes, cannot be computed as rows of the matmuls' results
+    that are added up; ``None`` if they can."""
+    leaf = tracer.leaves[0].node
+    one_row = sharded.dim == 0 and not sharded.before and not sharded.after
+    if not one_row or not layout.same_elements(tracer.layouts[tracer.root]):
+        text = f"the parts differ in size and are not rows of {leaf.name}, with the elements in the order of the result"
+        return Reason("uneven_splits", f"{text}; expected each row of the matmul to be a row that is sent")
+    for node in tracer.region:
+        if tools.is_pointwise(node) and not tools.is_cast(node) and node.target is not aten.add.Tensor:
+            text = f"{node.name} ({node.target}) is between {leaf.name} and the all-to-all, whose parts differ in size"
+            return Reason("uneven_splits", f"{text}; expected views, casts and sums of matmuls only")
+    return None
 
 
 def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:

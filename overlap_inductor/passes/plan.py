@@ -31,6 +31,7 @@ from overlap_inductor.runtime.arena import Request
 from overlap_inductor.runtime.arena import planned_bytes
 from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.sites.nodes import OverlapSite
+from overlap_inductor.sites.sizes import has_example
 from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.sizes import sizes_at
 
@@ -51,7 +52,7 @@ def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
     if config.schedule != "auto":
         return Decision("overlapped", "forced", _with(estimate, able[0].forced(site, config)))
     reasons, plans = [], {}
-    for schedule in sorted(able, key=lambda s: estimate[s.name]):
+    for schedule in sorted(able, key=lambda s: estimate.get(s.name, 0.0)):
         found = schedule.where_it_pays(site, config)
         if isinstance(found, Reason):
             reasons.append(found)
@@ -86,7 +87,10 @@ def _why_not(schedule: SiteSchedule, site: OverlapSite, config: OverlapConfig) -
 
 
 def _estimate_us(site: OverlapSite, config: OverlapConfig, able: list[SiteSchedule]) -> dict[str, float]:
-    """Estimated microseconds of ``keep``, the matmul alone, the collective alone, and every schedule in ``able``."""
+    """Estimated microseconds of ``keep``, the matmul alone, the collective alone, and every schedule in ``able``. Empty
+    if no size is known to estimate with."""
+    if not has_example(site):
+        return {}
     sizes, machine = sizes_at(site), machine_of(site, config)
     matmul, collective = cost_model.matmul_seconds(sizes, machine), cost_model.collective_seconds(sizes, machine)
     seconds = {

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read an all-to-all: whether each rank gets an equal part, and where the ranks are in its input and in its result.
+"""Read an all-to-all: which part each rank gets, and where the ranks are in its input and in its result.
 
 Input and result hold the same atoms (``sites.layouts``). In the input the rank atom counts the ranks that receive, in
 the result those that sent::
 
     all_to_all_single(x [R c, h])                     [R c] [h]      ->  [R c] [h]
     shard_dim_alltoall(x [a, R b], gather 0, shard 1)  [a] [R b]     ->  [R a] [b]
+
+If the parts are not known to be equal, the rank atom counts rows (``Atom.uneven``), and those of the input are not
+those of the result.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -29,37 +33,54 @@ def changes_shards(node: fx.Node) -> bool:
     return operators.qualified_name(node) == ("_dtensor", "shard_dim_alltoall")
 
 
-def unequal(collective: CollectiveNode) -> Reason | None:
-    """Why ranks do not get equal parts of the input, or ``None`` if they do."""
+def refusal(collective: CollectiveNode) -> Reason | None:
+    """Why no pattern can overlap this all-to-all, or ``None``."""
+    node, ranks = collective.node, collective.world_size
+    if not changes_shards(node):
+        return None
+    size = tools.shape(collective.input)[_dims(node)[1]]
+    if statically_known_true(size % ranks == 0):
+        return None
+    text = f"a dim of size {size} is cut between {ranks} ranks; expected a multiple of {ranks}"
+    return Reason("uneven_splits", text)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The numbers of rows that this rank sends to each rank, and receives from each: ints, or nodes of the graph."""
+
+    sent: list[Any]
+    received: list[Any]
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Splits:
+        sent, received = (list(operators.argument(node, f"{way}_split_sizes")) for way in ("input", "output"))
+        return cls(sent, received)
+
+    def __str__(self) -> str:
+        sent, received = (", ".join(map(str, _sizes(sizes))) for sizes in (self.sent, self.received))
+        return f"sends [{sent}] rows and receives [{received}]"
+
+
+def is_uneven(collective: CollectiveNode) -> bool:
+    """Whether the ranks' parts are not known to be equal, so that their sizes are read when the graph runs."""
     node, ranks = collective.node, collective.world_size
     if changes_shards(node):
-        size = tools.shape(collective.input)[_dims(node)[1]]
-        if statically_known_true(size % ranks == 0):
-            return None
-        text = f"a dim of size {size} is cut between {ranks} ranks; expected a multiple of {ranks}"
-        return Reason("uneven_splits", text)
-    rows = tools.shape(collective.input)[0]
-    sent, received = (_sizes(operators.argument(node, f"{way}_split_sizes")) for way in ("input", "output"))
-    if any(tools.has_unbacked([size]) for size in (*sent, *received)):
-        return Reason(
-            "uneven_splits",
-            f"the parts of {node.name} have sizes that are only known at run time; expected equal parts of known sizes",
-        )
-    whole = same_size(sent[0] * ranks, rows) or (
-        statically_known_true(rows % ranks == 0) and same_size(sent[0], rows // ranks)
+        return False
+    rows, splits = tools.shape(collective.input)[0], Splits.of(node)
+    sizes = _sizes([*splits.sent, *splits.received])
+    whole = same_size(sizes[0] * ranks, rows) or (
+        statically_known_true(rows % ranks == 0) and same_size(sizes[0], rows // ranks)
     )
-    if not whole or not all(same_size(size, sent[0]) for size in (*sent, *received)):
-        return Reason(
-            "uneven_splits",
-            f"{node.name} sends parts of {_text(sent)} of {rows} rows and receives {_text(received)}; expected {ranks}"
-            " parts that are known to be equal",
-        )
-    return None
+    return not whole or not all(same_size(size, sizes[0]) for size in sizes)
 
 
 def layouts_of(collective: CollectiveNode) -> tuple[Layout, Layout]:
     """``(layout of the input, layout of the result)``."""
     shape, ranks = tools.shape(collective.input), collective.world_size
+    if is_uneven(collective):
+        others = [Atom(size) for size in shape[1:]]
+        return Layout.uneven(shape[0], others), Layout.uneven(tools.shape(collective.wait)[0], others)
     if not changes_shards(collective.node):
         layout = _by_ranks(collective)
         return layout, layout
@@ -94,9 +115,5 @@ def _dims(node: fx.Node) -> tuple[int, int]:
     return gathered, scattered
 
 
-def _sizes(splits: Any) -> list[Any]:
+def _sizes(splits: list[Any]) -> list[Any]:
     return [tools.value(size) if isinstance(size, fx.Node) else size for size in splits]
-
-
-def _text(sizes: list[Any]) -> str:
-    return f"[{', '.join(map(str, sizes))}]"

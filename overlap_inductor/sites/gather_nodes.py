@@ -157,6 +157,17 @@ class GatherNodes(SiteNodes):
             pending += node.all_input_nodes
         return found
 
+    def behind_views(self, node: fx.Node) -> fx.Node:
+        """The node that ``node`` is a view or copy of: the gathered tensor, or a node computed from it. That is
+        ``node`` itself if it is no view or copy."""
+        while node is not self.collective.wait and (node in self.through or tools.copies(node)):
+            node = self.through.get(node, node.args[0])
+        return node
+
+    def only_views(self, node: fx.Node) -> bool:
+        """Whether ``node`` is the gathered tensor, or is made from it by views and copies only."""
+        return self.behind_views(node) is self.collective.wait
+
     def others(self) -> list[fx.Node]:
         place = self.place()
         return [*self.epilogue.nodes, *self.between(), *(place.hoisted if place is not None else ())]

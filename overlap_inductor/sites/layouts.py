@@ -51,6 +51,8 @@ class Atom:
             that the world size divides it (``D`` instead of ``R * (D // R)``). Or the last shards are short or empty
             (``Layout.cut_short``).
         chunk: only for a rank atom whose last shards are short: the atom of a full shard's rows.
+        uneven: only for a rank atom: whether it counts the rows of all ranks instead of the ranks, because each rank
+            has another number of rows.
         children: the atoms into which a reshape split this atom, or ``()``.
     """
 
@@ -58,6 +60,7 @@ class Atom:
     rank: bool = False
     total: Size | None = None
     chunk: Atom | None = None
+    uneven: bool = False
     children: tuple[Atom, ...] = field(default=())
 
     @property
@@ -106,6 +109,12 @@ class Layout:
         known = isinstance(size, int) or statically_known_true(size % world_size == 0)
         rank = Atom(world_size, rank=True, total=None if known else size)
         return cls(((rank, Atom(size // world_size)), *((Atom(s),) for s in shape[1:])))
+
+    @classmethod
+    def uneven(cls, rows: Size, others: Sequence[Atom]) -> Layout:
+        """A tensor ``[rows, ...]`` whose dim 0 is cut into a part for each rank, of any number of rows. ``others``: the
+        atoms of the other dims."""
+        return cls(((Atom(rows, rank=True, uneven=True),), *((atom,) for atom in others)))
 
     def refined(self) -> Layout:
         """The layout with each atom that was split since replaced by its parts. Raises ``LayoutError`` if short shards
@@ -169,6 +178,8 @@ class Layout:
         if not dims[source] or not dims[source][0].rank:
             raise LayoutError("a cat joins pieces that are not the ranks' shards")
         rank = dims[source].pop(0)
+        if rank.uneven:
+            raise LayoutError("a cat joins equal pieces, but each rank's part has a size of its own")
         if source != target:
             # A symbolic size is always kept as the total: symbolic shapes may know that two sizes are equal, and still
             # not see that larger products with these sizes are.

@@ -155,6 +155,11 @@ class SiteNodes(ABC):
         """One text for each node that may be computed on a shard before the shard is sent, in graph order. The texts
         name no nodes, so they are the same on all ranks."""
 
+    def uneven_rows(self) -> list[Size]:
+        """If each rank's part of the collective has its own number of rows: the numbers of rows that this rank sends
+        and receives in all. They may be known only when the graph runs. Empty if all parts are equal."""
+        return []
+
     def place(self) -> Placement | None:
         """The first of ``places`` without an obstacle, else the first one; ``None`` if there are none."""
         found = self.places()

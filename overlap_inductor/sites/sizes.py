@@ -73,6 +73,13 @@ def _example_sizes(sizes: MatmulSizes) -> tuple[list[Size], Size, Size, Size]:
     return sizes.batch, m, n, k
 
 
+def has_example(site: OverlapSite) -> bool:
+    """Whether every size of the site is known for the example with which the model is compiled. Sizes that depend on
+    data are not."""
+    matmuls = [size for m in site.nodes.matmul_sizes() for size in (*m.batch, m.m, m.n, m.k)]
+    return not tools.has_unbacked([*matmuls, *tools.shape(site.collectives[0].input)])
+
+
 def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     """FLOPs, bytes and tiles of the site at ``scale`` times its example token count. The additions in a sum of matmuls
     are counted neither for a schedule nor for ``keep``."""

@@ -35,8 +35,8 @@ class Exchange:
     """One buffer in flight.
 
     Attributes:
-        flat: the buffer, ``[slots, elements of a shard]``.
-        bounds: the first element of each part of a shard, then the number of the shard's elements: ``parts + 1``
+        flat: the buffer, flat.
+        places: for each slot, the first element of each part in ``flat``, then the end of the last one: ``parts + 1``
             numbers.
         route: one of ``routes.ROUTES``.
         site: the site's id, for error texts.
@@ -45,7 +45,7 @@ class Exchange:
     """
 
     flat: torch.Tensor
-    bounds: Sequence[int]
+    places: Sequence[Sequence[int]]
     route: str
     group: dist.ProcessGroup
     site: str
@@ -56,7 +56,7 @@ class Exchange:
     def __post_init__(self) -> None:
         self.rank = self.group.rank()
         self.world_size = self.group.size()
-        self.parts = len(self.bounds) - 1
+        self.parts = len(self.places[0]) - 1
         self.receives_first = self.transport.receives_first(self.flat.device)
 
     @property
@@ -66,14 +66,10 @@ class Exchange:
 
     def piece(self, slot: int, part: int) -> torch.Tensor:
         """Part ``part`` of slot ``slot`` as a flat view of the buffer."""
-        return self.flat[slot, self.bounds[part] : self.bounds[part + 1]]
+        return self.flat[self.places[slot][part] : self.places[slot][part + 1]]
 
     def _moves(self, index: int) -> routes.Hop:
         return routes.hop(self.route, self.world_size, self.rank, self.parts, index)
-
-    def _is_empty(self, index: int) -> bool:
-        part = index % self.parts
-        return self.bounds[part] == self.bounds[part + 1]
 
     def _fail(self, what: str, peers: Sequence[int], error: Exception) -> TransferError:
         exchanges = _EXCHANGES.known(self.group)
@@ -94,7 +90,8 @@ class Exchange:
                 self._start(index, receives=True)
 
     def post(self, index: int, piece: torch.Tensor | None = None) -> None:
-        """Start the sends of hop ``index``, and its receives unless ``start_receives`` has started them.
+        """Start the sends of hop ``index``, and its receives unless ``start_receives`` has started them. Pieces without
+        elements are not sent. Their receivers know that and do not wait.
 
         Args:
             piece: what is sent, flat and contiguous; ``None`` if it is in the buffer.
@@ -105,9 +102,7 @@ class Exchange:
         self._start(index, receives=not self.receives_first, sends=True, piece=piece)
 
     def _start(self, index: int, *, receives: bool, sends: bool = False, piece: torch.Tensor | None = None) -> None:
-        if self._is_empty(index):
-            return
-        moves = self._moves(index)
+        moves, started = self._moves(index), self.hops.setdefault(index, [])
         # Two exchanges may be in flight with interleaved hops. Their sequence numbers keep their messages apart. The
         # numbers are equal on all ranks, because the graph chains the ops of a group.
         tag = (
@@ -115,24 +110,23 @@ class Exchange:
             + self.sequence % _EXCHANGES_IN_FLIGHT * _HOPS_PER_EXCHANGE
             + index % (_HOPS_PER_EXCHANGE // 2) * 2
         )
+        received = self._messages(moves.receives, tag, None) if receives else []
+        sent = self._messages(moves.sends, tag, piece) if sends else []
+        if not received and not sent:
+            return
         try:
-            self.hops.setdefault(index, []).extend(
-                self.transport.start(
-                    self.group,
-                    self._messages(moves.receives, tag, None) if receives else [],
-                    self._messages(moves.sends, tag, piece) if sends else [],
-                )
-            )
+            started.extend(self.transport.start(self.group, received, sent))
         except RuntimeError as error:
             raise self._fail(
                 f"starting hop {index}", [m.peer for m in (*moves.sends, *moves.receives)], error
             ) from error
 
     def _messages(self, moves: Sequence[routes.Move], tag: int, piece: torch.Tensor | None) -> list[Message]:
-        return [
+        found = [
             Message(self.piece(m.slot, m.part) if piece is None else piece, m.peer, tag + lane)
             for lane, m in enumerate(moves)
         ]
+        return [message for message in found if message.tensor.numel()]
 
     def wait(self, index: int) -> None:
         """Wait until hop ``index`` is complete: its receives may be read and its sends overwritten.
@@ -142,8 +136,6 @@ class Exchange:
         """
         started = self.hops.pop(index, None)
         if started is None:
-            if self._is_empty(index):
-                return
             raise TransferError(
                 f"site {self.site}: hop {index} was waited for but never started; this is a bug of the pass"
             )
@@ -180,7 +172,9 @@ def open_exchange(
 
     Args:
         buffer: contiguous, of at least ``slots * bounds[-1]`` elements.
-        bounds, route: see ``Exchange``.
+        bounds: the first element of each part of a shard, then the number of the shard's elements: ``parts + 1``
+            numbers.
+        route: see ``Exchange``.
         transport: name of an ``Exchanges`` transport; the first registered one if empty.
 
     Returns:
@@ -193,12 +187,24 @@ def open_exchange(
     elements = bounds[-1]
     if elements == 0:
         return None
-    slots = routes.slots(route, group.size())
-    flat = buffer.view(-1)[: slots * elements].view(slots, elements)
+    slots = range(routes.slots(route, group.size()))
+    return open_uneven(buffer, [[s * elements + b for b in bounds] for s in slots], route, group, site, transport)
+
+
+def open_uneven(
+    buffer: torch.Tensor,
+    places: Sequence[Sequence[int]],
+    route: str,
+    group: dist.ProcessGroup,
+    site: str,
+    transport: str = "",
+) -> Exchange:
+    """``open_exchange`` for slots of different sizes, given by ``places`` (see ``Exchange``). It opens an exchange even
+    if this rank sends and receives nothing, because other ranks may, and all ranks number their exchanges alike."""
     moved_by = transport_named(Exchanges, transport)
     exchanges = _EXCHANGES.of(group)
     exchanges.opened += 1
-    exchange = Exchange(flat, bounds, route, group, site, moved_by, exchanges.opened)
+    exchange = Exchange(buffer.view(-1), places, route, group, site, moved_by, exchanges.opened)
     exchanges.in_flight[buffer.data_ptr()] = exchange
     exchange.start_receives()
     return exchange

@@ -22,6 +22,7 @@ direct         (W-1) S  hop (i, j): slice for rank r+1+i, straight there;   Comm
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 ROUTES = ("ring", "bidirectional", "owner", "travel", "broadcast", "direct")
@@ -107,3 +108,12 @@ def bounds(total: int, parts: int) -> list[int]:
     Works for ``torch.SymInt`` too: only ``*`` and ``//`` are used, so no guard is added.
     """
     return [total * j // parts for j in range(parts)] + [total]
+
+
+def places(sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """The ``bounds`` of each slot's parts, in a buffer in which slots of ``sizes`` rows follow each other."""
+    found, start = [], 0
+    for size in sizes:
+        found.append([start + bound for bound in bounds(size, parts)])
+        start += size
+    return found

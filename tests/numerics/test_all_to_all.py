@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck
-from hypothesis import Phase
-from hypothesis import given
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
 from tests.support import exchange_spellings
+from tests.support.drawn import drawn
 from tests.support.gloo_ranks import run_ranks
 from tests.support.graph_text import waste
 from tests.support.interpreted import interpreted
@@ -89,19 +86,12 @@ def _tall(v: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
-    """``(examples run, problems)`` of this rank. All ranks draw the same examples (see ``test_random_shapes``)."""
+    """``(number of examples, problems)`` of this rank."""
     problems: list[str] = []
     count = 0
 
-    @settings(
-        max_examples=examples,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(
+    @drawn(
+        examples,
         layer=st.sampled_from(LAYERS),
         tokens=st.integers(0, 6),
         k=st.integers(1, 9),

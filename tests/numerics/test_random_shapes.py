@@ -10,10 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import HealthCheck
-from hypothesis import Phase
-from hypothesis import given
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from bench.support.hand_written import GatherTokens
@@ -21,6 +17,7 @@ from bench.support.hand_written import ScatterTokens
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from tests.support.drawn import drawn
 from tests.support.gloo_ranks import run_ranks
 from tests.support.graph_text import waste
 from tests.support.interpreted import interpreted
@@ -54,20 +51,12 @@ LAYERS: dict[str, tuple[Callable[..., torch.Tensor], int, int]] = {
 
 
 def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
-    """Returns ``(number of examples, problems)`` of this rank. All ranks draw the same examples, because hypothesis
-    draws without randomness here and no example raises an error."""
+    """``(number of examples, problems)`` of this rank."""
     problems: list[str] = []
     count = 0
 
-    @settings(
-        max_examples=examples,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(
+    @drawn(
+        examples,
         layer=st.sampled_from(sorted(LAYERS)),
         dim=st.sampled_from([0, 1]),
         batch=st.integers(1, 3),

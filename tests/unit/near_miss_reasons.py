@@ -82,7 +82,7 @@ def _() -> OverlapReport:
 @case("uneven_splits", "near_miss")
 def _() -> OverlapReport:
     made = HandGraph()
-    y = made.mm(made.input(4, 16), weight(made))
+    y = made.call(aten.relu.default, made.mm(made.input(4, 16), weight(made)))
     return made.output(made.wait(made.call(c10d.all_to_all_single.default, y, [2, 2], [1, 3], made.group))).run()
 
 
@@ -92,7 +92,7 @@ def _() -> OverlapReport:
     x = made.unbacked_input(16)
     sizes = [made.call(aten.sym_size.int, x, 0) for _ in range(2)]
     exchanged = made.wait(made.call(c10d.all_to_all_single.default, x, sizes, sizes, made.group))
-    return made.output(made.mm(exchanged, weight(made))).run()
+    return made.output(made.mm(made.call(aten.relu.default, exchanged), weight(made))).run()
 
 
 @case("uneven_splits", "near_miss", "a change of shards")

@@ -171,6 +171,23 @@ def _() -> OverlapReport:
     return made.output(made.mm(flat, weight(made, 1024, 64))).run(schedule="auto")
 
 
+@case("dynamic_shape", "kept", "nothing to estimate with")
+def _() -> OverlapReport:
+    made = HandGraph()
+    x = made.unbacked_input(16)
+    sizes = [made.call(aten.sym_size.int, x, 0) for _ in range(2)]
+    exchanged = made.wait(made.call(c10d.all_to_all_single.default, x, sizes, sizes, made.group))
+    return made.output(made.mm(exchanged, weight(made))).run(schedule="auto")
+
+
+@case("uneven_splits", "refused")
+def _() -> OverlapReport:
+    made = HandGraph()
+    y = made.mm(made.input(4, 16), weight(made))
+    scaled = made.call(aten.add.Tensor, y, made.input(name="scalar"))
+    return made.output(made.wait(made.call(c10d.all_to_all_single.default, scaled, [2, 2], [1, 3], made.group))).run()
+
+
 @case("too_many_steps", "refused")
 def _() -> OverlapReport:
     made = HandGraph()

@@ -83,12 +83,14 @@ GROUPS: dict[str, dict[str, str]] = {
         "dtype": "The matmul or the collective has a dtype that is not supported, or partial sums would be in fp8.",
         "strides": "The collective's input is not a strided tensor.",
         "uneven_splits": (
-            "An all-to-all sends the ranks parts of unequal sizes, or of sizes that are only known when the graph runs."
+            "The parts that an all-to-all sends are not known to have equal sizes, and either they are not rows of a"
+            " matmul, or an op is computed between the matmul and the all-to-all. Or an exchange of shard dims is"
+            " uneven."
         ),
         "not_divisible": "The number of rows of a reduce-scatter is not a multiple of the number of ranks.",
         "dynamic_shape": (
-            "A size is only known when the graph runs (unbacked), or no single op can choose a schedule by this"
-            " dynamic size at run time."
+            "A size is only known when the graph runs (unbacked), so that the pass can neither cut nor estimate, or no"
+            " single op can choose a schedule by this dynamic size at run time."
         ),
     },
     "The collective itself is not supported": {

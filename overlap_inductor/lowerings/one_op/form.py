@@ -13,8 +13,8 @@ from torch import fx
 
 from overlap_inductor.lowerings.one_op.gather_rows import GatherRows
 from overlap_inductor.lowerings.one_op.reduce_rows import ReduceRows
-from overlap_inductor.lowerings.one_op.rows import PLAIN
-from overlap_inductor.lowerings.one_op.rows import Op
+from overlap_inductor.lowerings.rows import PLAIN
+from overlap_inductor.lowerings.rows import Op
 from overlap_inductor.sites.gather_nodes import GatherNodes
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.nodes import SiteNodes

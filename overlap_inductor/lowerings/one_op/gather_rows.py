@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import fx
 
-from overlap_inductor.lowerings.one_op.rows import PLAIN
-from overlap_inductor.lowerings.one_op.rows import SCALED
-from overlap_inductor.lowerings.one_op.rows import Op
-from overlap_inductor.lowerings.one_op.rows import as_bits_of
-from overlap_inductor.lowerings.one_op.rows import rows_in_place
-from overlap_inductor.lowerings.one_op.rows import transposed
+from overlap_inductor.lowerings.rows import PLAIN
+from overlap_inductor.lowerings.rows import SCALED
+from overlap_inductor.lowerings.rows import Op
+from overlap_inductor.lowerings.rows import as_bits_of
+from overlap_inductor.lowerings.rows import gathered_as
+from overlap_inductor.lowerings.rows import rows_in_place
+from overlap_inductor.lowerings.rows import transposed
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.gather_nodes import GatherConsumer
 from overlap_inductor.sites.gather_nodes import GatherNodes
@@ -96,9 +97,7 @@ def _gathers_rows(consumer: GatherConsumer, nodes: GatherNodes) -> bool:
     if consumer.role not in ("M", "N") or (consumer.role == "N" and consumer.matmul.bias is not None):
         return False
     rows_first = consumer.layout if consumer.role == "M" else consumer.layout.permute([1, 0])
-    return nodes.raw.without_rank().same_elements(rows_first.without_rank()) and only_views(
-        consumer.operand_node, nodes
-    )
+    return nodes.raw.without_rank().same_elements(rows_first.without_rank()) and nodes.only_views(consumer.operand_node)
 
 
 def _one_shape(consumers: list[GatherConsumer]) -> bool:
@@ -113,25 +112,3 @@ def _shard(consumer: GatherConsumer) -> list[Any]:
     """The sizes ``[rows, width]`` of a shard as the matmul reads it: the gathered dim comes first."""
     width = tools.shape(consumer.operand_node)[1 if consumer.role == "M" else 0]
     return [consumer.sharded.outer * consumer.sharded.chunk, width]
-
-
-def only_views(node: fx.Node, nodes: GatherNodes) -> bool:
-    """Whether ``node`` is the gathered tensor, or is made from it by views and copies only."""
-    return behind_views(node, nodes) is nodes.collective.wait
-
-
-def behind_views(node: fx.Node, nodes: GatherNodes) -> fx.Node:
-    """The node that ``node`` is a view or copy of: the gathered tensor, or a node computed from it. That is ``node``
-    itself if it is no view or copy."""
-    while node is not nodes.collective.wait and (node in nodes.through or tools.copies(node)):
-        node = nodes.through.get(node, node.args[0])
-    return node
-
-
-def gathered_as(emit: StepEmitter, nodes: GatherNodes, gathered: fx.Node) -> dict[fx.Node, fx.Node]:
-    """``{old node: its replacement}`` for the collective and its wait. ``gathered`` has the rows of all shards, in the
-    ranks' order."""
-    whole = as_bits_of(
-        emit, emit.reshape(gathered, tools.shape(nodes.collective.node)), tools.dtype(nodes.collective.node)
-    )
-    return {nodes.collective.wait: whole, nodes.collective.node: whole}

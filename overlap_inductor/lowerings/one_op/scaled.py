@@ -3,7 +3,7 @@
 
 The op is ``overlap_inductor::<schedule>_scaled_<pattern>``, and it takes the scales as tensors. An operand has either
 one scale, or one scale for each row (left operand) or column (right operand). Row scales cover the rows of all ranks,
-in the ranks' order (``lowerings.one_op.rows``). If the op computes the transposed product, the two operands' scales are
+in the ranks' order (``lowerings.rows``). If the op computes the transposed product, the two operands' scales are
 swapped. A matmul whose scale is computed from the gathered tensor is not overlapped (``passes.find_gather``).
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from overlap_inductor.lowerings.one_op.form import form_of
-from overlap_inductor.lowerings.one_op.rows import rows_in_place
+from overlap_inductor.lowerings.rows import rows_in_place
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import ShardedDim
 from overlap_inductor.sites.matmuls import MatmulNode

@@ -5,7 +5,7 @@ Which sites such an op can compute:
 
 - The matrices are fp16 or bf16, and K and N are multiples of 8, so that rows are whole 16-byte words. For fp8 matmuls
   with scales, a schedule may have an op ``<schedule>_scaled_<pattern>`` (``lowerings.one_op.scaled``).
-- The rows can be brought into the ranks' order (``lowerings.one_op.rows``).
+- The rows can be brought into the ranks' order (``lowerings.rows``).
 - A reduction has one matmul. For a sum of several, a schedule may have an op ``<schedule>_sum_<pattern>``.
 - A gather may have several matmuls. The op computes those that ``lowerings.one_op.form.served`` selects, and returns
   the gathered tensor for the others.
@@ -39,9 +39,9 @@ from overlap_inductor.lowerings.one_op.form import form_of
 from overlap_inductor.lowerings.one_op.form import loopable
 from overlap_inductor.lowerings.one_op.form import served
 from overlap_inductor.lowerings.one_op.operands import right_operand_fits
-from overlap_inductor.lowerings.one_op.rows import PLAIN
-from overlap_inductor.lowerings.one_op.rows import SCALED
-from overlap_inductor.lowerings.one_op.rows import overlap
+from overlap_inductor.lowerings.rows import PLAIN
+from overlap_inductor.lowerings.rows import SCALED
+from overlap_inductor.lowerings.rows import overlap
 from overlap_inductor.lowerings.schedule import ExchangeTerms
 from overlap_inductor.lowerings.schedule import OpCall
 from overlap_inductor.lowerings.schedule import Replaced

@@ -44,7 +44,7 @@ class SentRing:
         return looped_exchange.computes_sent(nodes_of(site, SentNodes))
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        return looped_exchange.computes_sent(nodes_of(site, SentNodes))
+        return self.loopable(site)
 
     def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:
         return emit.chain, unrolled_exchange.rewrite_sent(emit, nodes_of(site, SentNodes), parts)

@@ -20,6 +20,8 @@ from overlap_inductor.lowerings.ring.exchange_form import ReceivedRing
 from overlap_inductor.lowerings.ring.exchange_form import SentRing
 from overlap_inductor.lowerings.ring.gather_form import GatherRing
 from overlap_inductor.lowerings.ring.reduce_form import ReduceRing
+from overlap_inductor.lowerings.ring.uneven_form import UnevenReceivedRing
+from overlap_inductor.lowerings.ring.uneven_form import UnevenSentRing
 from overlap_inductor.lowerings.schedule import Replaced
 from overlap_inductor.sites.exchange_nodes import ReceivedNodes
 from overlap_inductor.sites.exchange_nodes import SentNodes
@@ -30,6 +32,8 @@ from overlap_inductor.sites.nodes import SiteNodes
 from overlap_inductor.sites.nodes import by_nodes
 from overlap_inductor.sites.reduce_nodes import ReduceNodes
 from overlap_inductor.sites.step_emitter import StepEmitter
+from overlap_inductor.sites.uneven_nodes import UnevenReceivedNodes
+from overlap_inductor.sites.uneven_nodes import UnevenSentNodes
 
 
 class RingForm(Protocol):
@@ -43,9 +47,10 @@ class RingForm(Protocol):
         shard."""
         ...
 
-    def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
-        """Estimated number of FX nodes that the unrolled steps add. The number of pointwise ops may differ between
-        ranks, so they are counted in multiples of 8 (see ``schedule.fit_budget``)."""
+    def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int | None:
+        """Estimated number of FX nodes that the unrolled steps add; ``None`` if only a looping op can compute the site.
+        The number of pointwise ops may differ between ranks, so they are counted in multiples of 8 (see
+        ``schedule.fit_budget``)."""
         ...
 
     def loopable(self, site: OverlapSite) -> bool:
@@ -77,6 +82,8 @@ FORMS: dict[type[SiteNodes], RingForm] = {
     ReduceNodes: ReduceRing(),
     SentNodes: SentRing(),
     ReceivedNodes: ReceivedRing(),
+    UnevenSentNodes: UnevenSentRing(),
+    UnevenReceivedNodes: UnevenReceivedRing(),
 }
 
 

@@ -9,17 +9,16 @@ from operator import getitem
 import torch
 from torch import fx
 
-from overlap_inductor.lowerings.one_op.gather_rows import only_views
-from overlap_inductor.lowerings.one_op.rows import PLAIN
-from overlap_inductor.lowerings.one_op.rows import bias_row
-from overlap_inductor.lowerings.one_op.rows import columns_in_place
-from overlap_inductor.lowerings.one_op.rows import is_row
-from overlap_inductor.lowerings.one_op.rows import rows_in_place
 from overlap_inductor.lowerings.ring import looped_gather
 from overlap_inductor.lowerings.ring import looped_reduce
 from overlap_inductor.lowerings.ring.unrolled_exchange import arranged
 from overlap_inductor.lowerings.ring.unrolled_exchange import given
 from overlap_inductor.lowerings.ring.unrolled_exchange import sent_rows
+from overlap_inductor.lowerings.rows import PLAIN
+from overlap_inductor.lowerings.rows import bias_row
+from overlap_inductor.lowerings.rows import columns_in_place
+from overlap_inductor.lowerings.rows import is_row
+from overlap_inductor.lowerings.rows import rows_in_place
 from overlap_inductor.lowerings.schedule import Replaced
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.exchange_nodes import ReceivedNodes
@@ -50,11 +49,7 @@ def rewrite_sent(emit: StepEmitter, nodes: SentNodes, parts: int, floor: int) ->
     Raises:
         RuntimeError: the op cannot compute the site.
     """
-    biases = looped_reduce.biases_of(nodes)
-    if biases is None:
-        raise RuntimeError(
-            "the site was planned as one looping op, but the graph has changed and no looping op can compute it now"
-        )
+    biases = looped_reduce.planned_biases(nodes)
     columns, sharded = nodes.sharded.dim == 1, nodes.sharded
     in_ranks_order = columns_in_place if columns else rows_in_place
 
@@ -91,7 +86,7 @@ def computes_received(nodes: ReceivedNodes) -> bool:
     """Whether the op can compute ``all-to-all -> matmul``. Only views may stand between the two."""
     first = nodes.consumers[0].operand_node
     same = tools.dtype(first) == tools.dtype(nodes.collective.input)
-    return same and only_views(first, nodes) and looped_gather.forms_of(nodes) is not None
+    return same and nodes.only_views(first) and looped_gather.forms_of(nodes) is not None
 
 
 def rewrite_received(emit: StepEmitter, nodes: ReceivedNodes, parts: int, floor: int) -> tuple[fx.Node, Replaced]:
@@ -101,6 +96,7 @@ def rewrite_received(emit: StepEmitter, nodes: ReceivedNodes, parts: int, floor:
         emit,
         nodes,
         overlap.all_to_all_matmul.default,
+        looped_gather.forms_of(nodes),
         lambda shape: emit.reshape(rows, [emit.world_size * shape[0], shape[1]]),
         (parts, floor),
     )

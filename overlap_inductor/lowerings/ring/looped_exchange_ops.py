@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from overlap_inductor.lowerings.library import define
 from overlap_inductor.lowerings.ring.looped_gather_ops import Form
-from overlap_inductor.lowerings.ring.looped_gather_ops import Matmul
 from overlap_inductor.lowerings.ring.looped_gather_ops import as_it_stood
 from overlap_inductor.lowerings.ring.looped_gather_ops import forms_from
 from overlap_inductor.lowerings.ring.looped_gather_ops import multiply_arrivals
+from overlap_inductor.lowerings.ring.looped_reduce_ops import send_as_made
 from overlap_inductor.lowerings.ring.looped_reduce_ops import sum_of_products
+from overlap_inductor.lowerings.ring.looped_reduce_ops import wait_for_all
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.transports import exchange as exchanges
 from overlap_inductor.transports import routes
@@ -60,17 +61,11 @@ def _matmul_all_to_all(
     cuts = [c * (rows // lead) if lead else 0 for c in routes.bounds(lead, parts)]
     bounds = [c * width for c in cuts]
     exchange = exchanges.open_exchange(buffer, bounds, "direct", group, site, transport)
-    sent = []
-    if exchange is not None:
-        for step in range(world_size - 1):
-            for part in range(parts):
-                sent.append(piece((rank + 1 + step) % world_size, cuts[part], cuts[part + 1]))
-                exchange.post(step * parts + part, sent[-1].view(-1))
+    sent = send_as_made(
+        lambda slot, part: piece(slot, cuts[part], cuts[part + 1]), range(parts), parts, exchange, group
+    )
     buffer[rank].copy_(piece(rank, 0, rows))
-    if exchange is not None:
-        for hop in range(exchange.hop_count):
-            exchange.wait(hop)
-        exchanges.close_exchange(buffer, group)
+    wait_for_all(exchange, buffer, sent, group)
     return buffer, chain.new_empty(1)
 
 
@@ -128,20 +123,19 @@ def _all_to_all_matmul(
     parsed, received = forms_from(forms, parts, site), torch.empty_like(sent)
     if sent.shape[0] < min_rows:
         dist.all_to_all_single(received, sent, group=group)
-        outs = [as_it_stood(f, received, o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
-        return outs, received, chain.new_empty(1)
+        return as_it_stood(parsed, received, others, biases, world_size), received, chain.new_empty(1)
     slices = sent.view(world_size, rows, width)
     received[rank * rows : (rank + 1) * rows].copy_(slices[rank])
     cuts = routes.bounds(rows, parts)
-    matmuls = [Matmul(f, slices[0], o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
     exchange = exchanges.open_exchange(received, [c * width for c in cuts], "direct", group, site, transport)
 
-    def post(hop: int, its: exchanges.Exchange) -> None:
+    def piece(hop: int) -> torch.Tensor:
         step, part = divmod(hop, parts)
-        its.post(hop, slices[(rank + 1 + step) % world_size, cuts[part] : cuts[part + 1]].view(-1))
+        return slices[(rank + 1 + step) % world_size, cuts[part] : cuts[part + 1]].view(-1)
 
-    multiply_arrivals(received, matmuls, cuts, "direct", exchange, group, post)
-    return [m.finish() for m in matmuls], received, chain.new_empty(1)
+    places = routes.places([rows] * world_size, parts)
+    outs = multiply_arrivals(received, parsed, others, biases, places, "direct", exchange, group, piece)
+    return outs, received, chain.new_empty(1)
 
 
 def _all_to_all_matmul_fake(

@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from overlap_inductor.lowerings.one_op.gather_rows import behind_views
-from overlap_inductor.lowerings.one_op.gather_rows import gathered_as
-from overlap_inductor.lowerings.one_op.rows import PLAIN
-from overlap_inductor.lowerings.one_op.rows import as_bits_of
-from overlap_inductor.lowerings.one_op.rows import columns_in_place
-from overlap_inductor.lowerings.one_op.rows import rows_in_place
 from overlap_inductor.lowerings.ring.gather_pieces import evaluate
 from overlap_inductor.lowerings.ring.looped_gather_ops import Form
 from overlap_inductor.lowerings.ring.looped_gather_ops import texts
+from overlap_inductor.lowerings.rows import PLAIN
+from overlap_inductor.lowerings.rows import as_bits_of
+from overlap_inductor.lowerings.rows import columns_in_place
+from overlap_inductor.lowerings.rows import gathered_as
+from overlap_inductor.lowerings.rows import rows_in_place
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import row_pieces
 from overlap_inductor.sites.gather_nodes import GatherConsumer
@@ -40,18 +39,28 @@ overlap = torch.ops.overlap_inductor
 
 def forms_of(nodes: GatherNodes) -> list[Form] | None:
     """The form in which each matmul reads the ranks' shards; ``None`` if the op cannot compute this site."""
+    # A shard of one row or one column can be read in two ways. A way in which the shard can be cut into sub-chunks is
+    # preferred.
+    return min(_ways(nodes), key=lambda forms: any(f.whole for f in forms), default=None)
+
+
+def forms_by_rows(nodes: GatherNodes) -> list[Form] | None:
+    """``forms_of`` for shards that may have different numbers of rows."""
+    return next((forms for forms in _ways(nodes) if all(form.by_rows for form in forms)), None)
+
+
+def _ways(nodes: GatherNodes) -> list[list[Form]]:
+    """The ways in which the matmuls can read the shards: for each way, the form of each matmul."""
     if len({tools.dtype(c.operand_node) for c in nodes.consumers}) > 1:
-        return None
+        return []
     if not all(map(_is_plain, nodes.consumers)) or not _gathers_operand(nodes):
-        return None
+        return []
     ways: list[list[Form]] = []
     for _, shape in _readings(nodes.consumers[0], nodes):
         found = [next((f for f, seen in _readings(c, nodes) if _same(seen, shape)), None) for c in nodes.consumers]
         if all(found):
             ways.append([form for form in found if form is not None])
-    # A shard of one row or one column can be read in two ways. A way in which the shard can be cut into sub-chunks is
-    # preferred.
-    return min(ways, key=lambda forms: any(f.whole for f in forms), default=None)
+    return ways
 
 
 def _is_plain(consumer: GatherConsumer) -> bool:
@@ -71,7 +80,7 @@ def _gathers_operand(nodes: GatherNodes) -> bool:
     dtype is wider than the shard's. It is also refused if another tensor takes part, because that tensor may differ
     between ranks.
     """
-    (operand, *others) = {behind_views(c.operand_node, nodes) for c in nodes.consumers}
+    (operand, *others) = {nodes.behind_views(c.operand_node) for c in nodes.consumers}
     wait = nodes.collective.wait
     if others or operand is wait:
         return not others
@@ -111,7 +120,7 @@ def chooses_at_run_time(nodes: GatherNodes) -> bool:
     """Whether the op computes this site and can derive the token count from a shard's rows. If so, the op can run the
     plain collective when there are few tokens."""
     forms = forms_of(nodes)
-    return forms is not None and all(f.transposed == f.contracted for f in forms)
+    return forms is not None and all(f.by_rows for f in forms)
 
 
 def rewrite(
@@ -128,10 +137,12 @@ def rewrite(
     Raises:
         RuntimeError: no looping op can compute the site.
     """
-    operand = behind_views(nodes.consumers[0].operand_node, nodes)
+    operand = nodes.behind_views(nodes.consumers[0].operand_node)
     shard = as_bits_of(emit, _computed(emit, nodes, operand), tools.dtype(nodes.consumers[0].operand_node))
-    op = overlap.all_gather_matmul.default
-    chain, replaced, gathered = write(emit, nodes, op, lambda shape: emit.reshape(shard, shape), (parts, floor, route))
+    op, forms = overlap.all_gather_matmul.default, forms_of(nodes)
+    chain, replaced, gathered = write(
+        emit, nodes, op, forms, lambda shape: emit.reshape(shard, shape), (parts, floor, route)
+    )
     return chain, replaced | gathered_as(emit, nodes, gathered) if operand is nodes.collective.wait else replaced
 
 
@@ -139,6 +150,7 @@ def write(
     emit: StepEmitter,
     nodes: GatherNodes,
     op: Any,
+    forms: list[Form] | None,
     sent: Callable[[list[Any]], fx.Node],
     how: tuple[Any, ...],
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node], fx.Node]:
@@ -146,13 +158,13 @@ def write(
     its replacement}, what the op received)``.
 
     Args:
+        forms: how the op reads the shards; ``None`` if it cannot compute the site.
         sent: gives what the op sends, for a shard of the sizes ``[m, k]`` as the op sees it.
         how: the op's arguments after the matmuls' forms.
 
     Raises:
         RuntimeError: no looping op can compute the site.
     """
-    forms = forms_of(nodes)
     if forms is None:
         raise RuntimeError(
             "the site was planned as one looping op, but the graph has changed and no looping op can compute it now"

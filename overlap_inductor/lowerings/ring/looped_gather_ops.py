@@ -49,6 +49,11 @@ class Form:
         return self.role == "K"
 
     @property
+    def by_rows(self) -> bool:
+        """Whether the gathered dim consists of the shards' rows, so that shards may have different numbers of rows."""
+        return self.transposed == self.contracted
+
+    @property
     def whole(self) -> bool:
         """Whether the matmul needs whole shards. It does if the gathered dim is not contracted, but a sub-chunk, which
         has some rows of a shard, would split the contracted dim."""
@@ -92,18 +97,31 @@ def forms_from(text: str, parts: int, site: str) -> list[Form]:
 
 
 class Matmul:
-    """Computes one matmul's result slice by slice. This rank's own slice comes first, as a whole."""
+    """Computes one matmul's result slice by slice. This rank's own slice comes first, as a whole.
+
+    Args:
+        received: the buffer of all slices, ``[rows of all slots, k]``.
+        places: the rows of each slot in ``received``, as ``routes.places`` gives them. Slots have different sizes only
+            if no form needs equal ones (``Form.by_rows``).
+    """
 
     def __init__(
-        self, form: Form, shard: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, world_size: int
+        self,
+        form: Form,
+        received: torch.Tensor,
+        other: torch.Tensor,
+        bias: torch.Tensor | None,
+        places: Sequence[Sequence[int]],
     ) -> None:
         self.form, self.bias = form, bias
         self.other = form.turned(other)
-        self.dtype = shard.dtype
-        kind = torch.promote_types(shard.dtype, torch.float32) if form.contracted else shard.dtype
-        self.result = shard.new_empty(form.result_shape(shard, other, world_size), dtype=kind)
+        self.dtype, slots = received.dtype, len(places)
+        kind = torch.promote_types(self.dtype, torch.float32) if form.contracted else self.dtype
+        shard, count = (received, 1) if form.by_rows else (received[: places[0][-1]], slots)
+        self.result = received.new_empty(form.result_shape(shard, other, count), dtype=kind)
         self.turned = form.turned(self.result)
-        self.share = (self.other if form.contracted else self.turned).shape[0] // world_size
+        share = (self.other if form.contracted else self.turned).shape[0] // slots
+        self.starts = [place[0] if form.by_rows else slot * share for slot, place in enumerate(places)]
         self.empty = True
 
     def add(self, piece: torch.Tensor, slot: int, start: int) -> None:
@@ -111,10 +129,10 @@ class Matmul:
         form = self.form
         left = piece.t() if form.transposed else piece
         if not form.contracted:
-            first = slot * self.share + (0 if form.transposed else start)
+            first = self.starts[slot] + (0 if form.transposed else start)
             reference.product(left, self.other, self.bias, self.turned[first : first + left.shape[0]])
             return
-        first = slot * self.share + (start if form.transposed else 0)
+        first = self.starts[slot] + (start if form.transposed else 0)
         right = self.other[first : first + left.shape[1]]
         total = self.turned if form.transposed else self.turned[start : start + left.shape[0]]
         _accumulate(total, left, right, self.empty)
@@ -129,6 +147,8 @@ class Matmul:
 def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, empty: bool) -> None:
     """``total += a @ b``, or ``total = a @ b`` if ``total`` is ``empty``, in the dtype of ``total``. The unrolled steps
     compute it the same way (``matmuls.emit_partial``)."""
+    if a.shape[1] == 0 and not empty:
+        return
     if a.dtype is total.dtype or a.device.type != "cuda":
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=0 if empty else 1)
     elif empty:
@@ -138,11 +158,21 @@ def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, empty: bo
 
 
 def as_it_stood(
+    forms: Sequence[Form],
+    gathered: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    world_size: int,
+) -> Tensors:
+    """The whole matmuls as the program wrote them, on ``gathered [W * m, k]``, the ranks' shards in order."""
+    return [_whole(f, gathered, o, b, world_size) for f, o, b in zip(forms, others, biases, strict=True)]
+
+
+def _whole(
     form: Form, gathered: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, world_size: int
 ) -> torch.Tensor:
-    """The whole matmul as the program wrote it, on ``gathered [W * m, k]``, the ranks' shards in order."""
     rows, width = gathered.shape[0] // world_size, gathered.shape[1]
-    if form.contracted == form.transposed:
+    if form.by_rows:
         left = gathered.t() if form.transposed else gathered
     else:
         slices = gathered.view(world_size, rows, width)
@@ -173,58 +203,60 @@ def _all_gather_matmul(
     parsed = forms_from(forms, parts, site)
     if world_size * rows < min_rows:
         gathered, _ = reference.all_gather_matmul(shard, [], [], group)
-        outs = [as_it_stood(f, gathered, o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
-        return outs, gathered, chain.new_empty(1)
+        return as_it_stood(parsed, gathered, others, biases, world_size), gathered, chain.new_empty(1)
     gathered = shard.new_empty(world_size * rows, width)
     gathered[rank * rows : (rank + 1) * rows].copy_(shard)
-    cuts = routes.bounds(rows, parts)
-    matmuls = [Matmul(f, shard, o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
-    exchange = exchanges.open_exchange(gathered, [c * width for c in cuts], route, group, site, transport)
-    multiply_arrivals(gathered, matmuls, cuts, route, exchange, group, lambda hop, its: its.post(hop))
-    return [m.finish() for m in matmuls], gathered, chain.new_empty(1)
+    bounds = [c * width for c in routes.bounds(rows, parts)]
+    exchange = exchanges.open_exchange(gathered, bounds, route, group, site, transport)
+    places, terms = routes.places([rows] * world_size, parts), (parsed, others, biases)
+    return multiply_arrivals(gathered, *terms, places, route, exchange, group), gathered, chain.new_empty(1)
 
 
 def multiply_arrivals(
     gathered: torch.Tensor,
-    matmuls: Sequence[Matmul],
-    cuts: Sequence[int],
+    forms: Sequence[Form],
+    others: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    places: Sequence[Sequence[int]],
     route: str,
     exchange: exchanges.Exchange | None,
     group: dist.ProcessGroup,
-    post: Callable[[int, exchanges.Exchange], None],
-) -> None:
-    """Multiply every shard of ``gathered [W * m, k]``: this rank's own one first, each other sub-chunk when it arrives.
+    sent: Callable[[int], torch.Tensor | None] = lambda hop: None,
+) -> Tensors:
+    """Multiply every shard of ``gathered [rows, k]``: this rank's own one first, each other sub-chunk when it arrives.
+    Returns the result of each matmul.
 
     Args:
-        cuts: bounds of a shard's sub-chunks, in rows.
+        forms, others, biases: how each matmul reads the shards, its other operand and its bias.
+        places: the rows of each shard's sub-chunks in ``gathered`` (``routes.places``).
         exchange: brings the sub-chunks and is closed at the end; ``None`` if the shards have no elements.
-        post: starts a hop of the exchange. A sub-chunk's worth of hops is in flight at any time.
+        sent: what a hop of the exchange sends, as ``Exchange.post`` takes it. As many hops as a shard has sub-chunks
+            are in flight at any time.
     """
-    world_size, rank, parts = group.size(), group.rank(), len(cuts) - 1
-    rows = gathered.shape[0] // world_size
+    world_size, rank, parts = group.size(), group.rank(), len(places[0]) - 1
+    matmuls = [Matmul(f, gathered, o, b, places) for f, o, b in zip(forms, others, biases, strict=True)]
 
     def multiply(slot: int, start: int, stop: int) -> None:
         for matmul in matmuls:
-            matmul.add(gathered[slot * rows + start : slot * rows + stop], slot, start)
+            matmul.add(gathered[start:stop], slot, start - places[slot][0])
 
     if exchange is not None:
         for index in range(min(parts, exchange.hop_count)):
-            post(index, exchange)
-    multiply(rank, 0, rows)
-    if exchange is None:
-        # Nothing is sent. The results are still computed: they are zeros, or the bias.
-        for distance in range(1, world_size):
-            multiply((rank + distance) % world_size, 0, rows)
-        return
+            exchange.post(index, sent(index))
+    multiply(rank, places[rank][0], places[rank][-1])
     for step, distances in enumerate(routes.distances(route, world_size)):
         for part in range(parts):
             hop = step * parts + part
-            exchange.wait(hop)
-            if hop + parts < exchange.hop_count:
-                post(hop + parts, exchange)
-            for distance in distances:
-                multiply((rank + distance) % world_size, cuts[part], cuts[part + 1])
-    exchanges.close_exchange(gathered, group)
+            # If nothing is sent, the results are still computed: they are zeros, or the bias.
+            if exchange is not None:
+                exchange.wait(hop)
+                if hop + parts < exchange.hop_count:
+                    exchange.post(hop + parts, sent(hop + parts))
+            for slot in ((rank + distance) % world_size for distance in distances):
+                multiply(slot, places[slot][part], places[slot][part + 1])
+    if exchange is not None:
+        exchanges.close_exchange(gathered, group)
+    return [matmul.finish() for matmul in matmuls]
 
 
 def _all_gather_matmul_fake(

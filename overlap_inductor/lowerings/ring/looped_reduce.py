@@ -2,9 +2,9 @@
 """Writes matmuls and the collective after them (reduce-scatter, all-reduce or all-gather) as one looping op of
 ``lowerings.ring.looped_reduce_ops``.
 
-The ops of other schedules are written by ``lowerings.one_op.reduce_rows``, which this module shares. Looping ops differ
-from them in three ways: they can add a bias that has the result's shape, they can reduce in another dtype than the
-matmuls', and they compute no fp8 matmuls.
+``lowerings.one_op.reduce_rows`` writes the ops of other schedules; both share ``lowerings.reduced_rows``. Looping ops
+differ from those in three ways: they can add a bias that has the result's shape, they can reduce in another dtype than
+the matmuls', and they compute no fp8 matmuls.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from overlap_inductor.lowerings.one_op import reduce_rows
-from overlap_inductor.lowerings.one_op.rows import PLAIN
-from overlap_inductor.lowerings.one_op.rows import is_row
+from overlap_inductor.lowerings import reduced_rows
+from overlap_inductor.lowerings.rows import PLAIN
+from overlap_inductor.lowerings.rows import is_row
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.matmuls import MatmulNode
@@ -31,14 +31,25 @@ def computes(pattern: str, nodes: ReduceNodes) -> bool:
         return False
     if not all(map(bias_fits, nodes.leaves, found)):
         return False
-    return reduce_rows.reduced_in_rows(pattern, nodes, found)
+    return reduced_rows.reduced_in_rows(pattern, nodes, found)
 
 
-def biases_of(nodes: ReduceNodes) -> reduce_rows.Biases | None:
+def biases_of(nodes: ReduceNodes) -> reduced_rows.Biases | None:
     """The bias of each matmul; ``None`` if the site computes more than a sum of matmuls and biases. A cast of the sum
     is allowed, because the op reduces in the dtype to which it casts."""
     terms = nodes.computed
-    return reduce_rows.biases_of(nodes, terms if len(terms) > 1 else [_before_cast(terms[0], nodes)])
+    return reduced_rows.biases_of(nodes, terms if len(terms) > 1 else [_before_cast(terms[0], nodes)])
+
+
+def planned_biases(nodes: ReduceNodes) -> reduced_rows.Biases:
+    """``biases_of`` for a site that was planned as one looping op. Raises ``RuntimeError`` if no looping op can compute
+    it now."""
+    biases = biases_of(nodes)
+    if biases is None:
+        raise RuntimeError(
+            "the site was planned as one looping op, but the graph has changed and no looping op can compute it now"
+        )
+    return biases
 
 
 def bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
@@ -83,11 +94,7 @@ def rewrite(
     Raises:
         RuntimeError: no looping op can compute the site.
     """
-    biases = biases_of(nodes)
-    if biases is None:
-        raise RuntimeError(
-            "the site was planned as one looping op, but the graph has changed and no looping op can compute it now"
-        )
+    biases = planned_biases(nodes)
     dtype, where = tools.dtype(nodes.collectives[0].input), (emit.group_name, emit.site, *emit.transport)
 
     def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
@@ -98,4 +105,4 @@ def rewrite(
         op = getattr(overlap, pattern).default
         return emit.communicate(op, emit.chain, lhs, rhs, biases, parts, floor, dtype, reduce_op, *where)
 
-    return reduce_rows.rewrite_reduce(emit, nodes, reduce, biases)
+    return reduced_rows.rewrite_reduce(emit, nodes, reduce, biases)

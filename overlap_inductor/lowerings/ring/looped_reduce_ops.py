@@ -14,6 +14,7 @@ chain's next token last.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence
 
 import torch
@@ -45,6 +46,41 @@ def sum_of_products(
     return total.to(dtype)
 
 
+def send_as_made(
+    piece: Callable[[int, int], torch.Tensor],
+    bands: Sequence[int],
+    parts: int,
+    exchange: exchanges.Exchange | None,
+    group: dist.ProcessGroup,
+) -> Tensors:
+    """Compute the pieces for the other ranks, in the order of routes ``owner`` and ``direct``, and send each once it is
+    computed. Returns the pieces, which must live until their hops have ended.
+
+    Args:
+        piece: computes sub-chunk ``part`` of the slice for rank ``slot``: ``piece(slot, part)``.
+        bands: which of the ``parts`` sub-chunks.
+        exchange: sends the pieces; ``None`` if they have no elements.
+    """
+    world_size, sent = group.size(), []
+    for step in range(world_size - 1):
+        for band in bands:
+            sent.append(piece((group.rank() + 1 + step) % world_size, band))
+            if exchange is not None:
+                exchange.post(step * parts + band, sent[-1].view(-1))
+    return sent
+
+
+def wait_for_all(
+    exchange: exchanges.Exchange | None, buffer: torch.Tensor, sent: Tensors, group: dist.ProcessGroup
+) -> None:
+    """Wait for every hop of ``exchange``, which receives into ``buffer``, and close it. ``sent``: the pieces that it
+    sends. As an argument, they live until here."""
+    if exchange is not None:
+        for hop in range(exchange.hop_count):
+            exchange.wait(hop)
+        exchanges.close_exchange(buffer, group)
+
+
 def _partials(
     lhs: Sequence[torch.Tensor],
     rhs: Sequence[torch.Tensor],
@@ -57,22 +93,13 @@ def _partials(
 ) -> Tensors:
     """Compute the pieces of ``bands``, which are indices of sub-chunks. The pieces for the other ranks are computed and
     sent first, then this rank's own pieces are computed. Returns the sent pieces, followed by the own pieces."""
-    world_size, rank, parts = group.size(), group.rank(), len(cuts) - 1
     rows = cuts[-1]
-    sent = []
-    for step in range(world_size - 1):
-        slot = (rank + 1 + step) % world_size
-        for band in bands:
-            piece = sum_of_products(
-                lhs, rhs, biases, slice(slot * rows + cuts[band], slot * rows + cuts[band + 1]), dtype
-            )
-            if exchange is not None:
-                exchange.post(step * parts + band, piece.view(-1))
-            sent.append(piece)
-    own = [
-        sum_of_products(lhs, rhs, biases, slice(rank * rows + cuts[b], rank * rows + cuts[b + 1]), dtype) for b in bands
-    ]
-    return [*sent, *own]
+
+    def piece(slot: int, band: int) -> torch.Tensor:
+        return sum_of_products(lhs, rhs, biases, slice(slot * rows + cuts[band], slot * rows + cuts[band + 1]), dtype)
+
+    sent = send_as_made(piece, bands, len(cuts) - 1, exchange, group)
+    return [*sent, *(piece(group.rank(), band) for band in bands)]
 
 
 def _reduce(own: torch.Tensor, received: torch.Tensor, reduce_op: str) -> torch.Tensor:
@@ -107,10 +134,7 @@ def _matmul_reduce_scatter(
     exchange = exchanges.open_exchange(buffer, [c * width for c in cuts], "owner", group, site, transport)
     pieces = _partials(lhs, rhs, biases, cuts, range(parts), dtype, exchange, group)
     own = torch.cat(pieces[-parts:])
-    if exchange is not None:
-        for hop in range(exchange.hop_count):
-            exchange.wait(hop)
-        exchanges.close_exchange(buffer, group)
+    wait_for_all(exchange, buffer, pieces, group)
     return _reduce(own, buffer.view(world_size - 1, rows, width), reduce_op), chain.new_empty(1)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.lowerings.one_op import reduce_rows
+from overlap_inductor.lowerings import reduced_rows
 from overlap_inductor.lowerings.ring import looped_reduce
 from overlap_inductor.lowerings.ring import unrolled_reduce
 from overlap_inductor.lowerings.ring.gather_form import in_eights
@@ -62,7 +62,7 @@ class ReduceRing:
             result = unrolled_reduce.rewrite_all_reduce(emit, nodes, parts)
         else:
             result = unrolled_reduce.rewrite_gathered_output(emit, nodes, parts)
-        return emit.chain, reduce_rows.reduced(nodes, result)
+        return emit.chain, reduced_rows.reduced(nodes, result)
 
     def looping(
         self, emit: StepEmitter, site: OverlapSite, parts: int, route: str, floor: int

@@ -25,6 +25,7 @@ from overlap_inductor.lowerings.schedule import Replaced
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.sites.nodes import OverlapSite
+from overlap_inductor.sites.sizes import has_example
 from overlap_inductor.sites.sizes import hint
 from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.sizes import sizes_at
@@ -58,7 +59,7 @@ class RingSchedule:
     called = "as a ring"
     ops = tuple(
         f"overlap_inductor.lowerings.ring.{name}"
-        for name in ("ops", "looped_gather_ops", "looped_reduce_ops", "looped_exchange_ops")
+        for name in ("ops", "looped_gather_ops", "looped_reduce_ops", "looped_exchange_ops", "looped_uneven_ops")
     )
     called_by_others = False
     holds_workspace = False
@@ -83,6 +84,12 @@ class RingSchedule:
         return cost_of_ring.seconds(sizes_at(site), machine_of(site, config), _parameters(site, config)["sub_chunks"])
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
+        if not has_example(site):
+            return Reason(
+                "dynamic_shape",
+                "the sizes are only known when the graph runs, so nothing says how long matmul and transfer take; set"
+                " OVERLAP_INDUCTOR_SCHEDULE=ring to overlap the site",
+            )
         if isinstance(site.nodes.tokens, int):
             return self.forced(site, config) if _pays(site, config) else None
         # The token count is only known at run time, so the looping op chooses at each call. Below the break-even, it
@@ -177,7 +184,7 @@ def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
     return next((2**exponent for exponent in range(21) if _pays(site, config, 2**exponent / example)), None)
 
 
-def unrolled_nodes(site: DecidedSite) -> int:
+def unrolled_nodes(site: DecidedSite) -> int | None:
     """Estimated number of FX nodes that the site's unrolled steps add (``RingForm.unrolled_nodes``)."""
     parameters = site.decision.moving.parameters
     return form_of(site).unrolled_nodes(site, parameters["sub_chunks"], parameters["route"])
@@ -201,9 +208,15 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     for site in sorted(rings, key=lambda s: loopable[s.facts.id]):
         decision, cost = site.decision, unrolled_nodes(site)
         dynamic = any("min_rows" in p.parameters for p in decision.plan)
-        unroll = cost <= left and not dynamic and mover is None
+        unroll = cost is not None and cost <= left and not dynamic and mover is None
         if not unroll and not loopable[site.facts.id]:
-            if mover is None:
+            if cost is None:
+                reason = Reason(
+                    "uneven_splits",
+                    "each rank's part has its own number of rows; only a looping op can send such parts, and no looping"
+                    " op computes this site",
+                )
+            elif mover is None:
                 reason = Reason(
                     "too_many_steps",
                     f"the unrolled steps would add about {cost} nodes, but only {left} of the graph's budget of"
@@ -217,7 +230,7 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
                 )
             site.decision = Decision("refused", decision.source, [PlanPiece("keep")], [reason])
             continue
-        left -= cost if unroll else 0
+        left -= cost if unroll and cost is not None else 0
         for piece in decision.plan:
             if piece.schedule == "ring":
                 piece.parameters["unrolled"] = unroll

@@ -17,10 +17,10 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.lowerings.one_op.form import form_of
 from overlap_inductor.lowerings.one_op.form import loopable
-from overlap_inductor.lowerings.one_op.reduce_rows import rewrite_reduce
 from overlap_inductor.lowerings.one_op.reduce_rows import summed
-from overlap_inductor.lowerings.one_op.rows import bias_row
-from overlap_inductor.lowerings.one_op.rows import overlap
+from overlap_inductor.lowerings.reduced_rows import rewrite_reduce
+from overlap_inductor.lowerings.rows import bias_row
+from overlap_inductor.lowerings.rows import overlap
 from overlap_inductor.lowerings.schedule import ExchangeTerms
 from overlap_inductor.lowerings.schedule import OpCall
 from overlap_inductor.lowerings.schedule import Replaced

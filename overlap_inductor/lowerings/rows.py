@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.gather_nodes import GatherNodes
 from overlap_inductor.sites.layouts import Atom
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import ShardedDim
@@ -80,3 +81,12 @@ def columns_in_place(emit: StepEmitter, x: fx.Node, sharded: ShardedDim, from_ra
     if isinstance(sharded.outer, int) and sharded.outer == 1:
         return x
     return transposed(emit, rows_in_place(emit, transposed(emit, x), sharded, from_ranks))
+
+
+def gathered_as(emit: StepEmitter, nodes: GatherNodes, gathered: fx.Node) -> dict[fx.Node, fx.Node]:
+    """``{old node: its replacement}`` for the collective and its wait. ``gathered`` has the rows of all shards, in the
+    ranks' order."""
+    whole = as_bits_of(
+        emit, emit.reshape(gathered, tools.shape(nodes.collective.node)), tools.dtype(nodes.collective.node)
+    )
+    return {nodes.collective.wait: whole, nodes.collective.node: whole}

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``drawn``: hypothesis draws the same examples on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck
+from hypothesis import Phase
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+
+
+def drawn(examples: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[[], None]]:
+    """A decorator: the function runs ``examples`` times, each time with one value of every strategy.
+
+    All ranks draw the same examples, because hypothesis draws without randomness here. The function must not raise: a
+    rank that fails would draw on alone."""
+
+    def decorate(check: Callable[..., None]) -> Callable[[], None]:
+        return settings(
+            max_examples=examples,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )(given(**strategies)(check))
+
+    return decorate
