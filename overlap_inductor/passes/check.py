@@ -103,7 +103,7 @@ def _reduce_op(site: OverlapSite, context: Context) -> str | None:
 @check("dtype")
 def _dtype(site: OverlapSite, context: Context) -> str | None:
     for matmul in site.matmuls:
-        for node in (matmul.lhs, matmul.rhs):
+        for node in matmul.factors:
             allowed = {"scaled_mm": _DTYPES | _FP8, "int_mm": {torch.int8}}.get(matmul.kind, _DTYPES)
             if tools.dtype(node) not in allowed:
                 return f"{matmul.node.name} multiplies {tools.dtype(node)}; expected a floating type"
@@ -134,7 +134,7 @@ def _strides(site: OverlapSite, context: Context) -> str | None:
 
 @check("dynamic_shape")
 def _dynamic(site: OverlapSite, context: Context) -> str | None:
-    nodes = [c.input for c in site.collectives] + [n for m in site.matmuls for n in (m.lhs, m.rhs)]
+    nodes = [c.input for c in site.collectives] + [n for m in site.matmuls for n in m.factors]
     for node in nodes:
         if tools.has_unbacked(tools.shape(node)):
             return f"{node.name} has a size that is only known at run time: {[str(s) for s in tools.shape(node)]}"

@@ -36,7 +36,7 @@ def find_received(collective: CollectiveNode) -> tuple[ReceivedNodes | None, lis
 def _found(collective: CollectiveNode) -> tuple[ReceivedNodes | None, list[Reason]]:
     sent, given = layouts_of(collective)
     # First the input, because views of it may split the atoms that the two layouts share.
-    source, layout = _behind_views(collective.input, sent)
+    source, layout = behind_views(collective.input, sent)
     follower = Follower(collective, given)
     follower.run()
     consumers = consumers_of(follower)
@@ -60,7 +60,7 @@ def _wire(given: Layout, read: Layout) -> Layout:
     return Layout(((rank, *atoms[:1]), *((a,) for a in atoms[1:])))
 
 
-def _behind_views(node: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
+def behind_views(node: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
     """The tensor of which ``node`` is a view or a permuted copy, and its layout. A reshape that splits the layout's
     atoms in another way than the matmuls read them is not followed."""
     while node.op == "call_function":
