@@ -39,6 +39,9 @@ from overlap_inductor.sites.pieces import piece_of
 from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
+STEPS = 12
+"""The most nodes on the way from a part to its lookup."""
+_POOLS = (aten.sum.dim_IntList, aten.mean.dim)
 
 
 def lookups_before(collective: CollectiveNode) -> list[tuple[fx.Node, LookupNode]]:
@@ -59,7 +62,8 @@ def gradients_after(collective: CollectiveNode) -> list[LookupNode]:
         gradient = lookups.parse_gradient(node)
         if gradient is not None and node not in (m.node for m in found):
             found.append(gradient)
-        return gradient is None and (_views(node) or _selects(node) or tools.is_pointwise(node))
+        through = _views(node) or _selects(node) or tools.is_pointwise(node) or node.target is aten.expand.default
+        return gradient is None and through
 
     tools.walk([collective.wait], goes_on)
     return found
@@ -107,8 +111,8 @@ def find_gradients(collective: CollectiveNode) -> GradientNodes | Reason:
         while len(base.users) == 1 and _views(user := next(iter(base.users))):
             base, layout = user, _through(user, layout)
         found = _slices(base)
-        if not found:
-            return _one_table(collective)
+        if found is None:
+            return _one_table(collective) if len(base.users) == 1 else _no_slices(base)
         dim, width, starts = found
         shape = tools.shape(base)
         count = shape[dim] // width
@@ -123,9 +127,7 @@ def find_gradients(collective: CollectiveNode) -> GradientNodes | Reason:
     slices = {node: start // width for node, start in starts.items()}
     first = sorted(slices, key=lambda node: min(node.users, default=node))
     last_first = slices[first[0]] > slices[first[-1]]
-    return GradientNodes(
-        collective, gradients, block, tables, slices, read, source, source_layout, sent, last_first
-    )
+    return GradientNodes(collective, gradients, block, tables, slices, read, source, source_layout, sent, last_first)
 
 
 def _one_table(collective: CollectiveNode) -> Reason:
@@ -134,6 +136,11 @@ def _one_table(collective: CollectiveNode) -> Reason:
         f"{collective.node.name} exchanges the results of one table, so no table is left to hide the exchange behind;"
         " expected at least 2 tables on each rank, or one without bags",
     )
+
+
+def _no_slices(base: fx.Node) -> Reason:
+    text = f"{base.name} is read in another way than in one slice for each table, all of the same size"
+    return Reason("layout", text)
 
 
 def _views(node: fx.Node) -> bool:
@@ -147,20 +154,23 @@ def _selects(node: fx.Node) -> bool:
 
 
 def _lookup_of(part: fx.Node) -> LookupNode | None:
-    """The lookup from which ``part`` is computed by reshapes and casts only, or ``None``."""
-    while tools.is_reshape(part) or tools.is_cast(part):
-        part = part.args[0]
-    if part.target is getitem and part.args[1] == 0:
-        found = lookups.parse(part.args[0])
-        return found if found is not None and found.is_tuple else None
-    return lookups.parse(part)
+    """The lookup from which ``part`` is computed through views, pointwise ops and sums, or ``None``."""
+    pending, seen = [part], {part}
+    while pending and len(seen) <= STEPS:
+        node = pending.pop(0)
+        source = node.args[0] if node.target is getitem and node.args[1] == 0 else node
+        found = lookups.parse(source)
+        if found is not None:
+            return found
+        if node.op == "call_function" and (_views(node) or node.target in _POOLS or tools.is_pointwise(node)):
+            pending += [n for n in tools.tensor_inputs(node) if n not in seen]
+            seen.update(pending)
+    return None
 
 
 def _computed(part: fx.Node, lookup: LookupNode) -> bool:
     """Whether ``part`` is more than a view of the result of ``lookup``."""
-    while tools.is_reshape(part):
-        part = part.args[0]
-    return part is not lookup.node
+    return lookups.behind_reshapes(part) is not lookup.node
 
 
 def _readers(part: fx.Node, lookup: LookupNode) -> set[fx.Node]:

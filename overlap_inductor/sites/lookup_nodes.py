@@ -166,9 +166,7 @@ class GradientNodes(TableNodes):
 
     def matmul_sizes(self) -> list[MatmulSizes]:
         """The sizes of each gradient. Tables have different numbers of rows on different ranks."""
-        return [
-            MatmulSizes([], m.table_rows, tools.shape(m.rhs)[-1], 0, "M", _returned(m)) for m in self.lookups
-        ]
+        return [MatmulSizes([], m.table_rows, tools.shape(m.rhs)[-1], 0, "M", _returned(m)) for m in self.lookups]
 
     def others(self) -> list[fx.Node]:
         return sorted(self.slices)
@@ -184,8 +182,8 @@ class GradientNodes(TableNodes):
 
 
 def _looked_up(lookup: LookupNode) -> int:
-    """Bytes that a lookup reads and writes. Ranks have bags of different lengths, and must estimate alike. So the number
-    of rows of the table that are read for each bag is rounded to a power of two."""
+    """Bytes that a lookup reads and writes. Ranks have bags of different lengths, and must estimate alike. So the
+    number of rows of the table that are read for each bag is rounded to a power of two."""
     bags, width = hint(lookup.bags), hint(tools.shape(lookup.rhs)[-1])
     each = hint(tools.numel(tools.shape(lookup.lhs))) / max(bags, 1)
     rows = 2 ** round(math.log2(each)) if each >= 1 else 1

@@ -99,7 +99,16 @@ def parse_gradient(node: fx.Node) -> LookupNode | None:
     if found is None or not tools.is_tensor(node):
         return None
     gradient = LookupNode(node, *found)
+    if operators.argument(node, "accumulate", True) is False:
+        return None  # It overwrites rows, so it does not add up gradients.
     selected: Any = operators.argument(node, gradient.selected)
     if isinstance(selected, (list, tuple)) and [n is None for n in selected] != [False]:
         return None
     return gradient
+
+
+def behind_reshapes(node: fx.Node) -> fx.Node:
+    """The tensor of which ``node`` is a reshape, through all reshapes."""
+    while tools.is_reshape(node):
+        node = node.args[0]
+    return node

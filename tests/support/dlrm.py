@@ -99,7 +99,7 @@ def batch_of(
 
     Args:
         longest: bags have 0 to ``longest`` indices.
-        square: whether all bags have ``longest`` indices, as a tensor ``[batch, longest]``.
+        square: whether all bags have ``longest`` indices, at least one, as a tensor ``[batch, longest]``.
     """
     whole = mine * model.group.size()
     dense = torch.randn(mine, model.bottom[0].in_features, generator=generator)
@@ -107,7 +107,7 @@ def batch_of(
     offsets: list[torch.Tensor | None] = []
     for table in model.tables:
         if isinstance(table, nn.Embedding) or square:
-            shape = (whole,) if isinstance(table, nn.Embedding) else (whole, longest)
+            shape = (whole,) if isinstance(table, nn.Embedding) else (whole, max(longest, 1))
             indices.append(torch.randint(table.weight.shape[0], shape, generator=generator))
             offsets.append(None)
             continue

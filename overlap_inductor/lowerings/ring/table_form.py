@@ -22,12 +22,14 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.sites.step_emitter import part_count
 
 
-class _TableRing:
-    """What both forms have in common. ``parts``: the number of groups of tables. The last group's transfer is exposed,
-    and a group holds the slices of all ranks. So there are twice as many groups as other forms have sub-chunks."""
+def _parameters(nodes: TableNodes, config: OverlapConfig) -> dict[str, Any]:
+    """Sub-chunks are groups of tables. The last group's transfer is exposed, and a group holds the slices of all ranks.
+    So there are twice as many groups as other forms have sub-chunks."""
+    return {"sub_chunks": part_count(nodes.count, 2 * config.sub_chunks), "route": ROUTE}
 
-    def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        return {"sub_chunks": part_count(nodes_of(site, TableNodes).count, 2 * config.sub_chunks), "route": ROUTE}
+
+class _TableRing:
+    """What both forms have in common. ``parts``: the number of groups of tables."""
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
         return {None: parts}
@@ -50,6 +52,9 @@ class _TableRing:
 class PooledRing(_TableRing):
     """See ``form.RingForm``. Tables are looked up one group after the other, and sent once they are looked up."""
 
+    def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
+        return _parameters(nodes_of(site, PooledNodes), config)
+
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
         nodes, world_size = nodes_of(site, PooledNodes), site.facts.collective.world_size
         return 8 + 3 * (world_size - 1) * parts + (2 * world_size + 1) * nodes.count
@@ -60,6 +65,9 @@ class PooledRing(_TableRing):
 
 class GradientRing(_TableRing):
     """See ``form.RingForm``. The gradients of a group of tables are computed while the next group travels."""
+
+    def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
+        return _parameters(nodes_of(site, GradientNodes), config)
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
         nodes, world_size = nodes_of(site, GradientNodes), site.facts.collective.world_size

@@ -26,7 +26,6 @@ In the backward graph, the gradients of one group of tables are computed while t
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from operator import getitem
 from typing import Any
 
@@ -40,6 +39,7 @@ from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.lookup_nodes import GradientNodes
 from overlap_inductor.sites.lookup_nodes import PooledNodes
 from overlap_inductor.sites.lookup_nodes import TableNodes
+from overlap_inductor.sites.lookups import behind_reshapes
 from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.sites.step_emitter import part_count
 from overlap_inductor.sites.step_emitter import pieces_of
@@ -95,16 +95,17 @@ def rewrite_pooled(emit: StepEmitter, nodes: PooledNodes, parts: int) -> Replace
     groups of tables."""
     exchange = _Exchange(emit, nodes, parts)
     steps = range(emit.world_size - 1)
-    pooled: list[fx.Node] = []
     token: fx.Node | None = None
-    last = exchange.buffer
+    (collective,) = nodes.collectives
     if nodes.by_rank:
         for step in steps:
             for group, (start, length) in enumerate(exchange.groups):
                 blocks = [_looked_up(emit, nodes, t, step + 1) for t in range(start, start + length)]
                 token = exchange.send(step, group, _joined(emit, blocks, token))
-        own = [_looked_up(emit, nodes, t, 0) for t in range(nodes.count)]
+        exchange.keep(_joined(emit, [_looked_up(emit, nodes, t, 0) for t in range(nodes.count)], token))
     else:
+        pooled: list[fx.Node] = []
+        last = exchange.buffer
         for group, (start, length) in enumerate(exchange.groups):
             for table in range(start, start + length):
                 pooled.append(_ordered(emit, nodes, table, token))
@@ -114,11 +115,8 @@ def rewrite_pooled(emit: StepEmitter, nodes: PooledNodes, parts: int) -> Replace
                     blocks = [_block(emit, nodes, part, step + 1) for part in pooled[start:]]
                     token = exchange.send(step, group, _joined(emit, blocks, token))
                 last = token if token is not None else last
-        own = []
-    (collective,) = nodes.collectives
-    with nullcontext() if nodes.by_rank else emit.graph.inserting_before(collective.node):
-        own = own or [_block(emit, nodes, part, 0) for part in pooled]
-        exchange.keep(_joined(emit, own, token))
+        with emit.graph.inserting_before(collective.node):
+            exchange.keep(_joined(emit, [_block(emit, nodes, part, 0) for part in pooled], token))
     with emit.graph.inserting_before(collective.wait):
         exchange.wait(list(range(len(exchange.sent))), [])
         result = emit.convert(emit.reshape(exchange.buffer, nodes.wire.shape()), nodes.wire, nodes.received)
@@ -148,21 +146,20 @@ def _joined(emit: StepEmitter, blocks: list[fx.Node], token: fx.Node | None) -> 
 
 
 def _ordered(emit: StepEmitter, nodes: PooledNodes, table: int, token: fx.Node | None) -> fx.Node:
-    """The part of ``table``, looked up after ``token``. Without this edge, Inductor may run all lookups before the first
-    send. A lookup that stands before ``token`` in the graph stays where it is."""
-    node = nodes.lookups[table].node
-    part = nodes.parts[table]
-    if nodes.lookups[table].is_tuple:
-        while part.target is not getitem:
-            part = part.args[0]
-        node = part
+    """The part of ``table``, looked up after ``token``. Without this edge, Inductor may run all lookups before the
+    first send. A lookup that stands before ``token`` in the graph stays where it is."""
+    lookup, part = nodes.lookups[table], nodes.parts[table]
+    # Inductor computes a lookup and what follows it in one kernel, but calls a library for bags.
+    node = behind_reshapes(part)
+    if lookup.is_tuple:
+        node = next(user for user in lookup.node.users if user.target is getitem and user.args[1] == 0)
     if token is None or node < token:
-        return nodes.parts[table]
+        return part
     with emit.graph.inserting_before(node.next):
         ordered = emit.call(overlap.after.default, node, token)
     for reader in node.replace_all_uses_with(ordered, delete_user_cb=lambda user: user is not ordered):
         emit.values.keep(reader)
-    return ordered if nodes.parts[table] is node else nodes.parts[table]
+    return ordered if part is node else part
 
 
 def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Replaced:
@@ -170,12 +167,11 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
     number of groups of tables."""
     exchange = _Exchange(emit, nodes, parts)
     size, count, steps = nodes.block_size, nodes.count, range(emit.world_size - 1)
-    blocks = emit.reshape(
-        emit.convert(nodes.source, nodes.source_layout, nodes.wire), [emit.world_size, count, size]
-    )
+    blocks = emit.reshape(emit.convert(nodes.source, nodes.source_layout, nodes.wire), [emit.world_size, count, size])
     if nodes.last_first:
         blocks = emit.call(torch.ops.prims.rev.default, blocks, [1])
-    rows = emit.reshape(emit.contiguous(blocks), [emit.world_size * count, size])
+    # One copy. Without it, Inductor would copy the rows again for each slice of them.
+    rows = emit.call(overlap.packed.default, emit.reshape(blocks, [emit.world_size * count, size]))
     for group, cut in enumerate(exchange.groups):
         for step in steps:
             exchange.send(step, group, emit.take(rows, 0, step + 1, count, *cut))
