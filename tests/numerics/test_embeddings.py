@@ -8,20 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from hypothesis import HealthCheck
 from hypothesis import Phase
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 
-import overlap_inductor
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
 from tests.support.dlrm import DLRM
 from tests.support.dlrm import batch_of
-from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 from tests.support.interpreted import interpreted
 

@@ -100,9 +100,9 @@ def rewrite_pooled(emit: StepEmitter, nodes: PooledNodes, parts: int) -> Replace
     if nodes.by_rank:
         for step in steps:
             for group, (start, length) in enumerate(exchange.groups):
-                blocks = [_looked_up(emit, nodes, t, step + 1) for t in range(start, start + length)]
-                token = exchange.send(step, group, _joined(emit, blocks, token))
-        exchange.keep(_joined(emit, [_looked_up(emit, nodes, t, 0) for t in range(nodes.count)], token))
+                piece = _looked_up(emit, nodes, range(start, start + length), step + 1, token)
+                token = exchange.send(step, group, piece)
+        exchange.keep(_looked_up(emit, nodes, range(nodes.count), 0, token))
     else:
         pooled: list[fx.Node] = []
         last = exchange.buffer
@@ -112,11 +112,10 @@ def rewrite_pooled(emit: StepEmitter, nodes: PooledNodes, parts: int) -> Replace
             last = max(last, *pooled[start:])
             with emit.graph.inserting_before(last.next):
                 for step in steps:
-                    blocks = [_block(emit, nodes, part, step + 1) for part in pooled[start:]]
-                    token = exchange.send(step, group, _joined(emit, blocks, token))
+                    token = exchange.send(step, group, _blocks(emit, nodes, pooled[start:], step + 1))
                 last = token if token is not None else last
         with emit.graph.inserting_before(collective.node):
-            exchange.keep(_joined(emit, [_block(emit, nodes, part, 0) for part in pooled], token))
+            exchange.keep(_blocks(emit, nodes, pooled, 0))
     with emit.graph.inserting_before(collective.wait):
         exchange.wait(list(range(len(exchange.sent))), [])
         result = emit.convert(emit.reshape(exchange.buffer, nodes.wire.shape()), nodes.wire, nodes.received)
@@ -124,25 +123,37 @@ def rewrite_pooled(emit: StepEmitter, nodes: PooledNodes, parts: int) -> Replace
     return {collective.wait: result, collective.node: result}
 
 
-def _looked_up(emit: StepEmitter, nodes: PooledNodes, table: int, shift: int) -> fx.Node:
-    """The block of ``table`` for rank ``r + shift``, looked up from that rank's slice of the indices."""
-    lookup = nodes.lookups[table]
-    count = tools.numel(tools.shape(lookup.lhs)) // emit.world_size
-    every = emit.reshape(lookup.lhs, [emit.world_size * count])
-    theirs = emit.take(every, 0, shift, count, 0, count)
-    rows = emit.call(aten.embedding.default, lookup.rhs, theirs, *lookup.node.args[2:], **lookup.node.kwargs)
-    return emit.reshape(rows, [1, nodes.block_size])
+def _looked_up(emit: StepEmitter, nodes: PooledNodes, tables: range, shift: int, token: fx.Node | None) -> fx.Node:
+    """The blocks of ``tables`` for rank ``r + shift``, looked up from that rank's slice of the indices after ``token``,
+    and written to memory once."""
+    blocks = []
+    for lookup in nodes.lookups[tables.start : tables.stop]:
+        count = tools.numel(tools.shape(lookup.lhs)) // emit.world_size
+        every = emit.reshape(lookup.lhs, [emit.world_size * count])
+        theirs = emit.take(every, 0, shift, count, 0, count)
+        rows = emit.call(aten.embedding.default, lookup.rhs, theirs, *lookup.node.args[2:], **lookup.node.kwargs)
+        blocks.append(emit.reshape(rows, [1, nodes.block_size]))
+    return emit.call(overlap.after.default, _joined(emit, blocks), token or emit.chain)
 
 
-def _block(emit: StepEmitter, nodes: PooledNodes, part: fx.Node, shift: int) -> fx.Node:
-    """The block of a table for rank ``r + shift``. ``part``: what was looked up in the table for the whole batch."""
-    return emit.take(emit.reshape(part, [emit.world_size, nodes.block_size]), 0, shift, 1, 0, 1)
+def _blocks(emit: StepEmitter, nodes: PooledNodes, parts: list[fx.Node], shift: int) -> fx.Node:
+    """The blocks for rank ``r + shift``. ``parts``: what was looked up in each table for the whole batch. One block is
+    sent from where it was computed; several are copied."""
+    blocks = []
+    for part in map(behind_reshapes, parts):
+        rows = tools.shape(part)[0]
+        if not isinstance(rows, int) or rows % emit.world_size:
+            part, rows = emit.reshape(part, [emit.world_size, nodes.block_size]), emit.world_size
+        chunk = rows // emit.world_size
+        blocks.append(emit.take(part, 0, shift, chunk, 0, chunk))
+    if len(blocks) == 1:
+        return blocks[0]
+    joined = _joined(emit, [emit.reshape(block, [1, nodes.block_size]) for block in blocks])
+    return emit.call(overlap.after.default, joined, emit.chain)
 
 
-def _joined(emit: StepEmitter, blocks: list[fx.Node], token: fx.Node | None) -> fx.Node:
-    """``blocks`` one after the other, written to memory once, by a kernel that runs after ``token``."""
-    joined = blocks[0] if len(blocks) == 1 else emit.call(aten.cat.default, blocks)
-    return emit.call(overlap.after.default, joined, token or emit.chain)
+def _joined(emit: StepEmitter, blocks: list[fx.Node]) -> fx.Node:
+    return blocks[0] if len(blocks) == 1 else emit.call(aten.cat.default, blocks)
 
 
 def _ordered(emit: StepEmitter, nodes: PooledNodes, table: int, token: fx.Node | None) -> fx.Node:
