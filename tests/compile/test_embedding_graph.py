@@ -142,14 +142,16 @@ def _miss(fn: Callable[..., Any], *args: torch.Tensor, **fields: Any) -> tuple[s
 @pytest.mark.usefixtures("two")
 def test_what_is_no_site_has_a_reason() -> None:
     w, v, i = torch.randn(7, 4), torch.randn(7, 6), _indices()
-    group = dist.group.WORLD
     code, text = _miss(lambda w, i: exchange(_bags(w, indices=i)[0]), w, i)
     assert code == "one_table" and "one table" in text
     code, text = _miss(lambda w, v, i: exchange(torch.cat(_bags(w, v, indices=i), 1)), w, v, i)
     assert code == "layout" and "different shapes" in text
     code, text = _miss(lambda w, i: exchange(torch.cat(_bags(w, w + 1, indices=i), 1).t().contiguous()), w, i)
     assert code == "layout"
-    uneven = lambda w, i: funcol.all_to_all_single(torch.cat(_bags(w, w + 1, indices=i)), [8, 4], [8, 8], group)  # noqa: E731
+
+    def uneven(w: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        return funcol.all_to_all_single(torch.cat(_bags(w, w + 1, indices=i)), [8, 4], [8, 8], dist.group.WORLD)
+
     assert _miss(uneven, w, i)[0] == "uneven_splits"
 
 
