@@ -41,6 +41,8 @@ from overlap_inductor.torch_compat import operators
 aten = tools.aten
 STEPS = 12
 """The most nodes on the way from a part to its lookup."""
+FEW = 16
+"""The most tables of plain rows that are looked up rank by rank, which adds nodes for each table and rank."""
 _POOLS = (aten.sum.dim_IntList, aten.mean.dim)
 
 
@@ -89,15 +91,15 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
     except LayoutError as error:
         return Reason("layout", str(error))
     inside = {*between, collective.node}
-    plain = all(
+    by_rank = len(parts) <= FEW and all(
         lookup.kind == "embedding" and not _computed(part, lookup) and _readers(part, lookup) <= inside
         for part, lookup in found
     )
     # With several tables, a bag is looked up as a whole. The offsets of a slice are only known at run time.
-    if len(parts) == 1 and not plain:
+    if len(parts) == 1 and not by_rank:
         return _one_table(collective)
     return PooledNodes(
-        collective, [lookup for _, lookup in found], block, tables, parts, between, sent, received, by_rank=plain
+        collective, [lookup for _, lookup in found], block, tables, parts, between, sent, received, by_rank=by_rank
     )
 
 

@@ -56,7 +56,7 @@ def test_golden(spelling: tuple[str, str]) -> None:
     texts = set()
     for rank in (0, 1):
         with fake_group(2, rank):
-            found = _reports(*spelling, sub_chunks=1)
+            found = _reports(*spelling, tables=5, sub_chunks=1)
         assert not any(map(waste, found))
         texts.add("\n".join(f"{report_text(r)}\nbefore\n{r.before}\nafter\n{r.after}" for r in found))
     (text,) = texts

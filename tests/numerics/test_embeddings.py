@@ -67,7 +67,7 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
     @given(
         kind=st.sampled_from(["sum", "mean", "embedding", "weighted"]),
         joined=st.sampled_from(LAYOUTS),
-        tables=st.integers(1, 5),
+        tables=st.integers(1, 6),
         width=st.integers(1, 5),
         mine=st.sampled_from([0, 1, 2, 3, 5]),
         longest=st.integers(0, 4),

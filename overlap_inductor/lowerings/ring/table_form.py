@@ -24,8 +24,8 @@ from overlap_inductor.sites.step_emitter import part_count
 
 def _parameters(nodes: TableNodes, config: OverlapConfig) -> dict[str, Any]:
     """Sub-chunks are groups of tables. The last group's transfer is exposed, and a group holds the slices of all ranks.
-    So there are twice as many groups as other forms have sub-chunks."""
-    return {"sub_chunks": part_count(nodes.count, 2 * config.sub_chunks), "route": ROUTE}
+    So there are four times as many groups as other forms have sub-chunks."""
+    return {"sub_chunks": part_count(nodes.count, 4 * config.sub_chunks), "route": ROUTE}
 
 
 class _TableRing:
@@ -57,7 +57,8 @@ class PooledRing(_TableRing):
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
         nodes, world_size = nodes_of(site, PooledNodes), site.facts.collective.world_size
-        return 8 + 3 * (world_size - 1) * parts + (2 * world_size + 1) * nodes.count
+        each = 3 * world_size if nodes.by_rank else 2
+        return 8 + (2 * world_size + 5) * parts + each * nodes.count
 
     def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:
         return emit.chain, unrolled_tables.rewrite_pooled(emit, nodes_of(site, PooledNodes), parts)

@@ -26,6 +26,7 @@ In the backward graph, the gradients of one group of tables are computed while t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import getitem
 from typing import Any
 
@@ -105,17 +106,20 @@ def rewrite_pooled(emit: StepEmitter, nodes: PooledNodes, parts: int) -> Replace
         exchange.keep(_looked_up(emit, nodes, range(nodes.count), 0, token))
     else:
         pooled: list[fx.Node] = []
+        own: list[fx.Node] = []
         last = exchange.buffer
         for group, (start, length) in enumerate(exchange.groups):
             for table in range(start, start + length):
                 pooled.append(_ordered(emit, nodes, table, token))
             last = max(last, *pooled[start:])
             with emit.graph.inserting_before(last.next):
+                of_rank = _by_rank(emit, nodes, pooled[start:])
                 for step in steps:
-                    token = exchange.send(step, group, _blocks(emit, nodes, pooled[start:], step + 1))
-                last = token if token is not None else last
+                    token = exchange.send(step, group, of_rank(step + 1))
+                own.append(emit.reshape(of_rank(0), [length, nodes.block_size]))
+                last = own[-1]
         with emit.graph.inserting_before(collective.node):
-            exchange.keep(_blocks(emit, nodes, pooled, 0))
+            exchange.keep(emit.call(overlap.after.default, _joined(emit, own), emit.chain))
     with emit.graph.inserting_before(collective.wait):
         exchange.wait(list(range(len(exchange.sent))), [])
         result = emit.convert(emit.reshape(exchange.buffer, nodes.wire.shape()), nodes.wire, nodes.received)
@@ -136,20 +140,20 @@ def _looked_up(emit: StepEmitter, nodes: PooledNodes, tables: range, shift: int,
     return emit.call(overlap.after.default, _joined(emit, blocks), token or emit.chain)
 
 
-def _blocks(emit: StepEmitter, nodes: PooledNodes, parts: list[fx.Node], shift: int) -> fx.Node:
-    """The blocks for rank ``r + shift``. ``parts``: what was looked up in each table for the whole batch. One block is
-    sent from where it was computed; several are copied."""
-    blocks = []
-    for part in map(behind_reshapes, parts):
-        rows = tools.shape(part)[0]
-        if not isinstance(rows, int) or rows % emit.world_size:
-            part, rows = emit.reshape(part, [emit.world_size, nodes.block_size]), emit.world_size
-        chunk = rows // emit.world_size
-        blocks.append(emit.take(part, 0, shift, chunk, 0, chunk))
-    if len(blocks) == 1:
-        return blocks[0]
-    joined = _joined(emit, [emit.reshape(block, [1, nodes.block_size]) for block in blocks])
-    return emit.call(overlap.after.default, joined, emit.chain)
+def _by_rank(emit: StepEmitter, nodes: PooledNodes, parts: list[fx.Node]) -> Callable[[int], fx.Node]:
+    """A function that returns the blocks for rank ``r + shift``, given ``shift``. ``parts``: what was looked up in each
+    table of a group for the whole batch. The blocks of one table are sent from where they were computed. Those of
+    several tables are copied, so that a rank's blocks follow each other."""
+    ranks, size, count = emit.world_size, nodes.block_size, len(parts)
+    rows = behind_reshapes(parts[0])
+    chunk = tools.shape(rows)[0]
+    if count > 1:
+        joined = emit.call(aten.cat.default, [emit.reshape(part, [1, ranks, size]) for part in parts])
+        swapped = emit.call(aten.permute.default, joined, [1, 0, 2])
+        rows, chunk = emit.call(overlap.packed.default, emit.reshape(swapped, [ranks * count, size])), ranks * count
+    elif not isinstance(chunk, int) or chunk % ranks:
+        rows, chunk = emit.reshape(rows, [ranks, size]), ranks
+    return lambda shift: emit.take(rows, 0, shift, chunk // ranks, 0, chunk // ranks)
 
 
 def _joined(emit: StepEmitter, blocks: list[fx.Node]) -> fx.Node:
