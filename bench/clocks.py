@@ -86,7 +86,7 @@ class StampedClock(Clock):
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.clocks", description=(__doc__ or "").splitlines()[0])
-    patterns, offered = [p.name for p in PATTERNS], provider_names()
+    patterns, offered = [p.name for p in PATTERNS if p.example is not None], provider_names()
     parser.add_argument("--patterns", nargs="+", default=patterns, choices=patterns)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument(

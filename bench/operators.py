@@ -57,7 +57,7 @@ GROUP_TIMEOUT = timedelta(seconds=120)
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.operators", description=(__doc__ or "").splitlines()[0])
-    patterns, offered = [p.name for p in PATTERNS], provider_names()
+    patterns, offered = [p.name for p in PATTERNS if p.example is not None], provider_names()
     kinds = kinds_of(offered)
     parser.add_argument(
         "--shapes", nargs="+", default=["llama3-70b-mlp"], choices=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES)

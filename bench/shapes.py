@@ -63,7 +63,11 @@ class Case:
 
     @property
     def example(self) -> Example:
-        return pattern_named(self.pattern).example
+        """Raises ``ValueError`` if the pattern has no linear layer."""
+        found = pattern_named(self.pattern).example
+        if found is None:
+            raise ValueError(f"pattern {self.pattern} has no linear layer to time")
+        return found
 
     @property
     def dtype(self) -> torch.dtype:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from torch.nn import functional
 
 import overlap_inductor
 from overlap_inductor.torch_compat.functional_collectives import all_to_all
@@ -45,7 +46,14 @@ def patterns(
     def exchange_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return all_to_all(x, group) @ w
 
+    def lookup_exchange(*tables: torch.Tensor) -> torch.Tensor:
+        return all_to_all(looked_up(*tables), group)
+
+    def looked_up(*tables: torch.Tensor) -> torch.Tensor:
+        return torch.cat([functional.embedding_bag(indices, table, mode="sum") for table in tables], 1)
+
     full = torch.randn(rows, inner)
+    indices = torch.randint(10_000, (rows, columns // 16))
     return {
         "all_gather_matmul": (
             gather_matmul,
@@ -71,6 +79,13 @@ def patterns(
             lambda x, w: full @ w,
             lambda x, w: funcol.wait_tensor(all_to_all(x, group)),
             [(rows, inner), (inner, columns)],
+        ),
+        # Tables of 64 columns, and bags of columns / 16 rows.
+        "embedding_all_to_all": (
+            lookup_exchange,
+            looked_up,
+            lambda *tables: funcol.wait_tensor(all_to_all(full, group)),
+            [(10_000, 64)] * (inner // 64),
         ),
     }
 
@@ -154,7 +169,7 @@ def _callables(
     torch._dynamo.reset()
     namespaces = [{"f": whole}, {"f": whole}]
     for namespace in namespaces:
-        exec(compile("def g(x, w):\n    return f(x, w)\n", "<slow link>", "exec"), namespace)
+        exec(compile("def g(*inputs):\n    return f(*inputs)\n", "<slow link>", "exec"), namespace)
     first = torch.compile(namespaces[0]["g"])
     first(*inputs)
     with overlap_inductor.overlap(schedule="ring", sub_chunks=parts):

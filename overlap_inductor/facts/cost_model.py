@@ -35,6 +35,7 @@ class SiteSizes:
         replays: whether its launches are replayed as one (``runtime.replay``).
         handed_out: bytes of the gathered tensor if nodes other than the site's matmuls read it, else 0. For these nodes
             an op copies the tensor out of its workspace.
+        memory: bytes that lookups in tables read and write. Memory limits them, not the rate of multiplications.
     """
 
     flops: float
@@ -46,10 +47,12 @@ class SiteSizes:
     gathers: bool = False
     replays: bool = False
     handed_out: float = 0.0
+    memory: float = 0.0
 
 
 def matmul_seconds(sizes: SiteSizes, machine: Machine) -> float:
-    return sizes.flops / machine.matmul_flops.get(sizes.itemsize, min(machine.matmul_flops.values()))
+    rate = machine.matmul_flops.get(sizes.itemsize, min(machine.matmul_flops.values()))
+    return sizes.flops / rate + sizes.memory / machine.memory_bytes
 
 
 def collective_seconds(sizes: SiteSizes, machine: Machine) -> float:

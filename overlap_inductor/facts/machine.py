@@ -25,7 +25,8 @@ class Machine:
         least_tiles: fewest output tiles of 128 x 256 elements for which a schedule that cuts the matmul inside one op
             pays. ``chunked`` may go lower if its launches are replayed.
         memory_bytes: B/s of a kernel that is limited by memory, with the bytes that it reads and those that it writes
-            added up. A kernel that sums partial results reached 2.72e12 on one H100.
+            added up. A kernel that sums partial results reached 2.72e12 on one H100. Lookups in tables are estimated
+            with it, too.
     """
 
     name: str
@@ -41,7 +42,8 @@ class Machine:
 WITHOUT_PEERS = "cuda without peer access"
 
 _MACHINES = {
-    "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93),
+    # One core read 8.5e9 (8 rows for each bag) to 4.2e10 B/s (64 rows) in embedding_bag, for tables of 10000 x 64.
+    "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93, memory_bytes=2e10),
     # One H200 reaches 780 TFLOP/s of dense bf16 in large matmuls, and NCCL's send and receive about 300 GB/s each way
     # on NVLink. NCCL's kernels take SMs and memory bandwidth from the matmuls that run at the same time. The ring
     # reached an efficiency of 0.75 on 4 H200s (bench/results/ring_nccl.jsonl).

@@ -107,6 +107,8 @@ def _after(piece: Any, token: Any) -> Any:
     piece.realize()
     token.realize()
     kernel = V.graph.get_buffer(piece.get_name()).get_defining_op()
+    if isinstance(kernel, ir.MultiOutput):
+        kernel = kernel.inputs[0]
     V.graph.additional_buffer_deps[kernel.get_operation_name()].add(_remaining(token.get_name()))
     return piece
 

@@ -104,7 +104,7 @@ def _reduce_op(site: OverlapSite, context: Context) -> str | None:
 @check("dtype")
 def _dtype(site: OverlapSite, context: Context) -> str | None:
     for matmul in site.matmuls:
-        for node in (matmul.lhs, matmul.rhs):
+        for node in matmul.factors:
             allowed = {"scaled_mm": _DTYPES | _FP8, "int_mm": {torch.int8}}.get(matmul.kind, _DTYPES)
             if tools.dtype(node) not in allowed:
                 return f"{matmul.node.name} multiplies {tools.dtype(node)}; expected a floating type"
@@ -136,7 +136,7 @@ def _strides(site: OverlapSite, context: Context) -> str | None:
 @check("dynamic_shape")
 def _dynamic(site: OverlapSite, context: Context) -> str | None:
     nodes, rows = [c.input for c in site.collectives], site.nodes.uneven_rows()
-    for node in nodes + [n for m in site.matmuls for n in (m.lhs, m.rhs)]:
+    for node in nodes + [n for m in site.matmuls for n in m.factors]:
         if tools.has_unbacked([s for s in tools.shape(node) if not any(same_size(s, r) for r in rows)]):
             return f"{node.name} has a size that is only known at run time: {[str(s) for s in tools.shape(node)]}"
     return None

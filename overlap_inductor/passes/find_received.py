@@ -45,7 +45,7 @@ def _found(collective: CollectiveNode) -> tuple[Received | None, list[Reason]]:
         return _uneven(collective, given)
     # The input is walked first. A reshape before it may split atoms that both layouts share, and the consumers found
     # below must be recorded with the split atoms.
-    source, layout = _behind_views(collective.input, sent)
+    source, layout = behind_views(collective.input, sent)
     follower = Follower(collective, given)
     follower.run()
     consumers = consumers_of(follower)
@@ -81,7 +81,7 @@ def _wire(given: Layout, read: Layout) -> Layout:
     return Layout(((rank, *atoms[:1]), *((a,) for a in atoms[1:])))
 
 
-def _behind_views(node: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
+def behind_views(node: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
     """The tensor of which ``node`` is a view or a permuted copy, and its layout. The walk stops at a reshape that the
     layout cannot follow, for example one that splits an atom unevenly."""
     while node.op == "call_function":

@@ -111,7 +111,7 @@ class Pattern(Protocol):
         kind: the kind of collective at which the pattern starts: all_gather, reduce_scatter, all_reduce, all_to_all.
         early: if true, ``find`` does not read ``Search.owned``. The pattern's sites are then found before all other
             sites, and a sum of another site does not include their matmuls (except those in ``SiteFinder.idle``).
-        example: the pattern as a model writes it.
+        example: the pattern as a model writes it; ``None`` if it has no linear layer.
     """
 
     @property
@@ -124,7 +124,7 @@ class Pattern(Protocol):
     def early(self) -> bool: ...
 
     @property
-    def example(self) -> Example: ...
+    def example(self) -> Example | None: ...
 
     def find(self, collective: CollectiveNode, search: Search) -> Match | Miss:
         """Look for a site at ``collective``. The graph does not change."""

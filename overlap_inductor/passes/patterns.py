@@ -5,6 +5,7 @@ of its nodes (``SiteNodes``). Then register the pattern in one line here."""
 from __future__ import annotations
 
 from overlap_inductor.facts import names
+from overlap_inductor.passes.embedding_patterns import EmbeddingAllToAll
 from overlap_inductor.passes.exchange_patterns import AllToAllMatmul
 from overlap_inductor.passes.exchange_patterns import MatmulAllToAll
 from overlap_inductor.passes.find_gather import AllGatherMatmul
@@ -38,5 +39,6 @@ register(AllGatherMatmul())
 register(MatmulReduceScatter())
 register(MatmulAllReduce())
 register(MatmulAllGather())
+register(EmbeddingAllToAll())
 register(MatmulAllToAll())
 register(AllToAllMatmul())

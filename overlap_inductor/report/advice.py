@@ -31,6 +31,7 @@ ADVICE = {
     "not_divisible": "Pad the rows to a multiple of the number of ranks.",
     "not_plain_gather": "Concatenate every rank's shard once, whole, in the order of the ranks.",
     "not_plain_scatter": "Scatter equal pieces of consecutive rows, in the order of the ranks.",
+    "one_table": "Give each rank several tables, or leave the exchange as it is.",
     "op_between": f"Move the op that the reason names to the collective's other side. {_PART_OF_THE_MODEL}",
     "other_users": f"Read the result behind the collective, not before it. {_PART_OF_THE_MODEL}",
     "out_variant": "Call the functional collective of torch.distributed._functional_collectives.",

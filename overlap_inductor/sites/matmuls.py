@@ -53,6 +53,11 @@ class MatmulNode:
         return operators.argument(self.node, "bias") if self.kind == "scaled_mm" else None
 
     @property
+    def factors(self) -> tuple[fx.Node, ...]:
+        """The operands that hold the numbers to be multiplied."""
+        return self.lhs, self.rhs
+
+    @property
     def batched(self) -> bool:
         return self.kind in ("bmm", "baddbmm")
 

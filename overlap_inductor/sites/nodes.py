@@ -61,13 +61,15 @@ class CollectiveNode:
 
 @dataclass(frozen=True)
 class MatmulSizes:
-    """Sizes of one matmul, ints or symbolic. ``own``: the dims (M, N, K) whose size may differ between ranks."""
+    """Sizes of one matmul, ints or symbolic. ``own``: the dims (M, N, K) whose size may differ between ranks.
+    ``memory``: bytes that it reads and writes, if memory limits it and not the rate of multiplications; else 0."""
 
     batch: list[Size]
     m: Size
     n: Size
     k: Size
     own: str
+    memory: int = 0
 
 
 class SiteNodes(ABC):

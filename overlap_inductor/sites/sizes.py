@@ -84,7 +84,8 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     """FLOPs, bytes and tiles of the site at ``scale`` times its example token count. The additions in a sum of matmuls
     are counted neither for a schedule nor for ``keep``."""
     flops, tiles = 0.0, 0
-    for batch, m, n, k in map(_example_sizes, site.nodes.matmul_sizes()):
+    sizes = site.nodes.matmul_sizes()
+    for batch, m, n, k in map(_example_sizes, sizes):
         flops += 2.0 * math.prod(map(hint, (*batch, m, k, n)))
         # Tiles do not grow in proportion to ``scale``: 16 rows take one tile, and so do 128.
         *batches, rows, columns = _scaled([*batch, m, n], scale)
@@ -93,7 +94,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         tiles = max(tiles, its_tiles) if site.nodes.is_sum else tiles + its_tiles
     collective = site.collectives[0]
     moved = moved_by(collective)
-    itemsize = tools.dtype(site.matmuls[0].lhs).itemsize
+    itemsize = tools.dtype(site.matmuls[0].factors[0]).itemsize
     gathered = _local_bytes(collective) * (moved.world_size if moved.gathers else 1)
     handed_out = gathered if site.nodes.hands_out_gathered() else 0.0
     return dataclasses.replace(
@@ -103,6 +104,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         itemsize=itemsize,
         tiles=tiles,
         handed_out=handed_out * scale,
+        memory=sum(s.memory for s in sizes) * scale,
     )
 
 

@@ -22,6 +22,8 @@ EVENTS = {
     "extern_kernels.addmm(": "mm",
     "extern_kernels.bias_addmm(": "mm",  # autotuning chooses it if it was faster in that run
     "cpp_fused": "pointwise",
+    "aten._embedding_bag.default(": "lookup",
+    "aten._embedding_bag_backward.default(": "gradient",
 }
 
 

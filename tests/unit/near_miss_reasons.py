@@ -107,6 +107,15 @@ def _() -> OverlapReport:
     return made.output(moved).run()
 
 
+@case("one_table", "near_miss")
+def _() -> OverlapReport:
+    made = HandGraph()
+    table = made.input(7, 4)
+    indices, offsets = (made.input(size, dtype=torch.int64, name=f"i{size}") for size in (9, 8))
+    bags = made.call(getitem, made.call(aten._embedding_bag.default, table, indices, offsets), 0)
+    return made.output(made.wait(made.call(c10d.all_to_all_single.default, bags, [4, 4], [4, 4], made.group))).run()
+
+
 @case("pattern_not_available", "near_miss", "broadcast")
 def _() -> OverlapReport:
     made = HandGraph()

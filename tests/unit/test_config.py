@@ -26,6 +26,7 @@ PATTERNS = (
     "matmul_reduce_scatter",
     "matmul_all_reduce",
     "matmul_all_gather",
+    "embedding_all_to_all",
     "matmul_all_to_all",
     "all_to_all_matmul",
 )

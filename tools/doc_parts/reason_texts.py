@@ -56,6 +56,10 @@ GROUPS: dict[str, dict[str, str]] = {
     "The matmul or the ops beside it cannot be cut": {
         "other_users": "An op outside the site needs the matmul's whole result before the collective.",
         "op_between": "An op between matmul and collective cannot be computed in pieces. The text names it.",
+        "one_table": (
+            "Each rank exchanges the results of one embedding table, and they are not plain rows that can be looked up"
+            " rank by rank, or the gradients of one table arrive. So no other table's work is left to hide it."
+        ),
         "split_contraction": "The gathered dim is the contracted one (K), and the operands are scaled (fp8).",
         "matmul_form": (
             "This form of matmul is not cut: a product with a vector, `alpha` or `beta` other than 1, or a kind that"

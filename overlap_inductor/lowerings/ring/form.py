@@ -20,6 +20,8 @@ from overlap_inductor.lowerings.ring.exchange_form import ReceivedRing
 from overlap_inductor.lowerings.ring.exchange_form import SentRing
 from overlap_inductor.lowerings.ring.gather_form import GatherRing
 from overlap_inductor.lowerings.ring.reduce_form import ReduceRing
+from overlap_inductor.lowerings.ring.table_form import GradientRing
+from overlap_inductor.lowerings.ring.table_form import PooledRing
 from overlap_inductor.lowerings.ring.uneven_form import UnevenReceivedRing
 from overlap_inductor.lowerings.ring.uneven_form import UnevenSentRing
 from overlap_inductor.lowerings.schedule import Replaced
@@ -27,6 +29,8 @@ from overlap_inductor.sites.exchange_nodes import ReceivedNodes
 from overlap_inductor.sites.exchange_nodes import SentNodes
 from overlap_inductor.sites.gather_nodes import GatherNodes
 from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.lookup_nodes import GradientNodes
+from overlap_inductor.sites.lookup_nodes import PooledNodes
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.nodes import SiteNodes
 from overlap_inductor.sites.nodes import by_nodes
@@ -84,6 +88,8 @@ FORMS: dict[type[SiteNodes], RingForm] = {
     ReceivedNodes: ReceivedRing(),
     UnevenSentNodes: UnevenSentRing(),
     UnevenReceivedNodes: UnevenReceivedRing(),
+    PooledNodes: PooledRing(),
+    GradientNodes: GradientRing(),
 }
 
 

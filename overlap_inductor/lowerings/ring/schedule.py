@@ -54,6 +54,7 @@ class RingSchedule:
         "matmul_all_gather",
         "matmul_all_to_all",
         "all_to_all_matmul",
+        "embedding_all_to_all",
     )
     noun = "ring"
     called = "as a ring"

@@ -83,7 +83,8 @@ def sketch(facts: SiteFacts, piece: PlanPiece) -> Sketch:
 def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
     """Whether the collective runs before the matmul. A pattern's name has the two in this order."""
     if "route" in piece.parameters:
-        return piece.parameters["route"] in _SHARDS_TRAVEL or facts.pattern == "all_to_all_matmul"
+        arrives = facts.pattern == "all_to_all_matmul" or facts.matmuls[0].kind == "embedding_gradient"
+        return piece.parameters["route"] in _SHARDS_TRAVEL or arrives
     return not facts.collective.reduce_op and not facts.pattern.startswith("matmul")
 
 
@@ -106,10 +107,11 @@ def _shape(facts: SiteFacts, piece: PlanPiece) -> tuple[Callable[[float, float],
     if route is None or world_size < 2:
         return (steps.beside_gather if gathers_first else steps.beside), False
     parts = int(piece.parameters.get("sub_chunks", 1))
-    slices = 1 if route == "broadcast" else min(world_size, MOST_STEPS)
+    bands = route == "broadcast" or (facts.pattern == "embedding_all_to_all" and not gathers_first)
+    slices = 1 if bands else min(world_size, MOST_STEPS)
     drawn = max(1, min(parts, MOST_STEPS // slices))
     merged = drawn != parts or slices not in (1, world_size)
-    if route == "broadcast":
+    if bands:
         return lambda matmul, transfer: steps.bands(matmul, transfer, drawn), merged
     if gathers_first:
         return lambda matmul, transfer: steps.gather(matmul, transfer, slices, drawn), merged

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``LookupNode`` gives lookups in embedding tables, and the gradients of the tables, the form of a matmul.
+
+A lookup is a matmul whose left operand has few nonzeros: row i of the selection says which rows of the table are added,
+and with which weights. So a lookup has M bags, N columns and K rows of the table::
+
+    embedding, embedding_bag    out[bags, width]   = selection[bags, rows] @ table[rows, width]
+    embedding_gradient          out[rows, width]   = selection^T[rows, bags] @ gradient[bags, width]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from overlap_inductor.facts import site as facts
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.matmuls import MatmulNode
+from overlap_inductor.torch_compat import operators
+
+aten = tools.aten
+_TABLE, _GRADIENT = ("weight", "indices"), ("grad", "indices")
+_LOOKUPS: dict[Any, tuple[str, str, str]] = {
+    aten.embedding.default: ("embedding", *_TABLE),
+    aten._embedding_bag.default: ("embedding_bag", *_TABLE),
+    aten._embedding_bag_forward_only.default: ("embedding_bag", *_TABLE),
+}
+_GRADIENTS: dict[Any, tuple[str, str, str]] = {
+    aten._embedding_bag_backward.default: ("embedding_gradient", *_GRADIENT),
+    aten._embedding_bag_dense_backward.default: ("embedding_gradient", *_GRADIENT),
+    aten._embedding_bag_per_sample_weights_backward.default: ("embedding_gradient", *_GRADIENT),
+    aten.embedding_dense_backward.default: ("embedding_gradient", "grad_output", "indices"),
+    aten.index_put.default: ("embedding_gradient", "values", "indices"),
+    aten._unsafe_index_put.default: ("embedding_gradient", "values", "indices"),
+    aten._unsafe_masked_index_put_accumulate.default: ("embedding_gradient", "values", "indices"),
+}
+
+
+@dataclass(frozen=True)
+class LookupNode(MatmulNode):
+    """A lookup or a gradient of a table. Its operands are read from ``node`` each time, as those of a matmul.
+
+    ``dense``, ``selected``: the names of the arguments that hold the table or the gradient, and the indices.
+    """
+
+    dense: str
+    selected: str
+
+    @property
+    def lhs(self) -> fx.Node:
+        found: Any = operators.argument(self.node, self.selected)
+        return found if isinstance(found, fx.Node) else next(n for n in found if n is not None)
+
+    @property
+    def rhs(self) -> fx.Node:
+        found: fx.Node = operators.argument(self.node, self.dense)
+        return found
+
+    @property
+    def factors(self) -> tuple[fx.Node, ...]:
+        return (self.rhs,)
+
+    @property
+    def bags(self) -> Size:
+        """The number of rows of the result of a lookup, or of the gradient that comes in."""
+        made = tools.value(self.node)
+        rows = tools.value(self.rhs) if self.kind == "embedding_gradient" else made[0] if self.is_tuple else made
+        return tools.numel(list(rows.shape)[:-1])
+
+    @property
+    def is_tuple(self) -> bool:
+        """Whether element 0 of the node's value is the result."""
+        return isinstance(tools.value(self.node), (tuple, list))
+
+    @property
+    def table_rows(self) -> Size:
+        return tools.shape(self.node if self.kind == "embedding_gradient" else self.rhs)[0]
+
+    def describe(self, role: str | None) -> facts.Matmul:
+        text = tools.size_text
+        name = str(tools.dtype(self.rhs)).removeprefix("torch.")
+        return facts.Matmul(
+            self.kind, text(self.bags), text(tools.shape(self.rhs)[-1]), text(self.table_rows), name, 1, role
+        )
+
+
+def parse(node: fx.Node) -> LookupNode | None:
+    """``node`` as a lookup in a table, or ``None``."""
+    found = _LOOKUPS.get(node.target)
+    return None if found is None else LookupNode(node, *found)
+
+
+def parse_gradient(node: fx.Node) -> LookupNode | None:
+    """``node`` as a gradient of a table, or of the weights of samples, or ``None``."""
+    found = _GRADIENTS.get(node.target)
+    if found is None or not tools.is_tensor(node):
+        return None
+    gradient = LookupNode(node, *found)
+    if operators.argument(node, "accumulate", True) is False:
+        return None  # It overwrites rows, so it does not add up gradients.
+    selected: Any = operators.argument(node, gradient.selected)
+    if isinstance(selected, (list, tuple)) and [n is None for n in selected] != [False]:
+        return None
+    return gradient
+
+
+def behind_reshapes(node: fx.Node) -> fx.Node:
+    """The tensor of which ``node`` is a reshape, through all reshapes."""
+    while tools.is_reshape(node):
+        node = node.args[0]
+    return node

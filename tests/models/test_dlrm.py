@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A DLRM-style model with tables that are divided among the ranks, unchanged, compiled by Inductor on gloo ranks."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_inductor
+from tests.support.dlrm import DLRM
+from tests.support.dlrm import Batch
+from tests.support.dlrm import batch_of
+from tests.support.gloo_ranks import compile_anew
+from tests.support.gloo_ranks import run_ranks
+
+PATTERN = "embedding_all_to_all"
+ROWS = 50
+
+
+def _model(rank: int, kind: str, joined: str = "cat") -> DLRM:
+    torch.manual_seed(0)
+    model = DLRM(5, ROWS, 8, 6, kind, joined)
+    torch.manual_seed(rank)
+    for table in model.tables:
+        torch.nn.init.normal_(table.weight)
+    return model
+
+
+def _sites() -> list[tuple[str, str, int]]:
+    report = overlap_inductor.last_report()
+    assert report is not None
+    return [(s.facts.pattern, s.decision.status, len(s.facts.matmuls)) for s in report.sites]
+
+
+def _trained(model: DLRM, call: Any, batches: list[Batch]) -> list[torch.Tensor]:
+    """The losses of a few steps, then the parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = call(*batch.arguments()).square().mean()
+        loss.backward()
+        for layer in (model.bottom, model.top):
+            for parameter in layer.parameters():
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach() for p in model.parameters())]
+
+
+def _training(rank: int, world_size: int, kind: str, joined: str) -> list[str]:
+    compile_anew()
+    model = _model(rank, kind, joined)
+    eager = _model(rank, kind, joined)
+    generator = torch.Generator().manual_seed(rank)
+    # Bags have other lengths in each step, so the second step compiles the graph for any number of indices.
+    batches = [batch_of(model, 4, 3, generator) for _ in range(4)]
+    found: list[Any] = []
+    with overlap_inductor.overlap(schedule="ring", sub_chunks=2):
+        found = _trained(model, torch.compile(model, fullgraph=True), batches)
+        sites = [_sites()]
+        with torch.no_grad():
+            torch.compile(model.eval(), fullgraph=True)(*batches[0].arguments())
+        sites.append(_sites())
+    problems = [] if sites == [[(PATTERN, "overlapped", 5)]] * 2 else [f"sites {sites}"]
+    expected = _trained(eager, eager, batches)
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if not torch.allclose(one, other, rtol=1e-5, atol=1e-6):
+            problems.append(f"result {i} differs by {(one - other).abs().max()}")
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "joined"),
+    [(2, "sum", "cat"), (2, "mean", "tables first"), (2, "embedding", "stack"), (4, "sum", "stack")],
+)
+def test_training(world_size: int, kind: str, joined: str) -> None:
+    """Forward and backward graph have one site each, and four steps of training end at the numbers of eager mode."""
+    for rank, problems in enumerate(run_ranks(world_size, _training, kind, joined, timeout=400)):
+        assert not problems, f"rank {rank}: {problems}"
+
+
+def _out_of_range(rank: int, world_size: int, kind: str, index: int) -> list[str]:
+    """What goes wrong on each rank: an index out of range is not the same error as without the pass, or a right batch
+    after it has wrong results."""
+    compile_anew()
+    torch.set_grad_enabled(False)
+    model = _model(rank, kind)
+    batch = batch_of(model, 4, 3, torch.Generator().manual_seed(rank), square=True)
+    wrong = copy.deepcopy(batch)
+    wrong.indices[3].view(-1)[-1] = index
+    errors = []
+    for schedule in ("keep", "ring"):
+        torch._dynamo.reset()
+        with overlap_inductor.overlap(schedule=schedule):
+            call = torch.compile(model, dynamic=False)
+            first = call(*batch.arguments())
+            try:
+                call(*wrong.arguments())
+                errors.append("none")
+            except (RuntimeError, IndexError) as error:
+                errors.append(f"{type(error).__name__}: {error}".split("\n")[0])
+            dist.barrier()
+            again = call(*batch.arguments())
+            if not (torch.equal(first, again) and torch.allclose(first, model(*batch.arguments()), atol=1e-5)):
+                errors.append(f"{schedule}: wrong results after the error")
+    return errors
+
+
+@pytest.mark.parametrize(("kind", "index"), [("sum", ROWS), ("mean", -1), ("embedding", ROWS)])
+def test_an_index_out_of_range_is_the_same_error(kind: str, index: int) -> None:
+    for plain, overlapped, *others in run_ranks(2, _out_of_range, kind, index, timeout=300):
+        assert others == [] and plain != "none"
+        assert _without_names(plain) == _without_names(overlapped)
+
+
+def _without_names(text: str) -> str:
+    """``text`` without the name of the compiled file and the numbers of its variables, which Inductor's own check of an
+    index contains."""
+    return re.sub(r"\S+\.cpp:\d+|\btmp\d+", "...", text)
