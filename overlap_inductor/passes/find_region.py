@@ -26,6 +26,7 @@ from overlap_inductor.passes.find_reduce import reads_a_result
 from overlap_inductor.passes.find_reduce import traced
 from overlap_inductor.passes.find_reduce import used_elsewhere
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import grouped
 from overlap_inductor.sites import matmuls
 from overlap_inductor.sites.layouts import Atom
 from overlap_inductor.sites.layouts import Layout
@@ -50,6 +51,9 @@ class _RegionTracer(Tracer):
         super().__init__(*args)  # type: ignore[arg-type]
         self.reduced: dict[fx.Node, list[Atom]] = {}
         self.parts: dict[fx.Node, list[Atom]] = {}
+
+    def leaf(self, node: fx.Node) -> matmuls.MatmulNode | None:
+        return _leaf(node)
 
     def visit_other(self, node: fx.Node, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
         if node.target in REDUCTIONS and _has_matmul(node):
@@ -101,12 +105,16 @@ class _RegionTracer(Tracer):
             self._external(source)
 
 
+def _leaf(node: fx.Node) -> matmuls.MatmulNode | None:
+    return matmuls.parse(node) or grouped.parse(node)
+
+
 def _has_matmul(node: fx.Node) -> bool:
     """Whether ``node`` is computed from a matmul through views, pointwise ops, sums and ``cat``, in at most ``STEPS``
     nodes."""
     pending, seen = [(node, 0)], {node}
     for current, depth in pending:
-        if matmuls.parse(current) is not None:
+        if _leaf(current) is not None:
             return True
         known = current.target in REDUCTIONS or current.target is aten.cat.default
         if depth < STEPS and (
@@ -129,7 +137,7 @@ def find(
         tracer = traced(collectives, owned, (), _RegionTracer)
         assert isinstance(tracer, _RegionTracer)
         if (
-            not (tracer.reduced or tracer.parts)
+            not (tracer.reduced or tracer.parts or any(m.inner for m in tracer.leaves))
             or not tracer.leaves
             or tracer.obstacle is not None
             or any(m.node in owned for m in tracer.leaves)
@@ -159,7 +167,10 @@ def find(
         tracer.unfolded,
         region=region,
     )
-    return nodes, used_elsewhere(collectives, tracer)
+    obstacle = used_elsewhere(collectives, tracer)
+    if obstacle is not None and any(m.inner for m in tracer.leaves):
+        return None, obstacle
+    return nodes, obstacle
 
 
 class _Dims:

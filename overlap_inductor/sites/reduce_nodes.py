@@ -156,7 +156,7 @@ class ReduceNodes(SiteNodes):
         return False
 
     def others(self) -> list[fx.Node]:
-        return [n for n in self.layouts if n.op == "call_function"]
+        return [n for n in self.layouts if n.op == "call_function"] + [n for m in self.leaves for n in m.inner]
 
     def places(self) -> list[Placement]:
         return []

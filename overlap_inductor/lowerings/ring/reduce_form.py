@@ -9,11 +9,13 @@ from torch import fx
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.one_op import reduce_rows
+from overlap_inductor.lowerings.ring import grouped_rows
 from overlap_inductor.lowerings.ring import looped_reduce
 from overlap_inductor.lowerings.ring import unrolled_reduce
 from overlap_inductor.lowerings.ring.gather_form import in_eights
 from overlap_inductor.lowerings.schedule import Replaced
 from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.matmuls import MatmulNode
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.nodes import nodes_of
 from overlap_inductor.sites.reduce_nodes import ReduceNodes
@@ -40,7 +42,7 @@ class ReduceRing:
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
         nodes, world_size = nodes_of(site, ReduceNodes), site.facts.collective.world_size
         own = (n for n in nodes.layouts if n not in nodes.through and n not in nodes.externals)
-        region = len(nodes.leaves) + in_eights(own)
+        region = len(nodes.leaves) + in_eights(own) + sum(_grouped_nodes(m) for m in nodes.leaves)
         if site.facts.pattern == "matmul_all_gather":
             return 4 + parts * (2 + region)
         region += len(nodes.leaves) - 1
@@ -78,3 +80,8 @@ class ReduceRing:
         if unrolled or in_front or site.facts.pattern == "matmul_all_gather":
             return sizes, words
         return sizes, f"{words} rows in front"
+
+
+def _grouped_nodes(matmul: MatmulNode) -> int:
+    """Estimated number of nodes of a piece of a grouped matmul, besides the matmul itself; 0 for another matmul."""
+    return grouped_rows.NODES + 2 * len(matmul.inner) if matmul.inner else 0
