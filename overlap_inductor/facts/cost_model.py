@@ -31,6 +31,8 @@ class SiteSizes:
             results are added.
         gathers: whether the collective is an all-gather.
         replays: whether its launches are replayed as one (``runtime.replay``).
+        weights: bytes of experts' weights that a grouped matmul reads, however few rows it multiplies; 0 for other
+            matmuls.
         handed_out: bytes of the gathered tensor if nodes other than the site's matmuls read it, else 0. For these nodes
             an op copies the tensor out of its workspace.
     """
@@ -44,10 +46,12 @@ class SiteSizes:
     gathers: bool = False
     replays: bool = False
     handed_out: float = 0.0
+    weights: float = 0.0
 
 
 def matmul_seconds(sizes: SiteSizes, machine: Machine) -> float:
-    return sizes.flops / machine.matmul_flops.get(sizes.itemsize, min(machine.matmul_flops.values()))
+    flops = machine.matmul_flops.get(sizes.itemsize, min(machine.matmul_flops.values()))
+    return max(sizes.flops / flops, sizes.weights / machine.memory_bytes)
 
 
 def collective_seconds(sizes: SiteSizes, machine: Machine) -> float:

@@ -109,13 +109,25 @@ def _leaf(node: fx.Node) -> matmuls.MatmulNode | None:
     return matmuls.parse(node) or grouped.parse(node)
 
 
+def sums_experts(node: fx.Node) -> bool:
+    """Whether ``node`` is computed from a grouped matmul that no other node reads, so that a collective of ``node`` is
+    a site."""
+    found = _nearest_leaf(node)
+    members = [] if found is None else [*found.inner, found.node]
+    return len(members) > 1 and all(u in members for n in members[:-1] for u in n.users)
+
+
 def _has_matmul(node: fx.Node) -> bool:
-    """Whether ``node`` is computed from a matmul through views, pointwise ops, sums and ``cat``, in at most ``STEPS``
-    nodes."""
+    return _nearest_leaf(node) is not None
+
+
+def _nearest_leaf(node: fx.Node) -> matmuls.MatmulNode | None:
+    """The nearest matmul from which ``node`` is computed through views, pointwise ops, sums and ``cat``, in at most
+    ``STEPS`` nodes; ``None`` if there is none."""
     pending, seen = [(node, 0)], {node}
     for current, depth in pending:
-        if _leaf(current) is not None:
-            return True
+        if (matmul := _leaf(current)) is not None:
+            return matmul
         known = current.target in REDUCTIONS or current.target is aten.cat.default
         if depth < STEPS and (
             known or tools.is_reshape(current) or tools.permutation(current) is not None or tools.is_pointwise(current)
@@ -123,7 +135,7 @@ def _has_matmul(node: fx.Node) -> bool:
             following = [n for n in tools.tensor_inputs(current) if n not in seen]
             seen.update(following)
             pending += [(n, depth + 1) for n in following]
-    return False
+    return None
 
 
 def find(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GroupedMatmul``: experts' rows that are multiplied in the order of the experts, and read in the order of the tokens.
+"""``GroupedMatmul``: rows that are multiplied in the order of their experts, and read in the order of the tokens.
 
 A mixture of experts sorts its ``(token, expert)`` pairs by expert, so that one grouped matmul multiplies all of them.
 Afterwards an index brings the rows back. These nodes together are one leaf of a region (``passes.find_region``), whose
@@ -18,9 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
-
 import torch
+from torch import fx
 
 from overlap_inductor.facts import site as facts
 from overlap_inductor.sites import graph_tools as tools
@@ -50,6 +49,17 @@ class GroupedMatmul(MatmulNode):
     def places(self) -> fx.Node:
         """For each row of the result, its row in the experts' order."""
         return self.index.args[1][0]
+
+    @property
+    def counts_from_zero(self) -> bool:
+        """Whether no place is negative, because ``inverse[order] = arange(rows)`` or an argsort made them. Other places
+        may be negative, and then count from the end."""
+        places = self.places
+        if places.target is aten.index_put.default:
+            order, values, base = places.args[1], places.args[2], places.args[0]
+            covers = len(order) == 1 and _is_order(order[0]) and same_size(tools.shape(base)[0], tools.shape(values)[0])
+            return covers and values.target is torch.ops.prims.iota.default and values.kwargs.get("start") == 0
+        return _is_order(places)
 
     @property
     def inner(self) -> list[fx.Node]:
@@ -125,6 +135,13 @@ def is_grouped(node: fx.Node) -> bool:
     return len(tools.shape(lhs)) == 2 and len(tools.shape(rhs)) == 3
 
 
+def _is_order(node: fx.Node) -> bool:
+    """Whether ``node`` is the order that a sort of a vector returns: each index once."""
+    if getattr(node.target, "__name__", "") != "getitem" or len(tools.shape(node)) != 1:
+        return False
+    return operators.qualified_name(node.args[0]) == ("aten", "sort") and node.args[1] == 1
+
+
 def _behind_views(node: fx.Node) -> fx.Node:
     while tools.is_reshape(node):
         node = node.args[0]
@@ -132,8 +149,8 @@ def _behind_views(node: fx.Node) -> fx.Node:
 
 
 def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
-    """The nodes by which ``top`` is computed from one grouped matmul, row by row, in graph order. ``None`` if it is not,
-    or if what else they read cannot be cut by rows."""
+    """The nodes by which ``top`` is computed from one grouped matmul, row by row, in graph order. ``None`` if it is not
+    computed so, or if what else they read cannot be cut by rows."""
     found: dict[fx.Node, bool] = {}
     shape = tools.shape(top)
     if len(shape) != 2 or not _reaches(top, found) or len(found) > STEPS:

@@ -6,6 +6,7 @@ loops over them.
 
 - Ops: the unrolled steps' ops, e.g. ``gather_step``, in ``ops``; ``all_gather_matmul``, ``matmul_reduce_scatter``,
   ``matmul_all_reduce`` and ``matmul_all_gather`` in ``looped_gather_ops`` and ``looped_reduce_ops``;
+  ``grouped_matmul_reduce_scatter`` and ``grouped_matmul_all_reduce`` in ``looped_grouped_ops``;
   ``matmul_all_to_all`` and ``all_to_all_matmul`` in ``looped_exchange_ops``.
 - Kernels: none. Inductor's own matmul computes each piece of an unrolled ring, and the vendor's matmul each piece of a
   looping op.

@@ -64,17 +64,20 @@ class GroupedRows:
                 break
             else:
                 done[node] = emit.annotate(emit.graph.node_copy(node, rows_of))
-        back = emit.call(aten.searchsorted.Tensor, ordered, flat)
-        result = emit.call(aten.index.Tensor, done[matmul.index.args[0]], [back])
-        return emit.reshape(result, [*tools.shape(mine), tools.shape(result)[-1]])
+        back = emit.call(aten.searchsorted.Tensor, ordered, mine)
+        return emit.call(aten.index.Tensor, done[matmul.index.args[0]], [back])
 
     def _prepare(self) -> tuple[fx.Node, fx.Node]:
-        emit, matmul = self.emit, self.matmul
-        places, rows = matmul.places, tools.shape(matmul.index.args[0])[0]
-        # A negative place counts from the end.
-        from_end = emit.call(aten.add.Tensor, places, rows)
-        places = emit.call(aten.where.self, emit.call(aten.lt.Scalar, places, 0), from_end, places)
-        places = emit.reshape(places, tools.shape(matmul.node)[:-1])
-        ends = emit.call(torch.ops.prims.convert_element_type.default, matmul.ends, tools.dtype(places))
+        places = places_from_zero(self.emit, self.matmul)
+        ends = self.emit.call(torch.ops.prims.convert_element_type.default, self.matmul.ends, tools.dtype(places))
         self._shared = places, ends
         return self._shared
+
+
+def places_from_zero(emit: StepEmitter, matmul: GroupedMatmul) -> fx.Node:
+    """The places of a grouped matmul's rows in the shape of its rows, none of them negative."""
+    places, rows = matmul.places, matmul.index.args[0]
+    if not matmul.counts_from_zero:
+        from_end = emit.call(aten.add.Tensor, places, emit.call(aten.sym_size.int, rows, 0))
+        places = emit.call(aten.where.self, emit.call(aten.lt.Scalar, places, 0), from_end, places)
+    return emit.reshape(places, tools.shape(matmul.node)[:-1])

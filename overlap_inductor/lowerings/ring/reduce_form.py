@@ -10,6 +10,7 @@ from torch import fx
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.one_op import reduce_rows
 from overlap_inductor.lowerings.ring import grouped_rows
+from overlap_inductor.lowerings.ring import looped_grouped
 from overlap_inductor.lowerings.ring import looped_reduce
 from overlap_inductor.lowerings.ring import unrolled_reduce
 from overlap_inductor.lowerings.ring.gather_form import in_eights
@@ -50,10 +51,12 @@ class ReduceRing:
         return 8 + world_size * parts * (3 + 2 * region) + legs * parts * 6
 
     def loopable(self, site: OverlapSite) -> bool:
-        return looped_reduce.computes(site.facts.pattern, nodes_of(site, ReduceNodes))
+        nodes = nodes_of(site, ReduceNodes)
+        return looped_grouped.computes(nodes) or looped_reduce.computes(site.facts.pattern, nodes)
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        return looped_reduce.chooses_at_run_time(site.facts.pattern, nodes_of(site, ReduceNodes))
+        nodes = nodes_of(site, ReduceNodes)
+        return looped_grouped.computes(nodes) or looped_reduce.chooses_at_run_time(site.facts.pattern, nodes)
 
     def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:
         nodes = nodes_of(site, ReduceNodes)
@@ -68,7 +71,9 @@ class ReduceRing:
     def looping(
         self, emit: StepEmitter, site: OverlapSite, parts: int, route: str, floor: int
     ) -> tuple[fx.Node, Replaced]:
-        return looped_reduce.rewrite(emit, site.facts.pattern, nodes_of(site, ReduceNodes), parts, floor)
+        nodes = nodes_of(site, ReduceNodes)
+        loop = looped_grouped if looped_grouped.computes(nodes) else looped_reduce
+        return loop.rewrite(emit, site.facts.pattern, nodes, parts, floor)
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
         """As ``SiteNodes.cut``. The text also says if a looping op moves the rows of a reduction to the front before it
