@@ -22,6 +22,7 @@ from overlap_inductor.sites import matmuls
 from overlap_inductor.sites.grouped import GroupedMatmul
 from overlap_inductor.sites.grouped import cut_by_rows
 from overlap_inductor.sites.grouped import is_grouped
+from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.step_emitter import StepEmitter
 
 aten = torch.ops.aten
@@ -36,6 +37,7 @@ class GroupedRows:
     def __init__(self, emit: StepEmitter, matmul: GroupedMatmul) -> None:
         self.emit, self.matmul = emit, matmul
         self._shared: tuple[fx.Node, fx.Node] | None = None
+        self._columns: dict[fx.Node, fx.Node] = {}
 
     def piece(self, cut: matmuls.Slicer, dim: int, after: fx.Node | None) -> fx.Node:
         """The rows that ``cut`` takes along dim ``dim`` of the result. ``after``: the token of the last send; the
@@ -51,7 +53,7 @@ class GroupedRows:
             if node in done or not tools.is_tensor(node):
                 return done.get(node, node)
             by_rows = cut_by_rows(node, tools.shape(matmul.index.args[0])[0])
-            return emit.call(aten.index.Tensor, node, [ordered]) if by_rows else node
+            return emit.call(aten.index.Tensor, self._computed_once(node), [ordered]) if by_rows else node
 
         for node in matmul.inner:
             if is_grouped(node):
@@ -66,6 +68,15 @@ class GroupedRows:
                 done[node] = emit.annotate(emit.graph.node_copy(node, rows_of))
         back = emit.call(aten.searchsorted.Tensor, ordered, mine)
         return emit.call(aten.index.Tensor, done[matmul.index.args[0]], [back])
+
+    def _computed_once(self, node: fx.Node) -> fx.Node:
+        """``node``, in memory if it is one column. Otherwise each piece may compute all of it, for example the softmax
+        of the router."""
+        if not same_size(tools.shape(node)[1], 1):
+            return node
+        if node not in self._columns:
+            self._columns[node] = self.emit.call(overlap.packed.default, node)
+        return self._columns[node]
 
     def _prepare(self) -> tuple[fx.Node, fx.Node]:
         places = places_from_zero(self.emit, self.matmul)

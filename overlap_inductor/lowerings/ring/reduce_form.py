@@ -34,7 +34,11 @@ class ReduceRing:
             return {"sub_chunks": part_count(nodes.padded_shape[0], config.sub_chunks), "route": "broadcast"}
         travels = config.numerics == "allow_hop_rounding" and site.facts.pattern == "matmul_reduce_scatter"
         parts = part_count(nodes.sharded.chunk, config.sub_chunks)
-        return {"sub_chunks": parts, "route": "travel" if travels else "owner"}
+        found: dict[str, Any] = {"sub_chunks": parts, "route": "travel" if travels else "owner"}
+        if not isinstance(nodes.tokens, int) and looped_grouped.computes(nodes):
+            # To fuse a block's rows, Inductor would compare the sizes of blocks, and each comparison adds a guard.
+            found["min_rows"] = 0
+        return found
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
         ranks = 1 if site.facts.pattern == "matmul_all_gather" else site.facts.collective.world_size
