@@ -46,15 +46,16 @@ class Experts(torch.nn.Module):
     ) -> None:
         super().__init__()
         made = torch.Generator().manual_seed(0)
-        self.up = torch.randn(EXPERTS, HIDDEN, 2 * INNER, generator=made) / HIDDEN**0.5
-        self.down = torch.randn(EXPERTS, INNER, HIDDEN, generator=made) / INNER**0.5
         self.rank, self.local = rank, EXPERTS // world_size
+        self.all_up = torch.randn(EXPERTS, HIDDEN, 2 * INNER, generator=made) / HIDDEN**0.5
+        self.all_down = torch.randn(EXPERTS, INNER, HIDDEN, generator=made) / INNER**0.5
+        own = slice(rank * self.local, (rank + 1) * self.local)
+        self.up, self.down = self.all_up[own].clone(), self.all_down[own].clone()
         self.places, self.late = places, late
         self.reduce = reduce or (lambda x: funcol.all_reduce(x, "sum", dist.group.WORLD))
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        own = slice(self.rank * self.local, (self.rank + 1) * self.local)
-        up, down = (w[own].to(x.dtype) for w in (self.up, self.down))
+        up, down = self.up.to(x.dtype), self.down.to(x.dtype)
         others = (ids // self.local) != self.rank
         ids = torch.where(others, self.local, ids % self.local)
         weights = weights.masked_fill(others, 0.0)
@@ -82,7 +83,7 @@ class Experts(torch.nn.Module):
     def whole(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The result of all experts, without a grouped matmul, in the dtype of ``x``."""
         result = torch.zeros_like(x)
-        for expert, (up, down) in enumerate(zip(self.up.to(x.dtype), self.down.to(x.dtype), strict=True)):
+        for expert, (up, down) in enumerate(zip(self.all_up.to(x.dtype), self.all_down.to(x.dtype), strict=True)):
             gate, values = (x @ up).chunk(2, -1)
             share = (weights * (ids == expert)).sum(1, keepdim=True)
             result += (torch.nn.functional.silu(gate) * values) @ down * share

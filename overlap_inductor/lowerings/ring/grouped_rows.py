@@ -11,8 +11,9 @@ is larger than ``p``. So the ends of the piece's experts are the numbers of its 
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
@@ -23,6 +24,7 @@ from overlap_inductor.sites.grouped import GroupedMatmul
 from overlap_inductor.sites.grouped import cut_by_rows
 from overlap_inductor.sites.grouped import is_grouped
 from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.sites.pieces import piece_of
 from overlap_inductor.sites.step_emitter import StepEmitter
 
 aten = torch.ops.aten
@@ -31,43 +33,64 @@ NODES = 10
 """About the number of nodes of a piece, besides the pointwise ops and the tensors that they read."""
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """What all pieces read: ``places`` and ``ends`` as in ``sites.grouped``, of one dtype, and the weights."""
+
+    places: fx.Node
+    ends: fx.Node
+    weights: fx.Node
+
+
 class GroupedRows:
     """Writes pieces of one grouped matmul. What all pieces share is written at the first one."""
 
     def __init__(self, emit: StepEmitter, matmul: GroupedMatmul) -> None:
         self.emit, self.matmul = emit, matmul
-        self._shared: tuple[fx.Node, fx.Node] | None = None
         self._columns: dict[fx.Node, fx.Node] = {}
+
+    @functools.cached_property
+    def _shared(self) -> _Shared:
+        emit, matmul = self.emit, self.matmul
+        places = places_from_zero(emit, matmul)
+        ends = emit.call(torch.ops.prims.convert_element_type.default, matmul.ends, tools.dtype(places))
+        weights = matmul.rhs
+        if _is_computed(weights):
+            # Otherwise Inductor may compute them again for each piece, for example a cast of all weights.
+            weights = emit.call(overlap.after.default, weights, emit.chain)
+        return _Shared(places, ends, weights)
 
     def piece(self, cut: matmuls.Slicer, dim: int, after: fx.Node | None) -> fx.Node:
         """The rows that ``cut`` takes along dim ``dim`` of the result. ``after``: the token of the last send; the
         grouped matmul is ordered after it."""
-        emit, matmul = self.emit, self.matmul
-        places, ends = self._shared or self._prepare()
-        mine = cut(places, dim)
+        emit, matmul, shared = self.emit, self.matmul, self._shared
+        mine = cut(shared.places, dim)
         flat = emit.reshape(mine, [tools.numel(tools.shape(mine))])
         ordered = emit.call(getitem, emit.call(aten.sort.default, flat), 0)
-        done: dict[fx.Node, fx.Node] = {}
-
-        def rows_of(node: Any) -> Any:
-            if node in done or not tools.is_tensor(node):
-                return done.get(node, node)
-            by_rows = cut_by_rows(node, tools.shape(matmul.index.args[0])[0])
-            return emit.call(aten.index.Tensor, self._computed_once(node), [ordered]) if by_rows else node
-
+        ends = emit.call(aten.searchsorted.Tensor, ordered, shared.ends, out_int32=True)
+        lhs = emit.call(aten.index.Tensor, matmul.lhs, [ordered])
+        if after is not None:
+            # Without this edge, one kernel may gather the rows of all pieces before the first send.
+            lhs = emit.call(overlap.after.default, lhs, after)
+        done = {matmul.lhs: lhs, matmul.rhs: shared.weights, matmul.ends: ends}
         for node in matmul.inner:
-            if is_grouped(node):
-                counts = emit.call(aten.searchsorted.Tensor, ordered, ends, out_int32=True)
-                operands = {node.args[0]: rows_of(node.args[0]), matmul.ends: counts}
-                copied = emit.graph.node_copy(node, lambda n: operands.get(n, n))  # noqa: B023  (called at once)
-                result = emit.annotate(copied)
-                done[node] = result if after is None else emit.call(overlap.after.default, result, after)
-            elif node is matmul.index:
+            if node is matmul.index:
                 break
-            else:
-                done[node] = emit.annotate(emit.graph.node_copy(node, rows_of))
+            read = done if is_grouped(node) else self._rows_read(node, done, ordered)
+            done[node] = emit.annotate(emit.graph.node_copy(node, lambda n: read.get(n, n)))  # noqa: B023
         back = emit.call(aten.searchsorted.Tensor, ordered, mine)
         return emit.call(aten.index.Tensor, done[matmul.index.args[0]], [back])
+
+    def _rows_read(self, node: fx.Node, done: dict[fx.Node, fx.Node], ordered: fx.Node) -> dict[fx.Node, fx.Node]:
+        """The rows ``ordered`` of each tensor that ``node`` reads row by row."""
+        rows = tools.shape(node)[0]
+        found = {}
+        for source in tools.tensor_inputs(node):
+            if source in self.matmul.inner:
+                found[source] = done[source]
+            elif cut_by_rows(source, rows):
+                found[source] = self.emit.call(aten.index.Tensor, self._computed_once(source), [ordered])
+        return found
 
     def _computed_once(self, node: fx.Node) -> fx.Node:
         """``node``, in memory if it is one column. Otherwise each piece may compute all of it, for example the softmax
@@ -78,11 +101,17 @@ class GroupedRows:
             self._columns[node] = self.emit.call(overlap.packed.default, node)
         return self._columns[node]
 
-    def _prepare(self) -> tuple[fx.Node, fx.Node]:
-        places = places_from_zero(self.emit, self.matmul)
-        ends = self.emit.call(torch.ops.prims.convert_element_type.default, self.matmul.ends, tools.dtype(places))
-        self._shared = places, ends
-        return self._shared
+
+def _is_computed(node: fx.Node) -> bool:
+    """Whether ``node`` is neither an input or a constant of the graph, nor a view of one."""
+    while True:
+        piece = piece_of(node)
+        if piece is not None:
+            node = piece.base
+        elif tools.is_reshape(node) or tools.permutation(node) is not None or node.target is aten.select.int:
+            node = node.args[0]
+        else:
+            return node.op == "call_function"
 
 
 def places_from_zero(emit: StepEmitter, matmul: GroupedMatmul) -> fx.Node:
