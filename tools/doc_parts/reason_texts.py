@@ -50,7 +50,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "no_wait": "The collective has no wait, has more than one, or its result is used without one.",
         "grouped_matmul": (
             "The matmul beside the collective is grouped, as in a mixture of experts. It is cut into blocks of tokens"
-            " only if its rows are brought back to the tokens by one index, with pointwise ops before it, and then reduced."
+            " only if one index brings its rows back to the tokens, with pointwise ops before it, and a reduction"
+            " follows."
         ),
         "fsdp_weight_gather": "A weight is gathered for use (FSDP), and a setting of Inductor hides the gather.",
     },
