@@ -33,6 +33,8 @@ class SiteSizes:
             run one after the other (``SiteNodes.is_sum``).
         gathers: whether the collective is an all-gather.
         replays: whether its launches are replayed as one (``runtime.replay``).
+        weights: bytes of experts' weights that a grouped matmul reads, however few rows it multiplies; 0 for other
+            matmuls.
         handed_out: bytes of the gathered tensor if nodes other than the site's matmuls read it, else 0. For these nodes
             an op copies the tensor out of its workspace.
         memory: bytes that lookups in tables read and write. Memory limits them, not the rate of multiplications.
@@ -48,11 +50,13 @@ class SiteSizes:
     replays: bool = False
     handed_out: float = 0.0
     memory: float = 0.0
+    weights: float = 0.0
 
 
 def matmul_seconds(sizes: SiteSizes, machine: Machine) -> float:
     rate = machine.matmul_flops.get(sizes.itemsize, min(machine.matmul_flops.values()))
-    return sizes.flops / rate + sizes.memory / machine.memory_bytes
+    multiplied = max(sizes.flops / rate, sizes.weights / machine.memory_bytes)
+    return multiplied + sizes.memory / machine.memory_bytes
 
 
 def collective_seconds(sizes: SiteSizes, machine: Machine) -> float:

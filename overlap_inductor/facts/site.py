@@ -52,8 +52,9 @@ class Collective:
 class Matmul:
     """One matmul of a site.
 
-    ``kind``: mm | addmm | bmm | baddbmm | scaled_mm | int_mm. ``m``, ``n``, ``k``, ``batch``: sizes in elements.
-    ``dtype``: dtype of the left operand. ``role``: role of the sharded dim in this matmul (M, N, K or B).
+    ``kind``: mm | addmm | bmm | baddbmm | scaled_mm | int_mm | grouped_mm. ``m``, ``n``, ``k``, ``batch``: sizes in
+    elements; the batch of a grouped_mm is its number of experts. ``dtype``: dtype of the left operand. ``role``: role
+    of the sharded dim in this matmul (M, N, K or B).
     """
 
     kind: str

@@ -154,10 +154,10 @@ class Tracer:
                     raise LayoutError(f"{node.name} is read in two different layouts; expected one")
                 continue
             self.layouts[node] = layout
-            matmul = matmuls.parse(node) if node not in self.read else None
+            matmul = self.leaf(node) if node not in self.read else None
             if matmul is not None:
                 self.leaves.append(matmul)
-                self.region.add(node)
+                self.region.update((node, *matmul.inner))
                 others = matmuls.folded(matmul) if self.unfolds else []
                 theirs = [n for n in others if n in self.owned]
                 self.left += theirs
@@ -190,6 +190,10 @@ class Tracer:
                 self.visit_pointwise(node, layout, pending)
             else:
                 self.visit_other(node, layout, pending)
+
+    def leaf(self, node: fx.Node) -> matmuls.MatmulNode | None:
+        """``node`` as a matmul at which the walk ends, or ``None``."""
+        return matmuls.parse(node)
 
     def visit_pointwise(self, node: fx.Node, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
         for source in tools.tensor_inputs(node):

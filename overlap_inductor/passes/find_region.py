@@ -27,6 +27,7 @@ from overlap_inductor.passes.find_reduce import reads_a_result
 from overlap_inductor.passes.find_reduce import traced
 from overlap_inductor.passes.find_reduce import used_elsewhere
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import grouped
 from overlap_inductor.sites import matmuls
 from overlap_inductor.sites.layouts import Atom
 from overlap_inductor.sites.layouts import Layout
@@ -51,6 +52,9 @@ class _RegionTracer(Tracer):
         super().__init__(*args)  # type: ignore[arg-type]
         self.reduced: dict[fx.Node, list[Atom]] = {}
         self.parts: dict[fx.Node, list[Atom]] = {}
+
+    def leaf(self, node: fx.Node) -> matmuls.MatmulNode | None:
+        return _leaf(node)
 
     def visit_other(self, node: fx.Node, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
         if node.target in REDUCTIONS and _has_matmul(node):
@@ -102,13 +106,29 @@ class _RegionTracer(Tracer):
             self._external(source)
 
 
+def _leaf(node: fx.Node) -> matmuls.MatmulNode | None:
+    return matmuls.parse(node) or grouped.parse(node)
+
+
+def sums_experts(node: fx.Node) -> bool:
+    """Whether ``node`` is computed from a grouped matmul that no other node reads, so that a collective of ``node`` is
+    a site."""
+    found = _nearest_leaf(node)
+    members = [] if found is None else [*found.inner, found.node]
+    return len(members) > 1 and all(u in members for n in members[:-1] for u in n.users)
+
+
 def _has_matmul(node: fx.Node) -> bool:
-    """Whether ``node`` is computed from a matmul through views, pointwise ops, sums and ``cat``, in at most ``STEPS``
-    steps."""
+    return _nearest_leaf(node) is not None
+
+
+def _nearest_leaf(node: fx.Node) -> matmuls.MatmulNode | None:
+    """The nearest matmul from which ``node`` is computed through views, pointwise ops, sums and ``cat``, in at most
+    ``STEPS`` nodes; ``None`` if there is none."""
     pending, seen = [(node, 0)], {node}
     for current, depth in pending:
-        if matmuls.parse(current) is not None:
-            return True
+        if (matmul := _leaf(current)) is not None:
+            return matmul
         known = current.target in REDUCTIONS or current.target is aten.cat.default
         if depth < STEPS and (
             known or tools.is_reshape(current) or tools.permutation(current) is not None or tools.is_pointwise(current)
@@ -116,7 +136,7 @@ def _has_matmul(node: fx.Node) -> bool:
             following = [n for n in tools.tensor_inputs(current) if n not in seen]
             seen.update(following)
             pending += [(n, depth + 1) for n in following]
-    return False
+    return None
 
 
 def find(
@@ -136,7 +156,7 @@ def find(
         tracer = traced(collectives, owned, (), _RegionTracer)
         assert isinstance(tracer, _RegionTracer)
         if (
-            not (tracer.reduced or tracer.parts)
+            not (tracer.reduced or tracer.parts or any(m.inner for m in tracer.leaves))
             or not tracer.leaves
             or tracer.obstacle is not None
             or any(m.node in owned for m in tracer.leaves)
@@ -166,7 +186,10 @@ def find(
         tracer.unfolded,
         region=region,
     )
-    return nodes, used_elsewhere(collectives, tracer)
+    obstacle = used_elsewhere(collectives, tracer)
+    if obstacle is not None and any(m.inner for m in tracer.leaves):
+        return None, obstacle
+    return nodes, obstacle
 
 
 class _Dims:

@@ -45,6 +45,14 @@ def refusal(collective: CollectiveNode) -> Reason | None:
     return Reason("uneven_splits", text)
 
 
+def unequal(collective: CollectiveNode) -> Reason | None:
+    """Why the ranks do not get equal parts of the input, or ``None`` if they do."""
+    if not is_uneven(collective):
+        return refusal(collective)
+    text = f"{collective.node.name} {Splits.of(collective.node)}; expected equal parts"
+    return Reason("uneven_splits", text)
+
+
 @dataclass(frozen=True)
 class Splits:
     """The numbers of rows that this rank sends to each rank, and receives from each: ints, or nodes of the graph."""

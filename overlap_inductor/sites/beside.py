@@ -51,8 +51,8 @@ def _told(found: _Way, collective: CollectiveNode, gather: str) -> Reason:
     if kind == "grouped":
         return Reason(
             "grouped_matmul",
-            f"the matmul next to the collective is {node.name} ({node.target}), which multiplies groups of rows; their"
-            " sizes are only known at run time, and this version cannot cut it",
+            f"the matmul next to the collective is {node.name} ({node.target}), which multiplies groups of rows; it can"
+            " be cut only if pointwise ops and one index by rows are between it and a reduction over its tokens",
         )
     if kind == "vector":
         return Reason(

@@ -39,6 +39,11 @@ class MatmulNode:
     kind: str
 
     @property
+    def inner(self) -> list[fx.Node]:
+        """The other nodes that the matmul consists of (``sites.grouped``)."""
+        return []
+
+    @property
     def lhs(self) -> fx.Node:
         return self.node.args[1 if self.kind in ("addmm", "baddbmm") else 0]
 

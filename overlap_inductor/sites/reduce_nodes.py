@@ -10,6 +10,7 @@ from dataclasses import field
 from torch import fx
 
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.grouped import GroupedMatmul
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import ShardedDim
 from overlap_inductor.sites.layouts import Size
@@ -146,6 +147,9 @@ class ReduceNodes(SiteNodes):
             *batch, m, k = tools.shape(matmul.lhs)
             n = tools.shape(matmul.rhs)[-1]
             *_, m, n = self.padded_shape if self.padding is not None else (m, n)
+            if isinstance(matmul, GroupedMatmul) and matmul.is_masked:
+                # How many rows belong to this rank's experts is known at run time only. This is their mean.
+                m = m // self.ends[0].world_size
             found.append(MatmulSizes(batch, m, n, k, own="K"))
         return found
 
@@ -157,7 +161,7 @@ class ReduceNodes(SiteNodes):
         return False
 
     def others(self) -> list[fx.Node]:
-        return [n for n in self.layouts if n.op == "call_function"]
+        return [n for n in self.layouts if n.op == "call_function"] + [n for m in self.leaves for n in m.inner]
 
     def places(self) -> list[Placement]:
         return []

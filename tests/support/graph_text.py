@@ -27,7 +27,7 @@ def waste(report: OverlapReport) -> list[str]:
     found = [
         f"the result of {n} is not used"
         for n, line in lines.items()
-        if re.search(r"aten\.(?:mm|addmm|bmm|baddbmm)\.", line) and n not in wanted
+        if re.search(r"aten\.(?:mm|addmm|bmm|baddbmm|_grouped_mm)\.|\.grouped_mm_fallback\.", line) and n not in wanted
     ]
     kept = len(report.near_misses) + sum(s.decision.status != "overlapped" for s in report.sites)
     # Waits do not count, because a wait may belong to a collective that the forward graph started.

@@ -59,11 +59,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 6,
         },
     ),
+    # Experts. Qwen2 also has an expert that all tokens share.
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 4},
+    ),
 }
 
 
-def load(family: str, folder: str, device: str) -> Any:
-    """The model, loaded as a user loads it: rank 0 saves it (seed 0), then all ranks read their shards."""
+def load(family: str, folder: str, device: str, experts: int = 1) -> Any:
+    """The model, loaded as a user loads it: rank 0 saves it (seed 0), then all ranks read their shards. ``experts``:
+    the number of ranks among which the experts are divided."""
     import transformers
 
     name, fields = FAMILIES[family]
@@ -73,15 +89,21 @@ def load(family: str, folder: str, device: str) -> Any:
         config = getattr(transformers, f"{name}Config")(**{**_SIZES, **fields})
         getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(path)
     dist.barrier()
-    return transformers.AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", dtype=torch.float32)
+    shards: dict[str, Any] = {"tp_plan": "auto"}
+    if experts > 1:
+        from transformers.distributed import DistributedConfig
+
+        shards = {"distributed_config": DistributedConfig(tp_size=dist.get_world_size(), ep_size=experts)}
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **shards)
 
 
-def whole(family: str, folder: str, device: str) -> Any:
-    """The same weights unsharded, in fp64: the reference for every rank's result."""
+def whole(family: str, folder: str, device: str, **options: Any) -> Any:
+    """The same weights unsharded, in fp64: the reference for every rank's result. ``options`` of
+    ``from_pretrained``."""
     import transformers
 
     path = Path(folder) / family
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).to(device)
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **options).to(device)
 
 
 def ids(device: str) -> torch.Tensor:

@@ -86,6 +86,18 @@ def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, b: torch.Tensor
     return F.silu(torch.addmm(b, gathered, gate)) * (gathered @ up)
 
 
+def sum_of_experts(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """What a rank computes for the tokens of its own experts. Ids above the last expert's are those of other ranks."""
+    experts, chosen = w.shape[0], ids.shape[1]
+    ordered, order = torch.sort(ids.reshape(-1))
+    ends = torch.histc(ordered.float(), bins=experts, min=0, max=experts - 1).cumsum(0, dtype=torch.int32)
+    y = torch._grouped_mm(x[order // chosen], w, offs=ends).masked_fill((ordered >= experts).unsqueeze(-1), 0.0)
+    y = y * shares.reshape(-1)[order].unsqueeze(-1)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.shape[0])
+    return all_reduce(y[back].view(x.shape[0], chosen, -1).sum(1), "sum", world())
+
+
 def uneven_parts(rows: int) -> tuple[list[int], list[int]]:
     """Sizes of parts that an all-to-all receives and sends: all rows to and from the first rank."""
     sizes = [rows] + [0] * (dist.get_world_size() - 1)
@@ -129,6 +141,15 @@ STRUCTURES: dict[str, tuple[Function, tuple[Make, ...]]] = {
         (x2, weight, bias),
     ),
     "activation behind gathered matmuls": (gated, (x2, weight, weight, bias)),
+    "sum of experts' rows": (
+        sum_of_experts,
+        (
+            lambda ranks: torch.randn(2 * ranks, 16).bfloat16(),
+            lambda ranks: torch.randn(4, 16, 8).bfloat16(),
+            lambda ranks: torch.arange(4 * ranks).view(-1, 2) % 6,
+            lambda ranks: torch.rand(2 * ranks, 2).bfloat16(),
+        ),
+    ),
     "softmax between": (lambda x, w: torch.softmax(all_gather(x, 0, world()), 0) @ w, (x2, weight)),
     "collective without a matmul": (lambda x: all_reduce(x, "sum", world()) * 2, (x2,)),
     "weight gathered for use": (GatheredWeight(), (lambda w: torch.randn(4, 16 * w),)),

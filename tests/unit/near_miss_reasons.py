@@ -198,14 +198,26 @@ def grouped(made: HandGraph, x: fx.Node, rows: int) -> fx.Node:
     return node
 
 
-@case("grouped_matmul", "near_miss", "experts, reduced")
-def _() -> OverlapReport:
-    """The experts' results are weighted, put back into the order of the tokens, and summed."""
-    made = HandGraph()
+def reduced_experts(made: HandGraph, saved: bool) -> OverlapReport:
+    """The experts' results are weighted, put back into the order of the tokens, and summed. They are also an
+    output of the graph, or summed over rows first."""
     y = grouped(made, made.input(8, 16, dtype=torch.bfloat16), 8)
+    if not saved:
+        y = made.call(aten.cumsum.default, y, 0)
     weighted = made.call(aten.mul.Tensor, y, made.input(8, 1, dtype=torch.bfloat16, name="share"))
     back = made.call(aten.index.Tensor, weighted, [made.input(8, dtype=torch.int64, name="order")])
-    return made.output(made.reduce(made.call(aten.sum.dim_IntList, made.view(back, 4, 2, 16), [1]))).run()
+    total = made.reduce(made.call(aten.sum.dim_IntList, made.view(back, 4, 2, 16), [1]))
+    return made.output(total, *([weighted] if saved else [])).run()
+
+
+@case("grouped_matmul", "near_miss", "experts, reduced")
+def _() -> OverlapReport:
+    return reduced_experts(HandGraph(), saved=False)
+
+
+@case("other_users", "near_miss", "experts, saved")
+def _() -> OverlapReport:
+    return reduced_experts(HandGraph(), saved=True)
 
 
 @case("grouped_matmul", "near_miss", "experts, gathered")

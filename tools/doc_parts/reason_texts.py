@@ -49,7 +49,9 @@ GROUPS: dict[str, dict[str, str]] = {
         ),
         "no_wait": "The collective has no wait, has more than one, or its result is used without one.",
         "grouped_matmul": (
-            "The matmul beside the collective is grouped, as in a mixture of experts. This version does not cut it."
+            "The matmul beside the collective is grouped, as in a mixture of experts. It is cut into blocks of tokens"
+            " only if one index brings its rows back to the tokens, with pointwise ops before it, and a reduction"
+            " follows."
         ),
         "fsdp_weight_gather": "A weight is gathered for use (FSDP), and a setting of Inductor hides the gather.",
     },

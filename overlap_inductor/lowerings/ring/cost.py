@@ -14,9 +14,11 @@ def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
     """Estimated seconds of a ring that cuts each shard into ``parts`` sub-chunks.
 
     They are the sum of three terms: the longer of matmul and transfer; the part of the shorter one that stays exposed,
-    which is one piece of it; and a fixed cost for each step.
+    which is one piece of it; and a fixed cost for each step. Each piece of a grouped matmul reads the experts' weights
+    again.
     """
-    matmul = matmul_seconds(sizes, machine) / machine.overlapped_efficiency
+    read = sizes.world_size * parts * sizes.weights / machine.memory_bytes
+    matmul = max(matmul_seconds(sizes, machine) / machine.overlapped_efficiency, read)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     steps = sizes.legs * (sizes.world_size - 1) * parts
     exposed = min(matmul, wire) / (sizes.world_size * parts)

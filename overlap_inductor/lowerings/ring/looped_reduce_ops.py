@@ -27,6 +27,8 @@ from overlap_inductor.transports import exchange as exchanges
 from overlap_inductor.transports import routes
 
 Tensors = list[torch.Tensor]
+Rows = Callable[[slice], torch.Tensor]
+"""Computes rows of the tensor that the ring moves, in its dtype. They are contiguous."""
 
 
 def _cut(bias: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
@@ -82,12 +84,9 @@ def wait_for_all(
 
 
 def _partials(
-    lhs: Sequence[torch.Tensor],
-    rhs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
+    compute: Rows,
     cuts: Sequence[int],
     bands: Sequence[int],
-    dtype: torch.dtype,
     exchange: exchanges.Exchange | None,
     group: dist.ProcessGroup,
 ) -> Tensors:
@@ -96,7 +95,7 @@ def _partials(
     rows = cuts[-1]
 
     def piece(slot: int, band: int) -> torch.Tensor:
-        return sum_of_products(lhs, rhs, biases, slice(slot * rows + cuts[band], slot * rows + cuts[band + 1]), dtype)
+        return compute(slice(slot * rows + cuts[band], slot * rows + cuts[band + 1]))
 
     sent = send_as_made(piece, bands, len(cuts) - 1, exchange, group)
     return [*sent, *(piece(group.rank(), band) for band in bands)]
@@ -110,6 +109,34 @@ def _reduce(own: torch.Tensor, received: torch.Tensor, reduce_op: str) -> torch.
     return total.to(own.dtype)
 
 
+def reduce_scatter_rows(
+    compute: Rows,
+    shape: tuple[int, int],
+    like: torch.Tensor,
+    parts: int,
+    min_rows: int,
+    dtype: torch.dtype,
+    reduce_op: str,
+    group_name: str,
+    site: str,
+    transport: str = "",
+) -> torch.Tensor:
+    """Reduce-scatter a tensor of ``shape`` and ``dtype`` while ``compute`` computes its rows on the device of
+    ``like``."""
+    group = resolve_group(group_name)
+    world_size, (total_rows, width) = group.size(), shape
+    if total_rows < min_rows:
+        return reference.reduced("matmul_reduce_scatter", compute(slice(None)), reduce_op, group)
+    rows = total_rows // world_size
+    cuts = routes.bounds(rows, parts)
+    buffer = like.new_empty(world_size - 1, rows * width, dtype=dtype)
+    exchange = exchanges.open_exchange(buffer, [c * width for c in cuts], "owner", group, site, transport)
+    pieces = _partials(compute, cuts, range(parts), exchange, group)
+    own = torch.cat(pieces[-parts:])
+    wait_for_all(exchange, buffer, pieces, group)
+    return _reduce(own, buffer.view(world_size - 1, rows, width), reduce_op)
+
+
 def _matmul_reduce_scatter(
     chain: torch.Tensor,
     lhs: Sequence[torch.Tensor],
@@ -118,24 +145,13 @@ def _matmul_reduce_scatter(
     parts: int,
     min_rows: int,
     dtype: torch.dtype,
-    reduce_op: str,
-    group_name: str,
-    site: str,
-    transport: str = "",
+    *where: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group = resolve_group(group_name)
-    world_size, total_rows, width = group.size(), lhs[0].shape[0], rhs[0].shape[1]
-    if total_rows < min_rows:
-        whole = sum_of_products(lhs, rhs, biases, slice(None), dtype)
-        return reference.reduced("matmul_reduce_scatter", whole, reduce_op, group), chain.new_empty(1)
-    rows = total_rows // world_size
-    cuts = routes.bounds(rows, parts)
-    buffer = lhs[0].new_empty(world_size - 1, rows * width, dtype=dtype)
-    exchange = exchanges.open_exchange(buffer, [c * width for c in cuts], "owner", group, site, transport)
-    pieces = _partials(lhs, rhs, biases, cuts, range(parts), dtype, exchange, group)
-    own = torch.cat(pieces[-parts:])
-    wait_for_all(exchange, buffer, pieces, group)
-    return _reduce(own, buffer.view(world_size - 1, rows, width), reduce_op), chain.new_empty(1)
+    def compute(rows: slice) -> torch.Tensor:
+        return sum_of_products(lhs, rhs, biases, rows, dtype)
+
+    shape = lhs[0].shape[0], rhs[0].shape[1]
+    return reduce_scatter_rows(compute, shape, lhs[0], parts, min_rows, dtype, *where), chain.new_empty(1)
 
 
 def _matmul_reduce_scatter_fake(
@@ -163,11 +179,10 @@ define(
 )
 
 
-def _matmul_all_reduce(
-    chain: torch.Tensor,
-    lhs: Sequence[torch.Tensor],
-    rhs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
+def all_reduce_rows(
+    compute: Rows,
+    shape: tuple[int, int],
+    like: torch.Tensor,
     parts: int,
     min_rows: int,
     dtype: torch.dtype,
@@ -175,17 +190,17 @@ def _matmul_all_reduce(
     group_name: str,
     site: str,
     transport: str = "",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
+    """As ``reduce_scatter_rows``, for an all-reduce."""
     group = resolve_group(group_name)
-    world_size, rank, total_rows, width = group.size(), group.rank(), lhs[0].shape[0], rhs[0].shape[1]
+    world_size, rank, (total_rows, width) = group.size(), group.rank(), shape
     if total_rows < min_rows:
-        whole = sum_of_products(lhs, rhs, biases, slice(None), dtype)
-        return reference.reduced("matmul_all_reduce", whole, reduce_op, group), chain.new_empty(1)
+        return reference.reduced("matmul_all_reduce", compute(slice(None)), reduce_op, group)
     rows = total_rows // world_size
     cuts = routes.bounds(rows, parts)
     bounds = [c * width for c in cuts]
-    buffer = lhs[0].new_empty(world_size - 1, rows * width, dtype=dtype)
-    result = lhs[0].new_empty(total_rows, width, dtype=dtype)
+    buffer = like.new_empty(world_size - 1, rows * width, dtype=dtype)
+    result = like.new_empty(total_rows, width, dtype=dtype)
     scatter = exchanges.open_exchange(buffer, bounds, "owner", group, site, transport)
     back = exchanges.open_exchange(result, bounds, "broadcast", group, site, transport)
     alive: list[Tensors] = []
@@ -200,13 +215,13 @@ def _matmul_all_reduce(
         back.post(band)
 
     for band in range(parts):
-        alive.append(_partials(lhs, rhs, biases, cuts, [band], dtype, scatter, group))
+        alive.append(_partials(compute, cuts, [band], scatter, group))
         if band:
             give_back(band - 1, alive[band - 1][-1])
     give_back(parts - 1, alive[-1][-1])
     body = world_size * rows
     if body < total_rows:
-        left = sum_of_products(lhs, rhs, biases, slice(body, total_rows), dtype)
+        left = compute(slice(body, total_rows))
         dist.all_reduce(left, group=group)
         result[body:] = left / world_size if reduce_op == "avg" else left
     if scatter is not None and back is not None:
@@ -214,7 +229,24 @@ def _matmul_all_reduce(
             back.wait(band)
         exchanges.close_exchange(buffer, group)
         exchanges.close_exchange(result, group)
-    return result, chain.new_empty(1)
+    return result
+
+
+def _matmul_all_reduce(
+    chain: torch.Tensor,
+    lhs: Sequence[torch.Tensor],
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    parts: int,
+    min_rows: int,
+    dtype: torch.dtype,
+    *where: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(rows: slice) -> torch.Tensor:
+        return sum_of_products(lhs, rhs, biases, rows, dtype)
+
+    shape = lhs[0].shape[0], rhs[0].shape[1]
+    return all_reduce_rows(compute, shape, lhs[0], parts, min_rows, dtype, *where), chain.new_empty(1)
 
 
 def _full_fake(

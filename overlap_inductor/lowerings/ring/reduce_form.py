@@ -9,11 +9,14 @@ from torch import fx
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings import reduced_rows
+from overlap_inductor.lowerings.ring import grouped_rows
+from overlap_inductor.lowerings.ring import looped_grouped
 from overlap_inductor.lowerings.ring import looped_reduce
 from overlap_inductor.lowerings.ring import unrolled_reduce
 from overlap_inductor.lowerings.ring.gather_form import in_eights
 from overlap_inductor.lowerings.schedule import Replaced
 from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.matmuls import MatmulNode
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.nodes import nodes_of
 from overlap_inductor.sites.reduce_nodes import ReduceNodes
@@ -32,7 +35,11 @@ class ReduceRing:
             return {"sub_chunks": part_count(nodes.padded_shape[0], config.sub_chunks), "route": "broadcast"}
         travels = config.numerics == "allow_hop_rounding" and site.facts.pattern == "matmul_reduce_scatter"
         parts = part_count(nodes.sharded.chunk, config.sub_chunks)
-        return {"sub_chunks": parts, "route": "travel" if travels else "owner"}
+        found: dict[str, Any] = {"sub_chunks": parts, "route": "travel" if travels else "owner"}
+        if not isinstance(nodes.tokens, int) and looped_grouped.computes(nodes):
+            # To fuse a block's rows, Inductor would compare the sizes of blocks, and each comparison adds a guard.
+            found["min_rows"] = 0
+        return found
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
         ranks = 1 if site.facts.pattern == "matmul_all_gather" else site.facts.collective.world_size
@@ -41,7 +48,7 @@ class ReduceRing:
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
         nodes, world_size = nodes_of(site, ReduceNodes), site.facts.collective.world_size
         own = (n for n in nodes.layouts if n not in nodes.through and n not in nodes.externals)
-        region = len(nodes.leaves) + in_eights(own)
+        region = len(nodes.leaves) + in_eights(own) + sum(_grouped_nodes(m) for m in nodes.leaves)
         if site.facts.pattern == "matmul_all_gather":
             return 4 + parts * (2 + region)
         region += len(nodes.leaves) - 1
@@ -49,10 +56,12 @@ class ReduceRing:
         return 8 + world_size * parts * (3 + 2 * region) + legs * parts * 6
 
     def loopable(self, site: OverlapSite) -> bool:
-        return looped_reduce.computes(site.facts.pattern, nodes_of(site, ReduceNodes))
+        nodes = nodes_of(site, ReduceNodes)
+        return looped_grouped.computes(nodes) or looped_reduce.computes(site.facts.pattern, nodes)
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        return looped_reduce.chooses_at_run_time(site.facts.pattern, nodes_of(site, ReduceNodes))
+        nodes = nodes_of(site, ReduceNodes)
+        return looped_grouped.computes(nodes) or looped_reduce.chooses_at_run_time(site.facts.pattern, nodes)
 
     def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:
         nodes = nodes_of(site, ReduceNodes)
@@ -67,7 +76,9 @@ class ReduceRing:
     def looping(
         self, emit: StepEmitter, site: OverlapSite, parts: int, route: str, floor: int
     ) -> tuple[fx.Node, Replaced]:
-        return looped_reduce.rewrite(emit, site.facts.pattern, nodes_of(site, ReduceNodes), parts, floor)
+        nodes = nodes_of(site, ReduceNodes)
+        loop = looped_grouped if looped_grouped.computes(nodes) else looped_reduce
+        return loop.rewrite(emit, site.facts.pattern, nodes, parts, floor)
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
         """As ``SiteNodes.cut``. The words end with ``" rows in front"`` if a looping op must first move the rows that
@@ -79,3 +90,8 @@ class ReduceRing:
         if unrolled or in_front or site.facts.pattern == "matmul_all_gather":
             return sizes, words
         return sizes, f"{words} rows in front"
+
+
+def _grouped_nodes(matmul: MatmulNode) -> int:
+    """Estimated number of nodes of a piece of a grouped matmul, besides the matmul itself; 0 for another matmul."""
+    return grouped_rows.NODES + 2 * len(matmul.inner) if matmul.inner else 0

@@ -13,8 +13,10 @@ import torch
 from torch import fx
 
 from overlap_inductor.lowerings.ring.gather_pieces import annotate_new
+from overlap_inductor.lowerings.ring.grouped_rows import GroupedRows
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import matmuls
+from overlap_inductor.sites.grouped import GroupedMatmul
 from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.reduce_nodes import ReduceNodes
 from overlap_inductor.sites.reduce_nodes import Region
@@ -36,6 +38,9 @@ class Slices:
         self.emit, self.nodes = emit, nodes
         self.after: fx.Node | None = None
         self.whole: dict[fx.Node, fx.Node] = {}
+        self.grouped: dict[fx.Node, GroupedRows] = {
+            m.node: GroupedRows(emit, m) for m in nodes.leaves if isinstance(m, GroupedMatmul)
+        }
 
     def of_rank(self, shift: int, block: Block, rows: tuple[Size, Size] | None = None) -> fx.Node:
         """``block`` of the slice of rank ``r + shift``. ``rows``: ``(start, length)`` in dim 0 of the matmuls' result,
@@ -78,7 +83,10 @@ class Slices:
             return done[node]
         emit, nodes = self.emit, self.nodes
         leaf = next((m for m in nodes.leaves if m.node is node), None)
-        if leaf is not None:
+        if node in self.grouped and nodes.region is not None:
+            (cut,) = cuts.values()
+            result = self.grouped[node].piece(cut, nodes.region.cut, self.after)
+        elif leaf is not None:
             slicers = {nodes.role if d == nodes.sharded.dim else leaf.output_role(d): cut for d, cut in cuts.items()}
             lhs, rhs = (self._operand(leaf, side, slicers) for side in ("lhs", "rhs"))
             added = leaf.bias if nodes.bias_of(leaf) is None else None

@@ -60,7 +60,14 @@ class RingSchedule:
     called = "as a ring"
     ops = tuple(
         f"overlap_inductor.lowerings.ring.{name}"
-        for name in ("ops", "looped_gather_ops", "looped_reduce_ops", "looped_exchange_ops", "looped_uneven_ops")
+        for name in (
+            "ops",
+            "looped_gather_ops",
+            "looped_reduce_ops",
+            "looped_grouped_ops",
+            "looped_exchange_ops",
+            "looped_uneven_ops",
+        )
     )
     called_by_others = False
     holds_workspace = False

@@ -29,6 +29,7 @@ from torch import fx
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.registry import define_ops
 from overlap_inductor.passes.find_reduce import is_matmul_result
+from overlap_inductor.passes.find_region import sums_experts
 from overlap_inductor.passes.sequence.find import Source
 from overlap_inductor.passes.sequence.find import Stretch
 from overlap_inductor.passes.sequence.gather_again import save_rows
@@ -191,7 +192,8 @@ class RowWriter:
         flat = self._padded(self.reshape(total, shape), tokens)
         if not _is_contiguous(flat):
             flat = self.call(aten.clone.default, flat, memory_format=torch.contiguous_format)
-        if tools.value(flat).device.type == "cpu" and not is_matmul_result(total):
+        is_site = is_matmul_result(total) or (tokens.even and sums_experts(total))
+        if tools.value(flat).device.type == "cpu" and not is_site:
             return self._sum_of_exchanged(first.node, flat, tokens)
         return self._exchanged(first.node, c10d.reduce_scatter_tensor.default, flat, "sum", tokens)
 

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The looping ops of experts' grouped matmuls whose sum is reduced: the rows of ``looped_reduce_ops``, computed by a
+grouped matmul of their experts.
+
+Shapes: ``lhs [S, K]`` and ``rhs [E, K, N]``. ``ends [E]``: where each expert's rows of ``lhs`` end. ``places [T, k]``:
+the rows of ``lhs @ rhs`` that each token sums. ``mask [S, 1]``: rows that count as zeros. ``shares [S, 1]``: a factor
+for each row. ``operator``: ``namespace::name`` of the grouped matmul. The result has T rows. (``grouped_rows`` writes
+the same steps into the graph.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from overlap_inductor.lowerings.library import define
+from overlap_inductor.lowerings.ring.looped_reduce_ops import Rows
+from overlap_inductor.lowerings.ring.looped_reduce_ops import all_reduce_rows
+from overlap_inductor.lowerings.ring.looped_reduce_ops import reduce_scatter_rows
+from overlap_inductor.torch_compat.distributed import resolve_group
+
+
+def sums_of_experts(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    ends: torch.Tensor,
+    places: torch.Tensor,
+    mask: torch.Tensor | None,
+    shares: torch.Tensor | None,
+    operator: str,
+    dtype: torch.dtype,
+) -> Rows:
+    """A function that computes the sums of some tokens."""
+    namespace, name = operator.split("::")
+    multiply = getattr(getattr(torch.ops, namespace), name)
+    bounds = ends.to(places.dtype)
+
+    def compute(tokens: slice) -> torch.Tensor:
+        mine = places[tokens]
+        ordered = mine.reshape(-1).sort().values
+        y = multiply(lhs[ordered], rhs, torch.searchsorted(ordered, bounds, out_int32=True))
+        if mask is not None:
+            y = y.masked_fill(mask[ordered], 0)
+        if shares is not None:
+            y = y * shares[ordered]
+        return y[torch.searchsorted(ordered, mine)].sum(1).to(dtype)
+
+    return compute
+
+
+def _grouped_matmul_all_reduce(
+    chain: torch.Tensor,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    ends: torch.Tensor,
+    places: torch.Tensor,
+    mask: torch.Tensor | None,
+    shares: torch.Tensor | None,
+    operator: str,
+    parts: int,
+    min_rows: int,
+    dtype: torch.dtype,
+    *where: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    compute = sums_of_experts(lhs, rhs, ends, places, mask, shares, operator, dtype)
+    shape = places.shape[0], rhs.shape[-1]
+    return all_reduce_rows(compute, shape, lhs, parts, min_rows, dtype, *where), chain.new_empty(1)
+
+
+def _grouped_matmul_reduce_scatter(
+    chain: torch.Tensor,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    ends: torch.Tensor,
+    places: torch.Tensor,
+    mask: torch.Tensor | None,
+    shares: torch.Tensor | None,
+    operator: str,
+    parts: int,
+    min_rows: int,
+    dtype: torch.dtype,
+    *where: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    compute = sums_of_experts(lhs, rhs, ends, places, mask, shares, operator, dtype)
+    shape = places.shape[0], rhs.shape[-1]
+    return reduce_scatter_rows(compute, shape, lhs, parts, min_rows, dtype, *where), chain.new_empty(1)
+
+
+def _fake(scatters: bool) -> Any:
+    def fake(
+        chain: torch.Tensor,
+        lhs: torch.Tensor,
+        rhs: torch.Tensor,
+        ends: torch.Tensor,
+        places: torch.Tensor,
+        mask: object,
+        shares: object,
+        operator: str,
+        parts: int,
+        min_rows: int,
+        dtype: torch.dtype,
+        reduce_op: str,
+        group_name: str,
+        *where: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = places.shape[0] // (resolve_group(group_name).size() if scatters else 1)
+        return lhs.new_empty(rows, rhs.shape[-1], dtype=dtype), chain.new_empty(1)
+
+    return fake
+
+
+_ARGUMENTS = (
+    "(Tensor chain, Tensor lhs, Tensor rhs, Tensor ends, Tensor places, Tensor? mask, Tensor? shares, str operator, int"
+    " parts, SymInt min_rows, ScalarType dtype, str reduce_op, str group_name, str site, str transport='') -> (Tensor,"
+    " Tensor)"
+)
+define(f"grouped_matmul_all_reduce{_ARGUMENTS}", _grouped_matmul_all_reduce, _fake(scatters=False))
+define(f"grouped_matmul_reduce_scatter{_ARGUMENTS}", _grouped_matmul_reduce_scatter, _fake(scatters=True))

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``GroupedMatmul``: rows that are multiplied in the order of their experts, and read in the order of the tokens.
+
+A mixture of experts sorts its ``(token, expert)`` pairs by expert, so that one grouped matmul multiplies all of them.
+Afterwards an index brings the rows back. These nodes together are one leaf of a region (``passes.find_region``), whose
+leading dims are those of the tokens::
+
+    y    = _grouped_mm(x, w, ends)                                       # rows in the experts' order
+    rows = pointwise(y, shares, ...)                                     # a mask, weights: one value for each row
+    out  = reshape(index(rows, [places]), [tokens, experts_a_token, N])  # row i of out is row places[i] of rows
+
+Some rows of ``out`` are computed from the rows of ``x`` that their places name. Sorted places are in the experts'
+order, because larger places belong to later experts. So no expert ids are needed, and any spelling of the sort will do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.facts import site as facts
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.sites.matmuls import MatmulNode
+from overlap_inductor.torch_compat import operators
+
+aten = torch.ops.aten
+KIND = "grouped_mm"
+_OPERATORS = {("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback")}
+STEPS = 16
+"""The most nodes between a grouped matmul and the index that brings its rows back."""
+
+
+@dataclass(frozen=True)
+class GroupedMatmul(MatmulNode):
+    """See the module. ``node`` is the index, or the view of it that splits its rows.
+
+    All nodes are read from the graph each time, because the rewrite of an earlier site may have replaced them.
+    """
+
+    @property
+    def index(self) -> fx.Node:
+        return _behind_views(self.node)
+
+    @property
+    def places(self) -> fx.Node:
+        """For each row of the result, its row in the experts' order."""
+        return self.index.args[1][0]
+
+    @property
+    def counts_from_zero(self) -> bool:
+        """Whether no place is negative, because ``inverse[order] = arange(rows)`` or an argsort made them. Other places
+        may be negative, and then count from the end."""
+        places = self.places
+        if places.target is aten.index_put.default:
+            order, values, base = places.args[1], places.args[2], places.args[0]
+            covers = len(order) == 1 and _is_order(order[0]) and same_size(tools.shape(base)[0], tools.shape(values)[0])
+            return covers and values.target is torch.ops.prims.iota.default and values.kwargs.get("start") == 0
+        return _is_order(places)
+
+    @property
+    def inner(self) -> list[fx.Node]:
+        """The grouped matmul, the pointwise ops behind it, the index and its views, without ``node``."""
+        found = _computed_rows(self.index.args[0])
+        assert found is not None, "the nodes of a grouped matmul were checked when it was found"
+        views, node = [], self.node
+        while node is not self.index:
+            node = node.args[0]
+            views.append(node)
+        return [*found, *views]
+
+    @property
+    def grouped(self) -> fx.Node:
+        return next(n for n in self.inner if is_grouped(n))
+
+    @property
+    def lhs(self) -> fx.Node:
+        return self.grouped.args[0]
+
+    @property
+    def rhs(self) -> fx.Node:
+        return self.grouped.args[1]
+
+    @property
+    def ends(self) -> fx.Node:
+        """For each expert, the end of its rows."""
+        return operators.argument(self.grouped, "offs")
+
+    @property
+    def bias(self) -> None:
+        return None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask replaces some rows. Rows of experts of other ranks are masked, and are not multiplied."""
+        return any(n.target is aten.where.self for n in self.inner)
+
+    def output_role(self, dim: int) -> str:
+        return "N" if dim == len(tools.shape(self.node)) - 1 else "M"
+
+    def describe(self, role: str | None) -> facts.Matmul:
+        m, k = map(tools.size_text, tools.shape(self.lhs))
+        experts, _, n = map(tools.size_text, tools.shape(self.rhs))
+        return facts.Matmul(KIND, m, n, k, str(tools.dtype(self.lhs)).removeprefix("torch."), experts, role)
+
+    def refusal(self) -> str | None:
+        return None
+
+
+def parse(node: fx.Node) -> GroupedMatmul | None:
+    """``node`` as a ``GroupedMatmul``, or ``None`` if it is none."""
+    if not tools.is_tensor(node) or len(tools.shape(node)) < 2:
+        return None
+    index = _behind_views(node)
+    if index.target is not aten.index.Tensor or not same_size(tools.shape(index)[-1], tools.shape(node)[-1]):
+        return None
+    places, *others = index.args[1]
+    if not tools.is_tensor(places) or tools.dtype(places) not in (torch.int32, torch.int64) or any(others):
+        return None
+    if len(tools.shape(places)) != 1 or _computed_rows(index.args[0]) is None:
+        return None
+    return GroupedMatmul(node, KIND)
+
+
+def is_grouped(node: fx.Node) -> bool:
+    """Whether ``node`` multiplies groups of rows of a matrix, each by a matrix of its own."""
+    if operators.qualified_name(node) not in _OPERATORS or not tools.is_tensor(node):
+        return False
+    lhs, rhs, *_ = node.args
+    if operators.argument(node, "offs") is None or operators.argument(node, "bias") is not None:
+        return False
+    return len(tools.shape(lhs)) == 2 and len(tools.shape(rhs)) == 3
+
+
+def _is_order(node: fx.Node) -> bool:
+    """Whether ``node`` is the order that a sort of a vector returns: each index once."""
+    if getattr(node.target, "__name__", "") != "getitem" or len(tools.shape(node)) != 1:
+        return False
+    return operators.qualified_name(node.args[0]) == ("aten", "sort") and node.args[1] == 1
+
+
+def _behind_views(node: fx.Node) -> fx.Node:
+    while tools.is_reshape(node):
+        node = node.args[0]
+    return node
+
+
+def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
+    """The nodes by which ``top`` is computed from one grouped matmul, row by row, in graph order. ``None`` if it is not
+    computed so, or if what else they read cannot be cut by rows."""
+    found: dict[fx.Node, bool] = {}
+    shape = tools.shape(top)
+    if len(shape) != 2 or not _reaches(top, found) or len(found) > STEPS:
+        return None
+    inner = sorted(n for n, reaches in found.items() if reaches)
+    if sum(map(is_grouped, inner)) != 1:
+        return None
+    read = [n for node in inner if not is_grouped(node) for n in tools.tensor_inputs(node) if n not in inner]
+    return inner if all(cut_by_rows(n, shape[0]) is not None for n in read) else None
+
+
+def _reaches(top: fx.Node, found: dict[fx.Node, bool]) -> bool:
+    """Whether ``top`` is a grouped matmul or is computed from one by pointwise ops that keep its rows. ``found`` gets
+    the answer for each node that was visited, at most a few more than ``STEPS``."""
+    stack = [top]
+    while stack:
+        node = stack[-1]
+        if node in found:
+            stack.pop()
+            continue
+        passes = tools.is_pointwise(node) and tools.same_shape(node, top) and len(found) + len(stack) <= 2 * STEPS
+        sources = [n for n in tools.tensor_inputs(node) if tools.same_shape(n, top)] if passes else []
+        if is_grouped(node):
+            found[stack.pop()] = True
+        elif pending := [n for n in sources if n not in found]:
+            stack += pending
+        else:
+            found[stack.pop()] = any(found[n] for n in sources)
+    return found[top]
+
+
+def cut_by_rows(node: fx.Node, rows: Any) -> bool | None:
+    """Whether ``node``, which an op on ``rows`` rows reads, has one index for each row. False if it serves all rows;
+    ``None`` if neither is known."""
+    shape = tools.shape(node)
+    if len(shape) < 2 or (isinstance(shape[0], int) and shape[0] == 1):
+        return False
+    return True if same_size(shape[0], rows) else None
