@@ -27,7 +27,7 @@ from overlap_inductor.sites.nodes import CollectiveNode
 
 def find_received(collective: CollectiveNode) -> tuple[ReceivedNodes | None, list[Reason]]:
     """``(site at an all-to-all or None, obstacles)``. If there is neither a site nor an obstacle, the walk reached no
-    matmul."""
+    matmul that reads the received tensor as an operand."""
     try:
         return _found(collective)
     except LayoutError as error:
