@@ -104,7 +104,7 @@ def why_not(dtype: torch.dtype, world_size: int, rows: int, columns: int) -> str
     if columns % 8 or not 0 < columns <= MOST_COLUMNS:
         return f"rows have {columns} elements; expected a multiple of 8 from 8 to {MOST_COLUMNS}"
     if world_size > MOST_RANKS:
-        return f"{world_size} ranks are more than the {MOST_RANKS} whose flags one block waits for"
+        return f"the group has {world_size} ranks; expected at most {MOST_RANKS}, whose flags one block waits for"
     if rows * columns * dtype.itemsize > LIMIT_BYTES:
         return f"{rows * columns * dtype.itemsize} bytes are too many for a small message; the limit is {LIMIT_BYTES}"
     return None
