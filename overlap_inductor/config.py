@@ -115,8 +115,8 @@ class OverlapConfig:
     """``unidirectional`` | ``bidirectional``: how gathered slices travel."""
 
     sub_chunks: int = _key(4)
-    """S: the number of sub-chunks into which schedule ``ring`` cuts each shard, or fewer if a shard has fewer rows. Of
-    the shorter of matmul and transfer, at most the share ``1 - 1 / (world_size * S)`` is hidden."""
+    """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard. The cost model assumes that
+    ``1 / (world_size * S)`` of the shorter of matmul and transfer stays exposed."""
 
     step_node_budget: int = _key(3000)
     """FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. In graph order, each site that still

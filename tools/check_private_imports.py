@@ -28,8 +28,8 @@ def dotted(node: ast.expr) -> list[str]:
 
 
 def private_parts(source: str) -> list[tuple[int, str]]:
-    """``(line, name)`` of each import of a private torch module, and of each private attribute that is not an attribute
-    of ``self`` or ``cls``.
+    """``(line, name)`` of each import of a private module or name of torch, and of each private attribute that is not
+    an attribute of ``self`` or ``cls``.
 
     Operators such as ``aten._to_copy`` are public despite their names, and so is ``os._exit``. They are left out.
     """
@@ -56,8 +56,8 @@ def main() -> int:
         if not any(folder in path.parents for folder in ALLOWED):
             for line, name in private_parts(path.read_text()):
                 print(
-                    f"{path.relative_to(ROOT.parent)}:{line} {name}: private torch APIs belong in torch_compat or"
-                    " inductor"
+                    f"{path.relative_to(ROOT.parent)}:{line} private name {name}: private torch APIs belong in"
+                    " torch_compat or inductor, and other private attributes are read only through self or cls"
                 )
                 found = True
     return 1 if found else 0

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from overlap_inductor.report.report import OverlapReport
 
 _NO_GRAPH = (
-    "The script compiled no graph. It must call torch.compile, and call the function that returns, in its own process."
+    "The script compiled no graph. It must call torch.compile, and then call the compiled function, in its own process."
 )
 _NO_GPU = (
     "overlap-inductor explain: the script asks for a GPU, and this machine has none that torch can use. Let the script"
-    ' put its tensors on "cpu" if torch.cuda.is_available() is False. Its sites are still planned for the machine of'
-    " --machine."
+    ' put its tensors on "cpu" if torch.cuda.is_available() is False. With --machine, its sites are still planned'
+    " for that machine."
 )
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -138,13 +138,13 @@ def _one_difference(mine: ExchangePlan, other: ExchangePlan) -> str:
         parts.append(f"{len(mine.steps)} transfers here and {len(other.steps)} there")
     if mine.steps == other.steps:
         if mine.inputs.keys() != other.inputs.keys():
-            here, there = (", ".join(sorted(plan.inputs)) or "no inputs" for plan in (mine, other))
-            return f"{here} must be the same on all ranks here, and {there} there"
+            here, there = (", ".join(sorted(plan.inputs)) or "none" for plan in (mine, other))
+            return f"the inputs that must be the same on all ranks are {here} here and {there} there"
         names = [k for k in sorted(mine.inputs) if mine.inputs[k] != other.inputs[k]]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return (
-            f"{', '.join(names[:3])}{more} must be the same on all ranks, because the ranks divide the tokens, and has"
-            " other values here than there"
+            f"{', '.join(names[:3])}{more} must be the same on all ranks, because the ranks divide the tokens, but the"
+            " values here differ from those there"
         )
     number = next(
         (i for i, (a, b) in enumerate(zip(mine.steps, other.steps)) if a != b), min(len(mine.steps), len(other.steps))

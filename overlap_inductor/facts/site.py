@@ -20,17 +20,21 @@ class Collective:
 
     Attributes:
         kind: all_gather, reduce_scatter, all_reduce or all_to_all; ``fused`` for an op of Inductor's async TP; for
-            another collective, its operator's name without ``_``, ``_coalesced`` or ``_out`` at the end.
+            another collective, its operator's name without a final ``_``, and for a functional one also without
+            ``_coalesced`` or ``_out``.
         ranks: global ranks of the group; empty if this process does not know the group.
-        dtype: dtype of the result, without ``torch.``.
-        mesh_dim: name of the mesh dim that a ``DeviceMesh`` gave the group, or ``None``.
-        dim: after an all-gather, the dim that is gathered, of the tensor before it was flattened for the matmul; before
-            a reduce-scatter or an all-to-all, the dim of the matmul's result that is scattered; after an all-to-all,
-            the dim of its result that holds the ranks; else ``None``.
+        dtype: dtype of the result, without ``torch.``; empty if the op returns several tensors.
+        mesh_dim: the group's description, which is the name of the mesh dim if a ``DeviceMesh`` made the group;
+            ``None`` if it has none.
+        dim: All-gather before the matmuls: the gathered dim, counted in the tensor before it is flattened for the
+            matmul. Reduce-scatter or all-to-all after the matmuls: the dim of the first matmul's result that is
+            scattered. All-to-all before the matmuls: the dim of the all-to-all's result that holds the ranks. Else
+            ``None``.
         role: role in the first matmul (M, N, K or B) of the dim that is cut, or ``None``. An all-gather of an output
             has a role and no ``dim``.
         reduce_op: ``sum``, ``avg``, ...; ``None`` if the collective does not reduce.
-        bytes: bytes of the full tensor (after a gather, before a scatter), an int or an expression.
+        bytes: bytes of the full tensor (after a gather, before a scatter), an int or an expression. For ``fused``,
+            those of the op's result; if the op returns several tensors, those of the first one.
     """
 
     kind: str
@@ -68,8 +72,8 @@ class Matmul:
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """A matmul-collective site. ``id`` is the same on every rank and in every run; ``module`` is the path of the user's
-    module."""
+    """A matmul-collective site. ``id`` is the same on every rank and in every run. ``module`` is the path of the user's
+    module, or the first matmul's node name if the path is unknown."""
 
     id: str
     pattern: str

@@ -121,7 +121,7 @@ class ComparedCall:
             comparison.withdrawn = True
             outcome = agreement.Outcome(
                 False,
-                "a group's backend is fake: kernels that reach into their peers' memory have none, and the graph runs"
+                "a group's backend is fake, so there is no peer whose memory the kernels could reach; the graph runs"
                 " without overlap",
             )
         if outcome.overlapped and (outcome.fresh or new or not self.ready):

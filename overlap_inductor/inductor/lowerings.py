@@ -68,7 +68,7 @@ def _agree(group_name: str, *args: Any) -> Any:
         raise OverlapError(
             f"{node} is a step of a transfer in flight, but a pass that runs after overlap_inductor's has moved it past"
             " a write to the same buffer. Put overlap_inductor's pass last, or set"
-            " OVERLAP_INDUCTOR_STEP_NODE_BUDGET=1, so that each ring is one op."
+            " OVERLAP_INDUCTOR_STEP_NODE_BUDGET=1, so that no ring is unrolled."
         )
     ops = torch.ops.overlap_inductor
     if any(starts_transfer(n) and argument(n, "group_name") == group_name for n in V.graph.graph.nodes):

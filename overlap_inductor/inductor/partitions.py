@@ -83,9 +83,11 @@ def _transfer(kernel: Any) -> str | None:
     name = op._schema.name.split("::")[1]
     if name in STARTS:
         return kernel.get_name()
-    # The buffer is the second argument of every member but ``exchange_keep``. A cut is found without that op, because
-    # it runs between the transfer's start and its last wait.
-    return _maker(kernel.inputs[1]) if name in MEMBERS else None
+    if name not in MEMBERS:
+        return None
+    # The arguments before the buffer are tensors, too, so its place among the tensors is that among all arguments.
+    names = [argument.name for argument in op._schema.arguments]
+    return _maker(kernel.inputs[names.index(MEMBERS[name])])
 
 
 def _maker(buffer: Any) -> str:

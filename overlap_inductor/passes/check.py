@@ -107,16 +107,21 @@ def _dtype(site: OverlapSite, context: Context) -> str | None:
         for node in matmul.factors:
             allowed = {"scaled_mm": _DTYPES | _FP8, "int_mm": {torch.int8}}.get(matmul.kind, _DTYPES)
             if tools.dtype(node) not in allowed:
-                return f"{matmul.node.name} multiplies {tools.dtype(node)}; expected a floating type"
+                return f"{matmul.node.name} multiplies {tools.dtype(node)}; expected {_listed(allowed)}"
     moved = tools.dtype(site.collectives[0].input)
     integers = {torch.int8, torch.int32} if all(m.kind == "int_mm" for m in site.matmuls) else set()
     if moved not in _DTYPES | _FP8 | integers:
-        return f"the collective moves {moved}; expected a floating type"
+        return f"the collective moves {moved}; expected {_listed(_DTYPES | _FP8 | integers)}"
     if moved in integers and site.facts.collective.reduce_op == "avg":
         return f"the collective averages {moved}; expected sum, because each library rounds integers in its own way"
     if site.facts.collective.reduce_op and moved in _FP8:
         return f"the collective sums {moved}; expected a dtype of at least 16 bits, to send partial sums in"
     return None
+
+
+def _listed(dtypes: set[torch.dtype]) -> str:
+    *first, last = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 @check("other_users")
@@ -205,10 +210,10 @@ def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str 
     accepted in the order in which they are found. The rewrite moves their nodes in the same order."""
     late = {n for n in _read(placement) if n in context.sunk and placement.anchor < context.sunk[n]}
     if late:
-        return f"the site's steps need {_names(late)} earlier than an accepted site computes it"
+        return f"another overlapped site would compute {_names(late)} only after this site's steps need {_them(late)}"
     early = {n for n in _sunk(site, placement) if n in context.needed and not placement.anchor < context.needed[n]}
     if early:
-        return f"the site would move {_names(early)} after an accepted site that needs it"
+        return f"this site would compute {_names(early)} only after another overlapped site needs {_them(early)}"
     return None
 
 
@@ -224,6 +229,10 @@ def _sunk(site: OverlapSite, placement: Placement) -> set[fx.Node]:
 
 def _names(nodes: set[fx.Node]) -> str:
     return ", ".join(sorted(n.name for n in nodes))
+
+
+def _them(nodes: set[fx.Node]) -> str:
+    return "it" if len(nodes) == 1 else "them"
 
 
 def _members(site: OverlapSite) -> list[fx.Node]:

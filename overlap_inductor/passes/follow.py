@@ -210,7 +210,9 @@ class Follower:
         needy = self._needy(node)
         if needy is not None:
             if _is_operand(node):
-                text = f"{node.name} reads {needy.name} ({needy.target}), which needs the whole gathered tensor"
+                text = (
+                    f"{node.name} reads {needy.name} ({needy.target}), which needs the whole result of the {self.what}"
+                )
                 self.obstacles.append(Reason("weight_depends_on_collective", text))
             return
         try:
@@ -219,7 +221,7 @@ class Follower:
                 ShardedDim.of(self.layouts[n]).short for n in node.all_input_nodes if n in self.layouts
             ):
                 raise LayoutError(
-                    "it combines the gathered rows with another tensor's after the padding of uneven shards was cut off"
+                    "it combines these rows with another tensor's after the padding of uneven shards was cut off"
                 )
         except LayoutError as error:
             if _is_operand(node):
@@ -242,8 +244,8 @@ class Follower:
                 self.obstacles.append(
                     Reason(
                         "weight_depends_on_collective",
-                        f"{matmul.node.name} reads the gathered tensor as more than one operand or bias; expected one"
-                        " operand",
+                        f"{matmul.node.name} reads the result of the {self.what} as more than one operand or bias;"
+                        " expected one operand",
                     )
                 )
                 return
@@ -255,7 +257,7 @@ class Follower:
             sharded = ShardedDim.of(layout)
             role = matmul.role(operand, sharded.dim)
             if role == "K" and matmul.kind == "scaled_mm":
-                text = f"{matmul.node.name} contracts the gathered dim and has scales; expected a matmul without scales"
+                text = f"{matmul.node.name} contracts the sharded dim and has scales; expected a matmul without scales"
                 self.obstacles.append(Reason("split_contraction", text))
                 return
             self.consumers.append(GatherConsumer(matmul, operand, role, layout, sharded))
@@ -264,7 +266,7 @@ class Follower:
             self.obstacles.append(
                 Reason(
                     "no_matmul",
-                    f"the collective gathers a scale of {matmul.node.name} and none of its operands, so there is"
+                    f"the collective moves a scale of {matmul.node.name} and none of its operands, so there is"
                     " nothing to hide it behind",
                 )
             )
@@ -301,8 +303,8 @@ def consumers_of(follower: Follower) -> list[GatherConsumer]:
             follower.obstacles.append(
                 Reason(
                     "weight_depends_on_collective",
-                    f"the {needy} of {consumer.matmul.node.name} is computed from the gathered tensor; expected one"
-                    " operand only to depend on it",
+                    f"the {needy} of {consumer.matmul.node.name} is computed from the result of the"
+                    f" {follower.what}; expected one operand only to depend on it",
                 )
             )
         else:

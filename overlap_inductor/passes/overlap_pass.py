@@ -165,7 +165,7 @@ def _choose_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, refu
 
 
 def _notices(outcome: _Outcome, failed: list[Failure]) -> list[str]:
-    notices = [f"the sequence-parallel rewrite failed ({f.error}); the graph was left as written" for f in failed]
+    notices = [f"the sequence-parallel rewrite failed ({f.error}); it left the graph as written" for f in failed]
     notices += [
         f"could not rewrite site {site} ({failure.error}); the graph was restored and the site runs as written"
         for failure in outcome.failures

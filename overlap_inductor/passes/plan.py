@@ -43,11 +43,9 @@ def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
     refusals = {s.name: _why_not(s, site, config) for s in asked}
     able = [s for s in asked if refusals[s.name] is None]
     if not able:
-        variable, value = (
-            ("SCHEDULE", config.schedule) if config.schedule != "auto" else ("TRANSPORT", config.transport)
-        )
-        text = f"OVERLAP_INDUCTOR_{variable}={value}: {'; '.join(filter(None, dict.fromkeys(refusals.values())))}"
-        return Decision("refused", "forced", [PlanPiece("keep")], [Reason("schedule_not_available", text)])
+        reason = Reason("schedule_not_available", _why_none(refusals, config))
+        forced = (config.schedule, config.transport) != ("auto", "auto")
+        return Decision("refused", "forced" if forced else "analytic", [PlanPiece("keep")], [reason])
     estimate = _estimate_us(site, config, able)
     if config.schedule != "auto":
         return Decision("overlapped", "forced", _with(estimate, able[0].forced(site, config)))
@@ -75,6 +73,19 @@ def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
 
 def _with(estimate: dict[str, float], pieces: list[PlanPiece]) -> list[PlanPiece]:
     return [p if p.schedule == "keep" else dataclasses.replace(p, estimate_us=estimate) for p in pieces]
+
+
+def _why_none(refusals: dict[str, str | None], config: OverlapConfig) -> str:
+    """The text that no schedule can compute a site. ``refusals``: the reason of each schedule, by name."""
+    alike: dict[str, list[str]] = {}
+    for name, refusal in refusals.items():
+        alike.setdefault(refusal or "", []).append(name)
+    if config.schedule != "auto":
+        return f"OVERLAP_INDUCTOR_SCHEDULE={config.schedule}: {'; '.join(alike)}"
+    asked = "" if config.transport == "auto" else f" over OVERLAP_INDUCTOR_TRANSPORT={config.transport}"
+    return f"no schedule can compute the site{asked}. " + "; ".join(
+        f"{', '.join(names)}: {refusal}" for refusal, names in alike.items()
+    )
 
 
 def _why_not(schedule: SiteSchedule, site: OverlapSite, config: OverlapConfig) -> str | None:

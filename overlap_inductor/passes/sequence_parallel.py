@@ -83,7 +83,7 @@ def run_sequence_parallel(graph: fx.Graph, config: OverlapConfig, refusal: str |
     except Exception as error:  # noqa: BLE001  (a model that compiles without the pass must compile with it)
         failure = Failure.of(error, "sequence_parallel")
         log.warning(
-            "overlap_inductor: the sequence-parallel rewrite failed (%s); the graph was left as written. %s",
+            "overlap_inductor: the sequence-parallel rewrite failed (%s); it left the graph as written. %s",
             failure.error,
             BUG_REPORT,
             exc_info=True,
@@ -220,7 +220,7 @@ def _pays(number: int, stretch: Stretch, facts: list[StretchFacts], pays_at: Any
         text = f"estimated {times['rewritten']:.0f} us rewritten, against {times['keep']:.0f} us as written"
         text += " (it pays only if a gather can be hidden)"
         if limit is not None:
-            text += f"; from {limit} tokens on, a graph of its own is rewritten"
+            text += f"; calls with {limit} tokens or more get a graph of their own, which is rewritten"
         facts[number] = replace(facts[number], status="kept", reasons=(Reason("too_small", text),))
     return result
 

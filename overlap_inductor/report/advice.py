@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _PART_OF_THE_MODEL = "Nothing to do if the model needs it this way."
-_REPORT_IT = "Please report it with this folder."
 
 ADVICE = {
     "backend_not_supported": "Compile with torch.compile and Inductor's Python wrapper.",
@@ -35,10 +34,10 @@ ADVICE = {
     "op_between": f"Move the op that the reason names to the collective's other side. {_PART_OF_THE_MODEL}",
     "other_users": f"Read the result behind the collective, not before it. {_PART_OF_THE_MODEL}",
     "out_variant": "Call the functional collective of torch.distributed._functional_collectives.",
-    "pattern_not_available": "Nothing to do: this kind of collective is not overlapped in this version.",
+    "pattern_not_available": "Call a functional collective of a kind that is overlapped, if the model allows it.",
     "reduce_op": "Reduce with sum or avg.",
-    "report_mode": "Set OVERLAP_INDUCTOR=on to run this plan.",
-    "rewrite_failed": f"This is a bug of overlap_inductor; the graph runs as written. {_REPORT_IT}",
+    "report_mode": "Set OVERLAP_INDUCTOR=on to change the graph.",
+    "rewrite_failed": "This is a bug of overlap_inductor; the site runs as written. The notices say how to report it.",
     "schedule_not_available": "Leave OVERLAP_INDUCTOR_SCHEDULE and OVERLAP_INDUCTOR_TRANSPORT at auto, or change what"
     " the reason names.",
     "shares_nodes": "Nothing to do: another site holds this matmul, and the reason names it.",
@@ -53,9 +52,9 @@ ADVICE = {
     "uneven_splits": "Send every rank an equal part of a size that is known when the graph is compiled, or move the op"
     " that the reason names to the other side of the all-to-all or of the matmul.",
     "uneven_tokens": "Use a number of tokens that is a multiple of the number of ranks, or compile for a fixed one.",
-    "weight_depends_on_collective": "Compute the operand that the reason names from something that is not gathered."
+    "weight_depends_on_collective": "Compute the operand that the reason names without the collective's result."
     f" {_PART_OF_THE_MODEL}",
-    "workspace": "Raise OVERLAP_INDUCTOR_WORKSPACE_LIMIT, or lower OVERLAP_INDUCTOR_MAX_TOKENS.",
+    "workspace": "Raise OVERLAP_INDUCTOR_WORKSPACE_LIMIT or, for dynamic sizes, lower OVERLAP_INDUCTOR_MAX_TOKENS.",
     "world_size_one": "Nothing to do: a group of one rank moves nothing.",
 }
 """Reason code -> what to do."""

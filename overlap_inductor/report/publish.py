@@ -187,7 +187,7 @@ def _insist(report: OverlapReport) -> None:
     if whole is not None:
         raise StrictError(
             f"OVERLAP_INDUCTOR=strict: {_WHOLE[whole.stage]} failed on graph {report.graph} {report.phase}: "
-            f"{whole.error}. {BUG_REPORT} OVERLAP_INDUCTOR=on runs the graph as written.\n\n{whole.traceback}"
+            f"{whole.error}. {BUG_REPORT} OVERLAP_INDUCTOR=on compiles the graph without it.\n\n{whole.traceback}"
         )
     bad = [s for s in report.sites if s.decision.status in ("refused", "failed")]
     if bad:

@@ -69,10 +69,14 @@ def _outcome(stretch: StretchFacts) -> str:
         return f"{stretch.status}: {', '.join(dict.fromkeys(r.code for r in stretch.reasons))}"
     parts = [words.count(stretch.scatters, "reduce-scatter"), words.count(stretch.gathers, "all-gather")]
     if stretch.sums:
-        parts.append(words.count(stretch.sums, "all-reduce") + " of sums over tokens")
+        parts.append(words.count(stretch.sums, "all-reduce") + " of sums or extrema over tokens")
     text = f"rewritten: {', '.join(parts)}; {words.count(stretch.nodes, 'node')} on each rank's rows"
     if stretch.gathered_again:
-        text += f"; {stretch.gathered_again} of the all-gathers repeated by the backward, which saves rows only"
+        verb, them = ("is", "it") if stretch.gathered_again == 1 else ("are", "them")
+        text += (
+            f"; {stretch.gathered_again} of the all-gathers {verb} repeated in the backward, so that only each rank's"
+            f" rows are saved for {them}"
+        )
     return text
 
 
@@ -83,7 +87,7 @@ def _times(stretch: StretchFacts) -> str:
     longest = max(keep, rewritten)
     return (
         f"estimated {words.microseconds(keep, longest)} as written, {words.microseconds(rewritten, longest)} rewritten"
-        " (matmuls beside the collectives, and what stays exposed)"
+        " (matmuls beside the collectives, exposed parts of the collectives, token-wise work)"
     )
 
 

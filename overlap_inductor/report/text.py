@@ -47,9 +47,9 @@ def _header(report: OverlapReport) -> list[str]:
     if estimated := totals.line(report):
         lines.append(estimated)
     if report.mode == "report":
-        lines.append("mode report: the graph was not changed; mode on would run the plan below")
+        lines.append(f"mode report: the graph was not changed{words.mode_on(report)}")
     if report.plan_hash:
-        lines.append(f"plan {report.plan_hash} (equal on every rank)")
+        lines.append(f"plan {report.plan_hash} (the ranks compare it before they exchange data)")
     lines += words.memory(report)
     return lines
 

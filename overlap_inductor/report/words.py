@@ -27,9 +27,9 @@ STATUSES = ("overlapped", WOULD, "kept", "refused", "failed")
 
 STATUS_MEANING = {
     "overlapped": "its transfers run in pieces under the matmuls, or in a faster kernel after them (small_message)",
-    WOULD: "runs as written, because mode report changes nothing; mode on would run its plan",
-    "kept": "runs as written: it could be overlapped, but no gain is estimated, or a switch asks for this",
-    "refused": "runs as written: overlapping it is not supported, or could change the result",
+    WOULD: "runs as written, because mode report changes nothing; the plan shows how",
+    "kept": "runs as written: the estimated gain is too small, or the reason names what else keeps it",
+    "refused": "runs as written: overlapping it is not supported, exceeds a limit, or could change the result",
     "failed": "runs as written: the rewrite raised an error, and the graph was restored",
 }
 
@@ -187,6 +187,14 @@ def headline(report: OverlapReport) -> str:
     if report.near_misses:
         text += f"; {count(len(report.near_misses), 'near miss').replace('misss', 'misses')}"
     return text
+
+
+def mode_on(report: OverlapReport) -> str:
+    """What mode ``on`` would do with a graph that mode ``report`` has left alone: ``; mode on would run the plan
+    below``; empty if it would change nothing."""
+    if any(reason.code == "report_mode" for stretch in report.stretches for reason in stretch.reasons):
+        return "; mode on would first rewrite a stretch, so its sites and their plans would be others"
+    return "; mode on would run the plan below" if any(map(_planned, (s.decision for s in report.sites))) else ""
 
 
 def pass_failed(report: OverlapReport) -> bool:

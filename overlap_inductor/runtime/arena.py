@@ -239,7 +239,7 @@ class WorkspaceArena:
         if self.nbytes + more > self.limit:
             raise OverlapError(
                 f"sites {names} need {more} bytes of workspace beyond the {self.nbytes} that their group holds; the"
-                f" limit is {self.limit}. Raise the limit, or keep the largest sites."
+                f" limit is {self.limit} (OVERLAP_INDUCTOR_WORKSPACE_LIMIT, in MiB). Raise it."
             )
 
     def _new(self, nbytes: int, signals: int, protocol: str) -> Slot:

@@ -192,7 +192,7 @@ class GroupWorkspace:
         else:
             self.without_room.update(r.site for r in requests)
             log.warning(
-                "overlap_inductor: %d sites of group %r run without overlap: %s",
+                "overlap_inductor: %d sites of group %r run without overlap: %s Raise the limit to overlap them.",
                 len(requests), self.group.group_name, full,
             )  # fmt: skip
         # A site may have another slot now, so remembered launches are dropped.

@@ -180,7 +180,6 @@ def emit(
     rhs: fx.Node,
     slicers: dict[str, Slicer],
     *,
-    with_bias: bool = True,
     bias_slice: fx.Node | None = None,
 ) -> fx.Node:
     """Write the same matmul on slices ``lhs`` and ``rhs`` of its operands. Return the new node, which has no ``meta``
@@ -189,7 +188,6 @@ def emit(
     Args:
         slicers: ``slicers[role](tensor, dim)`` cuts dim ``dim`` of a bias, or of a scale for each row or column, like
             the operands. Roles that are not sliced have no entry.
-        with_bias: whether to add the bias of an ``addmm`` or ``baddbmm``. A ``scaled_mm`` always keeps its bias.
         bias_slice: the bias, if it has been cut already.
     """
 
@@ -200,7 +198,7 @@ def emit(
         return tensor
 
     bias = bias_slice or matmul.bias
-    if bias is not None and with_bias and bias_slice is None:
+    if bias is not None and bias_slice is None:
         rank = len(tools.shape(bias))
         roles = ["B", "M", "N"] if matmul.batched else ["M", "N"]
         bias = cut(bias, dict(enumerate(roles[len(roles) - rank :])))
@@ -215,7 +213,7 @@ def emit(
         return call(aten._scaled_mm.default, (lhs, rhs, scale_a, scale_b, bias), rest)
     if matmul.kind == "int_mm":
         return call(aten._int_mm.default, (lhs, rhs))
-    if matmul.kind == "mm" or matmul.kind == "bmm" or not with_bias:
+    if matmul.kind == "mm" or matmul.kind == "bmm":
         return call(aten.bmm.default if matmul.batched else aten.mm.default, (lhs, rhs))
     return call(aten.baddbmm.default if matmul.batched else aten.addmm.default, (bias, lhs, rhs))
 

@@ -116,7 +116,7 @@ def _dims_of(given: Any, rank: int) -> list[int]:
 
 def _none_gathered(node: fx.Node, dims: list[Dim]) -> None:
     if any(a.rank for dim in dims for a in dim):
-        raise LayoutError(f"{node.target} works along the gathered dim")
+        raise LayoutError(f"{node.target} works along the sharded dim")
 
 
 def _with(layout: Layout, dim: int, size: Any) -> Layout:
@@ -140,7 +140,7 @@ def _joined(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     parts: list[fx.Node] = list(node.args[0])
     whole = [a for part in parts if part in layouts for a in layouts[part].refined().dims[joined]]
     if any(a.rank for a in whole):
-        raise LayoutError(f"{node.name} concatenates the gathered tensor with others along the gathered dim")
+        raise LayoutError(f"{node.name} concatenates the collective's result with others along the sharded dim")
     dims = [(Atom(size),) if d == joined else _dim(node, d, parts, layouts, 0, whole) for d, size in enumerate(shape)]
     return RowWise(Layout(tuple(dims)), whole, [p for p in parts if p not in layouts])
 
@@ -151,7 +151,7 @@ def _pointwise(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     whole: list[Atom] = []
     dims = tuple(_dim(node, d, inputs, layouts, len(shape), whole) for d in range(len(shape)))
     if sum(any(a.rank for a in dim) for dim in dims) != 1:
-        raise LayoutError(f"{node.name} has the gathered dim in none or in several of its dims; expected exactly one")
+        raise LayoutError(f"{node.name} has the sharded dim in none or in several of its dims; expected exactly one")
     gathered = next(d for d, dim in enumerate(dims) if any(a.rank for a in dim))
     rows_of = []
     for other in inputs:
@@ -186,14 +186,14 @@ def _dim(
         elif not same_size(tools.shape(source)[at], size):
             raise LayoutError(
                 f"{source.name} of shape {tools.shape(source)} cannot be shown to have as many rows or columns as the"
-                " gathered tensor"
+                " collective's result"
             )
     if not found:
         return () if _is_one(size) else (Atom(size),)
     if all(Layout((other,)).same_elements(Layout((found[0],))) for other in found[1:]):
         return found[0]
     if any(a.rank for mine in found for a in mine):
-        raise LayoutError(f"{node.name} combines tensors that hold the gathered rows in different orders")
+        raise LayoutError(f"{node.name} combines tensors that hold the ranks' rows in different orders")
     whole += [a for mine in found for a in mine]
     return (Atom(size),)
 

@@ -22,8 +22,8 @@ _GETTERS = tuple(
 
 def switches() -> tuple[object, ...]:
     """The current values of these process-wide settings, such as ``torch.backends.cuda.preferred_blas_library()`` and
-    ``torch.are_deterministic_algorithms_enabled()``. A program may change them between two calls, so ``runtime.replay``
-    replays a call only if they are as they were.
+    ``torch.are_deterministic_algorithms_enabled()``. A program may change them between two calls, so schedules that
+    replay a vendor matmul (``chunked``, ``small_message``) make them part of the replay's key.
 
     This reads private getters, because it runs at every call and the public functions are slower.
     """

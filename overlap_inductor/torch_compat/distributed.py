@@ -60,8 +60,8 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
 
 
 def group_description(group_name: str) -> str | None:
-    """The name of the mesh dim that a ``DeviceMesh`` gave the group (``tp``), or ``None``. Raises ``OverlapError`` if
-    there is no such group."""
+    """The group's description, which is the name of the mesh dim (``tp``) if a ``DeviceMesh`` made the group; ``None``
+    if it has none. Raises ``OverlapError`` if there is no such group."""
     group = resolve_group(group_name)
     description = getattr(group, "group_desc", None)
     if not description or description in ("default_pg", "undefined"):

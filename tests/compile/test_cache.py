@@ -186,7 +186,7 @@ def test_off_after_on_is_a_miss_and_on_again_a_hit(cache: Path) -> None:
     start_again()
     overlap_inductor.enable()
     train()
-    assert was_hit()
+    assert was_hit() and len(reporting.all_reports()) == 2
 
 
 @pytest.mark.parametrize("what", ["version", "source"])

@@ -88,8 +88,12 @@ def test_integer_matmuls_keep_to_the_gpus_limits() -> None:
         here = report_of(product, *operands, schedule="ring")
         with planning_for(H200):
             there = report_of(product, *operands, schedule="ring")
+            auto = report_of(product, *operands, schedule="auto")
     assert here.sites[0].decision.status == "overlapped"
     assert "on a GPU, each of 32 pieces" in there.sites[0].decision.reasons[0].text
+    (reason,) = auto.sites[0].decision.reasons
+    assert auto.sites[0].decision.source == "analytic" and reason.code == "schedule_not_available"
+    assert reason.text.startswith("no schedule can compute the site. ring: ") and "; small_message: no " in reason.text
 
 
 def test_a_plan_for_another_machine_has_a_cache_key_of_its_own() -> None:

@@ -21,7 +21,10 @@ from overlap_inductor.inductor import rank_symbol
 from overlap_inductor.inductor.rank_symbol import GroupRank
 from overlap_inductor.runtime import agreement
 from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_to_all
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from overlap_inductor.torch_compat.ordering import MEMBERS
+from overlap_inductor.torch_compat.ordering import STARTS
 from tests.support.fake_group import fake_group
 
 
@@ -186,6 +189,43 @@ def test_a_transfer_is_cut_unless_one_partition_or_the_host_runs_it(
 
     monkeypatch.setattr(partitions, "_transfer", lambda kernel: kernel)
     assert partitions.cut([[Scheduled(name) for name in names] for names in places], uncaptured) is expected
+
+
+def sent_and_received(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return all_to_all(all_to_all(x @ w, dist.group.WORLD).relu(), dist.group.WORLD) @ v
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "writes"),
+    [
+        (gathered, ((64, 32), (32, 24)), {"gather_step"}),
+        (scattered, ((64, 32), (32, 24)), {"exchange_send", "exchange_wait"}),
+        (sent_and_received, ((64, 32), (32, 24), (24, 8)), {"exchange_send", "exchange_keep", "exchange_wait"}),
+    ],
+)
+def test_every_write_belongs_to_the_transfer_of_its_buffer(
+    given: list[list[type]],
+    function: Callable[..., Any],
+    shapes: tuple[tuple[int, ...], ...],
+    writes: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``exchange_keep`` takes the buffer as its first tensor, the other ops as their second one. If an op were counted
+    with another transfer, that transfer would seem to be cut."""
+    transfers: dict[str, set[str]] = {}
+    cut = partitions.cut
+
+    def noted(parts: Any, uncaptured: Any) -> bool:
+        for kernel in (node.node for part in parts for scheduled in part for node in scheduled.get_nodes()):
+            name = str(getattr(kernel, "op_overload", "")).split(".")[1:2]
+            if name and name[0] in (*STARTS, *MEMBERS):
+                transfers.setdefault(name[0], set()).add(partitions._transfer(kernel))
+        return cut(parts, uncaptured)
+
+    monkeypatch.setattr(partitions, "cut", noted)
+    compiled(function, *shapes, reorders=False, sub_chunks=1)
+    started = set.union(*(transfers.pop(name, set()) for name in STARTS))
+    assert transfers.keys() == writes and all(found == started for found in transfers.values()), (started, transfers)
 
 
 def test_a_kernel_that_writes_to_a_rotated_place_needs_the_rank(

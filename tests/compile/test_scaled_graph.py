@@ -88,7 +88,7 @@ def test_an_op_is_placed_after_the_gather_of_its_scales() -> None:
     (scales,) = op.args[4]
     assert order.index(scales) < order.index(op) and scales.target is torch.ops._c10d_functional.wait_tensor.default
     (miss,) = report.near_misses
-    assert miss.reason.code == "no_matmul" and "gathers a scale of" in miss.reason.text
+    assert miss.reason.code == "no_matmul" and "moves a scale of" in miss.reason.text
 
 
 def test_scales_are_in_the_order_of_the_rows() -> None:

@@ -291,6 +291,16 @@ def test_nothing_is_measured_in_a_capture(waves: wave_groups.GroupWaves, monkeyp
         wave_groups.matmul_all_reduce(a, b, waves.place.group, PARAMETERS, "some site")
 
 
+def test_tables_of_partitions_run_out(waves: wave_groups.GroupWaves) -> None:
+    """A plan fills one table for the whole matmul, and one for each number of free SMs."""
+    _call(waves, replace(PARAMETERS, free=(0, 1)))
+    assert waves.used == 3
+    waves.used = wave_groups.TABLES
+    _call(waves, replace(PARAMETERS, free=(0, 1)))
+    with pytest.raises(OverlapError, match="filled all 4096 tables of group '0', because a matmul of new sizes fills"):
+        _call(waves)
+
+
 def test_a_group_that_is_destroyed_leaves_no_counters(waves: wave_groups.GroupWaves) -> None:
     destroyed = waves.place.group
     dist.destroy_process_group()

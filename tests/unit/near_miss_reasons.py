@@ -172,7 +172,7 @@ def _() -> OverlapReport:
     gathered = made.gather(made.input(4, 16))
     largest = made.call(getitem, made.call(aten.max.dim, gathered, 1, True), 0)
     report = made.output(made.mm(made.call(aten.sub.Tensor, gathered, largest), weight(made))).run()
-    assert "which needs the whole gathered tensor" in report.near_misses[0].reason.text
+    assert "which needs the whole result of the all-gather" in report.near_misses[0].reason.text
     return report
 
 

@@ -52,6 +52,22 @@ def test_reason(name: str) -> None:
         assert report.before == report.after
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("dtype matmul", "multiplies torch.int32; expected bfloat16, float16, float32 or float64"),
+        ("dtype collective", "the collective moves torch.int8; expected bfloat16, float16, "),
+        ("hoist over an accepted site", "another overlapped site would compute mm_default, "),
+        ("hoist over an accepted site", " only after this site's steps need them"),
+        ("hoist of an accepted site", " only after another overlapped site needs them"),
+    ],
+)
+def test_the_reason_says_what_is_in_the_way(name: str, text: str) -> None:
+    with fake_group(2):
+        (reason,) = CASES[name][2]().sites[-1].decision.reasons
+    assert text in reason.text
+
+
 def test_every_code_has_a_case() -> None:
     """Fails if a reason code has no case, or if a case names a code that no longer exists."""
     package = Path(overlap_inductor.__file__).parent

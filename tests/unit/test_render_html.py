@@ -205,7 +205,7 @@ def test_mode_report_shows_what_mode_on_would_run() -> None:
     report.sites[0].decision.reasons.append(Reason("report_mode", "OVERLAP_INDUCTOR=report leaves the graph alone"))
     words = " ".join(Page(render_html(report)).words.split())
     assert "1342 us \u2192 902 us, 1.49x estimated, the plan's sites together" in words
-    assert "Set OVERLAP_INDUCTOR=on to run this plan." in words
+    assert "Set OVERLAP_INDUCTOR=on to change the graph." in words
 
 
 def test_plans_beyond_the_limit_are_counted_and_not_drawn() -> None:

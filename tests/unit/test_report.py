@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 
 from overlap_inductor.facts.decision import Decision
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.facts.decision import Reason
+from overlap_inductor.facts.stretch import StretchFacts
 from overlap_inductor.report import words as report_words
 from overlap_inductor.report.groups import common_names
 from overlap_inductor.report.groups import group_near_misses
@@ -142,6 +144,37 @@ def test_plan_parameters_and_estimates_are_shown_per_token_range() -> None:
     assert re.search(
         r"tokens >= 512 +ring/p2p S=4  min_rows=512 .*\n +estimated ring 902 us, keep 1342 us \(matmul 644 us", text
     )
+
+
+def test_report_mode_does_not_promise_a_plan_that_mode_on_would_not_run() -> None:
+    """Mode ``on`` rewrites the stretch first, so it finds other sites. Without sites there is no plan."""
+    report = samples.empty(mode="report")
+    assert "\nmode report: the graph was not changed\n" in report.to_text()
+    reason = Reason("report_mode", "leaves the graph alone")
+    report.sites = [samples.site("lm_head", Decision("kept", "analytic", [samples.RING], [reason]))]
+    report.stretches = [stretch(status="kept", reasons=(reason,))]
+    assert "the graph was not changed; mode on would first rewrite a stretch, so its sites" in report.to_text()
+
+
+def stretch(**fields: Any) -> StretchFacts:
+    first = ("sequence_parallel-1a2b3c4d", "mlp", (0, 1), 64, 32, "bfloat16")
+    counts = dict.fromkeys(("all_reduces", "scatters", "gathers", "sums", "gathered_again", "nodes"), 2)
+    return StretchFacts(*first, **{**counts, "status": "rewritten", "source": "analytic", **fields})
+
+
+@pytest.mark.parametrize(
+    ("gathered_again", "words"),
+    [
+        (1, "1 of the all-gathers is repeated in the backward, so that only each rank's rows are saved for it"),
+        (2, "2 of the all-gathers are repeated in the backward, so that only each rank's rows are saved for them"),
+    ],
+)
+def test_a_rewritten_stretch_says_what_was_written(gathered_again: int, words: str) -> None:
+    report = samples.empty()
+    report.stretches = [stretch(gathered_again=gathered_again)]
+    text = " ".join(report.to_text().split())
+    assert "rewritten: 2 reduce-scatters, 2 all-gathers, 2 all-reduces of sums or extrema over tokens;" in text
+    assert words in text
 
 
 def test_report_mode_says_that_the_graph_was_left_alone() -> None:

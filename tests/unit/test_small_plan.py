@@ -78,8 +78,8 @@ def test_why_not_names_what_the_kernels_do_not_support() -> None:
     assert why_not(torch.bfloat16, 8, 128, 8192) is None
     for arguments, reason in (
         ((torch.float32, 8, 1, 64), "fp16 or bf16"),
-        ((torch.bfloat16, 8, 1, 60), "16-byte words"),
-        ((torch.bfloat16, 8, 1, 32768), "at most 16384"),
+        ((torch.bfloat16, 8, 1, 60), "60 elements; expected a multiple of 8"),
+        ((torch.bfloat16, 8, 1, 32768), "from 8 to 16384"),
         ((torch.bfloat16, 32, 1, 64), "32 ranks"),
         ((torch.bfloat16, 8, 4096, 8192), "too many for a small message"),
     ):

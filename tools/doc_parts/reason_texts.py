@@ -62,7 +62,7 @@ GROUPS: dict[str, dict[str, str]] = {
             "Each rank exchanges the results of one embedding table, and they are not plain rows that can be looked up"
             " rank by rank, or the gradients of one table arrive. So no other table's work is left to hide it."
         ),
-        "split_contraction": "The gathered dim is the contracted one (K), and the operands are scaled (fp8).",
+        "split_contraction": "The sharded dim is the contracted one (K), and the operands are scaled (fp8).",
         "matmul_form": (
             "This form of matmul is not cut: a product with a vector, `alpha` or `beta` other than 1, or a kind that"
             " is not known."
@@ -73,7 +73,7 @@ GROUPS: dict[str, dict[str, str]] = {
             "The scattered shards are taken out of order, or a bias or another op stands between the matmul and the"
             " padding of its result."
         ),
-        "weight_depends_on_collective": "The matmul's other operand is also computed from the gathered tensor.",
+        "weight_depends_on_collective": "The matmul's other operand is also computed from the collective's result.",
     },
     "The nodes cannot be moved": {
         "shares_nodes": "A matmul already belongs to another site: a second gather or a reduction stands beside it.",

@@ -73,8 +73,8 @@ def _check(
         if reason is not None or b.shape[0] != a.shape[1] or matmul.scales is None and b.dtype != a.dtype:
             raise UnsupportedError(
                 reason
-                or f"schedule chunked multiplies {a.dtype}{list(a.shape)} by a matrix that fits,"
-                f" not {b.dtype}{list(b.shape)}"
+                or f"the right operand is {b.dtype}{list(b.shape)}; expected {a.shape[1]} rows"
+                f"{' of ' + str(a.dtype) if matmul.scales is None else ''}"
             )
         for left, right in matmul.added:
             reason = chunked_plan.why_not(left.dtype, left.shape[1], right.shape[1])
@@ -88,8 +88,8 @@ def _check(
                 what = f"{left.dtype}{list(left.shape)} @ {right.dtype}{list(right.shape)}"
                 raise UnsupportedError(
                     reason
-                    or f"schedule chunked adds products like the first of a sum, {a.dtype}{list(a.shape)} @"
-                    f" {list(b.shape)} without scales, not {what}"
+                    or f"{what} is added to {a.dtype}{list(a.shape)} @ {b.dtype}{list(b.shape)}; expected products of"
+                    " one dtype and shape, without scales"
                 )
     sent = a.dtype if pattern == "all_gather_matmul" else matmuls[0].dtype(a)
     nbytes, signals = chunked_plan.needed(

@@ -246,5 +246,5 @@ def why_not(dtype: torch.dtype, inner: int, columns: int, scaled: bool = False) 
         return f"schedule chunked multiplies {'fp8 with scales' if scaled else 'fp16 or bf16'} here, not {dtype}"
     least = 16 // dtype.itemsize
     if inner % least or columns % least or inner == 0 or columns == 0:
-        return f"rows of {inner} and of {columns} elements are no whole, positive number of 16-byte words"
+        return f"rows have {inner} and {columns} elements; expected positive multiples of {least} (16 bytes)"
     return None

@@ -54,7 +54,9 @@ def _arguments(
     """Raises ``UnsupportedError`` if the kernel does not support its operands."""
     world_size, slot, (all_rows, inner), columns = launch.world_size, launch.slot, a.shape, b.shape[1]
     if world_size > MOST_RANKS:
-        raise UnsupportedError(f"{world_size} ranks are more than the {MOST_RANKS} whose credits a block remembers")
+        raise UnsupportedError(
+            f"the group has {world_size} ranks; expected at most {MOST_RANKS}, whose credits a block keeps"
+        )
     rows = -(-all_rows // world_size)
     part_rows = band_rows(rows, world_size, p)
     need = needed(pattern, world_size, rows, inner, columns, a.element_size(), p)

@@ -39,8 +39,9 @@ from overlap_inductor.transports.transport import Exchanges
 
 
 class RingSchedule:
-    """See ``SiteSchedule``. A ring computes every legal site whose group the transport can serve. Exceptions are sites
-    with pieces of an int8 matmul that are too small for ``torch._int_mm``, and sites that ``fit_budget`` refuses.
+    """See ``SiteSchedule``. A ring computes every legal site whose group the transport can serve. Exceptions are int8
+    matmuls on a GPU with pieces that ``torch._int_mm`` cannot multiply, or with sizes known only at run time, and sites
+    that ``fit_budget`` refuses.
 
     If the token count is dynamic and the schedule is not forced, the ring's op chooses at each call: with few tokens,
     it runs the plain collective.
@@ -154,8 +155,9 @@ def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
 
 
 def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | None:
-    """Why ``torch._int_mm`` cannot multiply a piece of an int8 matmul; ``None`` if it can multiply all pieces. On a
-    GPU, it needs more than 16 rows, and multiples of 8 for N and K."""
+    """Why ``torch._int_mm`` cannot multiply a piece of an int8 matmul, or may be unable to because sizes are only known
+    at run time; ``None`` if it can multiply all pieces. On a GPU, it needs more than 16 rows, and multiples of 8 for N
+    and K."""
     parts, world_size = _parameters(site, config)["sub_chunks"], site.facts.collective.world_size
     for i, (matmul, facts) in enumerate(zip(site.matmuls, site.facts.matmuls, strict=True)):
         if matmul.kind != "int_mm" or not on_gpu(tools.value(matmul.lhs).device):
@@ -168,13 +170,13 @@ def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | N
             )
         for role, count in form_of(site).counts(site, i, parts).items():
             size: Any = sizes.get(role or "", 0)
-            smallest = [size // count]
-            if site.facts.pattern == "matmul_all_reduce" and size % world_size:
+            smallest, must = [size // count], "have more than 16 rows" if role == "M" else "be a multiple of 8"
+            if role == "M" and site.facts.pattern == "matmul_all_reduce" and size % world_size:
                 # The last ``size % world_size`` rows have a matmul of their own.
                 smallest.append(size % world_size)
+                must += f", and so must the piece of the last {size % world_size} rows"
             if role == "M" and min(smallest) <= 16 or role in ("N", "K") and size % (8 * count):
                 shape = " x ".join(str(sizes[r]) for r in "MNK")
-                must = "have more than 16 rows, and so must the remaining rows" if role == "M" else "be a multiple of 8"
                 text = f"on a GPU, each of {count} pieces of {role} must {must}"
                 return f"{matmul.node.name} multiplies int8 matrices of {shape} (M x N x K); {text}"
     return None
@@ -206,9 +208,11 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     of Inductor moves nodes (``moving_pass``). A site that is not unrolled and that no looping op can compute is
     refused.
 
-    Ranks unroll the same sites, unless their numbers of pointwise ops lie on both sides of a multiple of 8. Unrolled
-    steps of one rank may meet the looping op of another: they exchange the same. If they cut a site in other pieces, or
-    one rank refuses it, the ranks' plans differ, and all run the graph without overlap.
+    Ranks may unroll different sites if a site's numbers of pointwise ops on two ranks lie on both sides of a multiple
+    of 8, or if a looping op computes a site on some ranks only. If one rank unrolls a site and another runs its looping
+    op, they can exchange data as long as both send the same pieces on the same route. The ranks' plans differ, and all
+    run the graph without overlap, if the two cut the site differently, if the unrolled accumulator travels, if only the
+    looping op computes nodes before it sends, or if one rank refuses the site.
     """
     mover = moving_pass()
     loopable = {s.facts.id: form_of(s).loopable(s) for s in rings}

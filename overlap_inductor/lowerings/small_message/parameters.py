@@ -25,8 +25,8 @@ SHORT_ROW = 8192
 MOST_RANKS = 16
 """Largest group: one block waits for the flags of all its ranks."""
 BLOCKS = 128
-"""Segments are halved, down to a smallest width, while a call then has at most this many blocks: about one for each
-SM."""
+"""A segment is halved, down to a smallest width, as long as the halves need at most this many blocks (about one for
+each SM). The extra blocks of a two-shot norm are not counted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +102,9 @@ def why_not(dtype: torch.dtype, world_size: int, rows: int, columns: int) -> str
     if dtype not in (torch.float16, torch.bfloat16):
         return f"a small-message kernel sums fp16 or bf16, not {dtype}"
     if columns % 8 or not 0 < columns <= MOST_COLUMNS:
-        return f"rows of {columns} elements are not whole 16-byte words of at most {MOST_COLUMNS} elements"
+        return f"rows have {columns} elements; expected a multiple of 8 from 8 to {MOST_COLUMNS}"
     if world_size > MOST_RANKS:
-        return f"{world_size} ranks are more than the {MOST_RANKS} whose flags one block waits for"
+        return f"the group has {world_size} ranks; expected at most {MOST_RANKS}, whose flags one block waits for"
     if rows * columns * dtype.itemsize > LIMIT_BYTES:
         return f"{rows * columns * dtype.itemsize} bytes are too many for a small message; the limit is {LIMIT_BYTES}"
     return None

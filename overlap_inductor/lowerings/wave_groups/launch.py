@@ -109,8 +109,9 @@ class GroupWaves:
         """The next free row of ``tables``, with ``partition`` in it. Raises ``OverlapError`` if all rows are taken."""
         if self.used == TABLES:
             raise OverlapError(
-                f"group {self.place.group.group_name!r} has {TABLES} partitions of matmuls of different sizes; keep"
-                " sites of dynamic sizes"
+                f"schedule wave_groups has filled all {TABLES} tables of group {self.place.group.group_name!r}, because"
+                " a matmul of new sizes fills several. Compile for fewer sizes, or set OVERLAP_INDUCTOR_SCHEDULE to"
+                " another schedule."
             )
         row = self.tables[self.used]
         row[: len(partition)] = torch.tensor(partition, dtype=torch.int32)

@@ -91,7 +91,7 @@ def _facts(report: OverlapReport) -> list[str]:
 def _notices(report: OverlapReport) -> list[str]:
     notices = list(report.notices)
     if report.mode == "report":
-        notices.insert(0, "Mode report: the graph was not changed. Mode on would run the plan below.")
+        notices.insert(0, f"Mode report: the graph was not changed{words.mode_on(report)}.")
     if report.sites and not has_layer_numbers(report):
         notices.append(REPEATED_BLOCK)
     return notices
