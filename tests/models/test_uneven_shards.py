@@ -214,7 +214,7 @@ def problems(
     [
         (2, list(LAYERS), False),
         (3, ["head with bias", "row-wise", "mlp with biases", "sequence"], False),
-        (2, ["head with bias", "sequence"], True),
+        (2, ["sequence"], True),
     ],
     ids=["2 ranks", "3 ranks", "2 ranks, generated code"],
 )
