@@ -211,7 +211,11 @@ def problems(
 
 @pytest.mark.parametrize(
     ("world_size", "names", "generated"),
-    [(2, list(LAYERS), False), (3, list(LAYERS), False), (2, ["head with bias", "sequence"], True)],
+    [
+        (2, list(LAYERS), False),
+        (3, ["head with bias", "row-wise", "mlp with biases", "sequence"], False),
+        (2, ["sequence"], True),
+    ],
     ids=["2 ranks", "3 ranks", "2 ranks, generated code"],
 )
 def test_layers_that_the_group_does_not_divide(world_size: int, names: list[str], generated: bool) -> None:

@@ -38,19 +38,18 @@ from tests.support.reduced_blocks import TOKENS
 from tests.support.with_and_without import Computation
 
 LIMIT = 1e-5
-"""The largest difference from the plain compile, relative to a result's largest element."""
+"""The largest difference from eager PyTorch or from the plain compile, relative to a result's largest element."""
 UNEVEN = {"kept: uneven_tokens"}
 RANDOM = {"refused: no_token_wise_work"}
 # ``{block: (all-reduces, rewritten all-reduces, overlapped sites, reasons why other all-reduces are left)}``.
 EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
-    "[T, H], odd": (6, 6, 10, set()),
     "[B, S, H], odd, accumulated gradients": (6, 6, 10, set()),
     # Dropout needs all tokens, so the all-reduces of the forward are not rewritten. In the backward, each all-reduce
     # comes after a norm and before a mask, and is rewritten.
     "dropout": (6, 3, 7, RANDOM),
     "autocast": (6, 6, 10, set()),
     "each layer compiled": (4, 4, 6, set()),
-    "checkpointing": (6, 6, 13, set()),
+    "checkpointing, odd": (6, 6, 13, set()),
     # The saved results of matmuls are partial sums. So the forward's scatters, which read them, cannot be overlapped.
     "selective checkpointing": (6, 6, 9, set()),
     "DTensor": (4, 4, 6, set()),
@@ -64,7 +63,9 @@ def _rows(
     rank: int, world_size: int, cases: Mapping[str, Callable[[], Computation]] | Iterable[str]
 ) -> dict[str, dict[str, Any]]:
     builds = cases if isinstance(cases, Mapping) else {name: CASES[name] for name in cases}
-    return {name: with_and_without.compared(build, sequence_parallel="on") for name, build in builds.items()}
+    return {
+        name: with_and_without.compared(build, close=LIMIT, sequence_parallel="on") for name, build in builds.items()
+    }
 
 
 def _problems(rows: Mapping[str, dict[str, Any]], expected: Mapping[str, tuple[int, int, int, set[str]]]) -> list[str]:

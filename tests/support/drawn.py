@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from hypothesis import HealthCheck
 from hypothesis import Phase
 from hypothesis import given
+from hypothesis import seed
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -16,17 +18,17 @@ from hypothesis import strategies as st
 def drawn(examples: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[[], None]]:
     """A decorator: the function runs ``examples`` times, each time with one value of every strategy.
 
-    All ranks draw the same examples, because hypothesis draws without randomness here. The function must not raise: a
-    rank that fails would draw on alone."""
+    All ranks of a group draw the same examples, because they have the same seed. Each number of ranks draws other
+    examples. The function must not raise: a rank that fails would draw on alone."""
 
     def decorate(check: Callable[..., None]) -> Callable[[], None]:
-        return settings(
+        run = settings(
             max_examples=examples,
-            derandomize=True,
             database=None,
             deadline=None,
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )(given(**strategies)(check))
+        return seed(dist.get_world_size())(run)
 
     return decorate

@@ -27,13 +27,10 @@ _SIZES = {
     "eos_token_id": 2,
 }
 
-# The first four families differ in structure. Starcoder2 has a bias in every projection. Cohere computes attention and
-# MLP in parallel. Olmo2 gathers whole activations for a norm.
+# Only the first llama has two layers: an all-reduce of one layer comes before matmuls of the next. Starcoder2 has
+# a bias in every projection. Cohere computes attention and MLP in parallel. Olmo2 gathers whole activations for a norm.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
-    "starcoder2": ("Starcoder2", {"use_bias": True, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
-    "cohere": ("Cohere", {}),
-    "olmo2": ("Olmo2", {}),
     "llama, one layer": ("Llama", {"num_hidden_layers": 1}),
     "starcoder2, one layer": (
         "Starcoder2",
@@ -57,6 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 50,
             "num_attention_heads": 6,
             "num_key_value_heads": 6,
+            "num_hidden_layers": 1,
         },
     ),
     # Experts. Qwen2 also has an expert that all tokens share.

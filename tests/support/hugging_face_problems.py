@@ -22,17 +22,17 @@ REDUCE, HEAD = "matmul_all_reduce", "matmul_all_gather"
 # All-reduces whose results are only added to each other are one site. The embedding's all-reduce has no matmul.
 FORWARD: dict[str, dict[str, int]] = {
     "llama": {REDUCE: 2 * LAYERS, HEAD: 1},
-    "starcoder2": {REDUCE: 2 * LAYERS, HEAD: 1},
-    "cohere": {REDUCE: 2 * LAYERS, HEAD: 1},
-    "olmo2": {REDUCE: 2 * LAYERS, HEAD: 1 + 3 * LAYERS},
+    "starcoder2, one layer": {REDUCE: 2, HEAD: 1},
+    "cohere, one layer": {REDUCE: 2, HEAD: 1},
+    "olmo2, one layer": {REDUCE: 2, HEAD: 1 + 3},
     "llama, odd vocabulary": {REDUCE: 2, HEAD: 1},
-    "llama, odd vocabulary and ffn": {REDUCE: 2 * LAYERS, HEAD: 1},
+    "llama, odd vocabulary and ffn": {REDUCE: 2, HEAD: 1},
 }
 BACKWARD: dict[str, dict[str, int]] = {
     "llama": {REDUCE: 2 * LAYERS + 1},
-    "olmo2": {REDUCE: 5 * LAYERS + 1, HEAD: LAYERS},
+    "olmo2, one layer": {REDUCE: 5 + 1, HEAD: 1},
     "llama, odd vocabulary": {REDUCE: 2 + 1},
-    "llama, odd vocabulary and ffn": {REDUCE: 2 * LAYERS + 1},
+    "llama, odd vocabulary and ffn": {REDUCE: 2 + 1},
 }
 
 
