@@ -5,7 +5,7 @@
 without the package and without what the environment switches on. ``ForkBase.run`` forks it for a command line of
 Python, in an environment of its own.
 
-In the fork, ``import torch`` brings torch's modules back and does what the last lines of ``torch/__init__.py`` do, which
+In the fork, ``import torch`` brings torch's modules back and does what the last lines of ``torch/__init__.py`` do: they
 read the environment and call the entry points of ``torch.backends``. Until then ``sys.modules`` has no module of torch,
 as in a new interpreter. Modules of others that torch imports are there from the start.
 """
@@ -26,6 +26,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from types import TracebackType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -130,6 +131,7 @@ def _become(arguments: list[str], env: dict[str, str], cwd: str, folder: str) ->
         if name.split(".")[0] == "tests":
             del sys.modules[name]
     sys.meta_path.insert(0, _Torch())
+    sys.excepthook = _show_programs_frames
     kind = arguments[0]
     if kind == "-c":
         sys.path.insert(0, "")
@@ -144,6 +146,13 @@ def _become(arguments: list[str], env: dict[str, str], cwd: str, folder: str) ->
     else:
         sys.argv = arguments
         runpy.run_path(kind, run_name="__main__")
+
+
+def _show_programs_frames(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Leaves out the frames above the program, which it has not in an interpreter of its own."""
+    while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 asks for it.
 
 Each test runs programs: some in a new interpreter, most in a fork of one that has imported torch already. The fixture
-``installed`` makes a small ``dist-info`` folder. On the interpreter's path, this folder makes the two entry points known.
+``installed`` makes a small ``dist-info`` folder. On the path of these programs, it makes the two entry points known.
 """
 
 from __future__ import annotations
