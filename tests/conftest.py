@@ -2,12 +2,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from tests.support.cheap_compiles import compile_cheaply
 from tests.support.cheap_compiles import probe_vector_instructions
 from tests.support.cheap_compiles import set_environment
+from tests.support.fork_base import INDUCTOR
+from tests.support.fork_base import TORCH
+from tests.support.fork_base import ForkBase
 
 set_environment()
 
@@ -21,3 +25,17 @@ def pytest_collection_finish() -> None:
 def known_vector_instructions() -> None:
     """For tests that start processes which compile."""
     probe_vector_instructions()
+
+
+@pytest.fixture(scope="session")
+def torch_base() -> Iterator[ForkBase]:
+    """For programs in which it matters that the package is there before Inductor."""
+    with ForkBase(TORCH) as base:
+        yield base
+
+
+@pytest.fixture(scope="session")
+def inductor_base() -> Iterator[ForkBase]:
+    """For programs that compile. One of them would take five seconds in a new interpreter."""
+    with ForkBase(INDUCTOR) as base:
+        yield base

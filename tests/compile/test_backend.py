@@ -5,8 +5,6 @@ that the backend refuses."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from tests.compile.fake_pass import calls
 from tests.compile.fake_pass import chain
 from tests.compile.fake_pass import fake as fake
 from tests.compile.fake_pass import refusals
+from tests.support.fork_base import ForkBase
 from tests.support.installed import pretend_installed
 
 pytestmark = pytest.mark.usefixtures("fake")
@@ -192,7 +191,7 @@ def test_unsupported_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions.unsupported_reason("nonsense") is not None
 
 
-def test_the_name_is_found_by_its_entry_point(tmp_path: Path) -> None:
+def test_the_name_is_found_by_its_entry_point(torch_base: ForkBase, tmp_path: Path) -> None:
     pretend_installed(tmp_path)
     code = (
         "from tests.compile import fake_pass; fake_pass.put_in_place(); import torch\n"
@@ -201,7 +200,7 @@ def test_the_name_is_found_by_its_entry_point(tmp_path: Path) -> None:
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     environment = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    done = torch_base.run("-c", code, env=environment)
     assert done.returncode == 0, done.stderr
 
 

@@ -11,8 +11,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,7 @@ from tests.compile.fake_pass import count
 from tests.compile.fake_pass import fake as fake
 from tests.compile.fake_pass import ours_of
 from tests.compile.fake_pass import start_again
+from tests.support.fork_base import ForkBase
 
 pytestmark = pytest.mark.usefixtures("fake", "known_vector_instructions")
 
@@ -286,7 +285,7 @@ print(json.dumps(dict(
 
 
 @pytest.mark.parametrize(("mode", "status"), [("on", "overlapped"), ("strict", "refused")])
-def test_second_process(tmp_path: Path, mode: str, status: str) -> None:
+def test_second_process(inductor_base: ForkBase, tmp_path: Path, mode: str, status: str) -> None:
     """The contract: a warm cache gives the same dump, the same counters, the same last report, and is as strict."""
     package = tmp_path / "code"  # a copy, so that no edit changes it between the two processes
     shutil.copytree(Path(overlap_inductor.__file__).parent, package / "overlap_inductor")
@@ -295,8 +294,7 @@ def test_second_process(tmp_path: Path, mode: str, status: str) -> None:
     environment["PYTHONPATH"] = os.pathsep.join([str(package), str(Path(__file__).parents[2])])
     results = []
     for name in ("first", "second"):
-        command = [sys.executable, "-c", PROCESS, str(tmp_path / name), status]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        done = inductor_base.run("-c", PROCESS, str(tmp_path / name), status, env=environment, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         results.append(json.loads(done.stdout.splitlines()[-1]))
     first, second = results

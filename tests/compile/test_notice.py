@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.fork_base import ForkBase
 from tests.support.installed import pretend_installed
 
 pytestmark = pytest.mark.usefixtures("known_vector_instructions")
@@ -34,7 +33,7 @@ for function in (with_a_site, without_a_collective):
 LINE = "graph 0_0 inference: 1 site found, 1 overlapped (1 ring), estimated "
 
 
-def lines(folder: Path, rank: int = 0, **variables: str) -> list[str]:
+def lines(base: ForkBase, folder: Path, rank: int = 0, **variables: str) -> list[str]:
     """The lines about graphs that the program writes to standard error."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OVERLAP_INDUCTOR", "TORCH_LOGS"))}
     kept |= {
@@ -43,26 +42,25 @@ def lines(folder: Path, rank: int = 0, **variables: str) -> list[str]:
         "OVERLAP_INDUCTOR_SCHEDULE": "ring",
     }
     kept |= {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[2])]), **variables}
-    command = [sys.executable, "-c", PROGRAM, str(rank)]
-    done = subprocess.run(command, env=kept, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = base.run("-c", PROGRAM, str(rank), env=kept, cwd=folder)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stderr.splitlines() if "graph 0_0" in line or "graph 1_0" in line]
 
 
-def test_one_line_by_default_also_from_a_cache(tmp_path: Path) -> None:
+def test_one_line_by_default_also_from_a_cache(inductor_base: ForkBase, tmp_path: Path) -> None:
     pretend_installed(tmp_path)
-    (line,) = lines(tmp_path)
+    (line,) = lines(inductor_base, tmp_path)
     assert line.startswith(f"overlap_inductor: {LINE}") and line.endswith("; report: set OVERLAP_INDUCTOR_DUMP=FOLDER")
-    (again,) = lines(tmp_path, OVERLAP_INDUCTOR_DUMP="reports")
+    (again,) = lines(inductor_base, tmp_path, OVERLAP_INDUCTOR_DUMP="reports")
     written = "reports/rank_0/0_0_inference/report.txt"
     assert again == line.split("; report")[0] + f" [from cache]; report: {written}" and (tmp_path / written).is_file()
-    assert lines(tmp_path, rank=1) == []
-    assert lines(tmp_path, OVERLAP_INDUCTOR_NOTICE="off") == []
+    assert lines(inductor_base, tmp_path, rank=1) == []
+    assert lines(inductor_base, tmp_path, OVERLAP_INDUCTOR_NOTICE="off") == []
 
 
-def test_torch_logs_shows_it_once(tmp_path: Path) -> None:
+def test_torch_logs_shows_it_once(inductor_base: ForkBase, tmp_path: Path) -> None:
     """The line has torch's prefix, and there is also a line for the graph without a collective."""
     pretend_installed(tmp_path)
-    first, second = lines(tmp_path, TORCH_LOGS="overlap_inductor")
+    first, second = lines(inductor_base, tmp_path, TORCH_LOGS="overlap_inductor")
     assert f"] {LINE}" in first and "] graph 1_0 inference: 0 sites found" in second
-    assert lines(tmp_path, TORCH_LOGS="-overlap_inductor") == []
+    assert lines(inductor_base, tmp_path, TORCH_LOGS="-overlap_inductor") == []

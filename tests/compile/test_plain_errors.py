@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from overlap_inductor.torch_compat.plain_errors import shown_plainly
 from tests.compile import fake_pass
 from tests.compile.fake_pass import fake as fake
 from tests.compile.fake_pass import inference
+from tests.support.fork_base import ForkBase
 from tests.support.installed import pretend_installed
 
 pytestmark = pytest.mark.usefixtures("fake")
@@ -47,7 +46,7 @@ def of_compile(kind: type[OverlapError], **options: Any) -> OverlapError:
     ],
 )
 def test_a_bad_variable_is_the_last_line_of_a_script(
-    tmp_path: Path, variable: str, value: str, problem: str, caches: str
+    torch_base: ForkBase, tmp_path: Path, variable: str, value: str, problem: str, caches: str
 ) -> None:
     """With the caches off, another function of Inductor is the first to read the switches."""
     pretend_installed(tmp_path)
@@ -56,8 +55,7 @@ def test_a_bad_variable_is_the_last_line_of_a_script(
     environment |= {"OVERLAP_INDUCTOR": "1", variable: value, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_AUTOGRAD_CACHE": caches}
     environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": caches}
-    script = [sys.executable, str(tmp_path / "script.py")]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300)
+    done = torch_base.run(str(tmp_path / "script.py"), env=environment)
     lines = done.stderr.splitlines()
     start = lines.index("Traceback (most recent call last):")
     assert done.returncode == 1

@@ -12,9 +12,10 @@ import pytest
 HERE = Path(__file__).parent
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.support.cheap_interpreter import interpret_cheaply
+    import tests.support.warm_kernels  # noqa: F401
+    from tests.support import gloo_ranks
 
-    interpret_cheaply()
+    gloo_ranks.PRELOADED.append("tests.support.warm_kernels")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

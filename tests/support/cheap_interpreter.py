@@ -5,14 +5,41 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from typing import Any
 
 
 def interpret_cheaply() -> None:
-    """Changes the interpreter in this process and its forks. At each launch, it lists all members of
-    ``triton.language`` to find the builtins. They are always the same, so they are listed once. The first launch of a
-    process imports Gluon. The import here spares each rank that."""
+    """Changes the interpreter in this process and its forks. The first launch of a process imports Gluon. The import
+    here spares each rank that."""
     import triton.experimental.gluon  # noqa: F401
+    from triton.runtime import interpreter
+
+    _list_builtins_once()
+    _patch_language_once()
+    # The interpreter computes each sum and product of integers a second time in 64 bits, and drops the result: it looks
+    # for an overflow only if its option ``debug`` is set.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    _look_up_dtypes_once()
+    _sleep_in_waits()
+
+
+def rewrite_kernels() -> None:
+    """Rewrite the kernels and device functions that are defined by now. The interpreter parses and compiles each at its
+    first call, which would be in each rank again."""
+    import gc
+
+    from triton.runtime.interpreter import InterpretedFunction
+
+    for function in gc.get_objects():
+        if isinstance(function, InterpretedFunction):
+            function.rewrite()
+
+
+def _list_builtins_once() -> None:
+    """At each launch, the interpreter lists all members of ``triton.language`` to find the builtins. They are always
+    the same."""
+    import triton.language as tl
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
 
@@ -28,7 +55,61 @@ def interpret_cheaply() -> None:
 
     interpreter._patch_builtin = patch
     # The members are listed while none of them is patched.
-    import triton.language as tl
-
     for pkg in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
         builtins(pkg)
+
+
+def _patch_language_once() -> None:
+    """The interpreter patches ``triton.language`` at each launch, and again at each call of a device function."""
+    import triton.language as tl
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    @functools.cache
+    def languages(fn: Any) -> list[Any]:
+        return [module for module in (tl, tl.core) if any(value is module for value in fn.__globals__.values())]
+
+    def patch_once(fn: Any) -> Any:
+        if any(is_builtin(module.load) for module in (tl, *languages(fn))):
+            return patch(fn)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_once
+
+
+def _look_up_dtypes_once() -> None:
+    """To find numpy's dtype, the interpreter makes a dictionary of all dtypes each time."""
+    from triton.language import dtype
+    from triton.runtime import interpreter
+
+    look_up = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def look_up_once(of: Any) -> Any:
+        if type(of) is not dtype:
+            return look_up(of)
+        if of.name not in known:
+            known[of.name] = look_up(of)
+        return known[of.name]
+
+    interpreter._get_np_dtype = look_up_once
+
+
+def _sleep_in_waits() -> None:
+    """A wait adds 0 to its flag until the flag has come. A rank that looks at a flag a second time sleeps, because the
+    rank that sets the flag needs the processor."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    atomic = InterpreterBuilder.create_atomic_rmw
+    last: list[int | None] = [None]
+
+    def atomic_or_sleep(self: Any, op: Any, ptr: Any, val: Any, *others: Any) -> Any:
+        flag = int(ptr.data[0]) if ptr.data.size == 1 and not val.data.any() else None
+        if flag is not None and flag == last[0]:
+            time.sleep(0.001)
+        last[0] = flag
+        return atomic(self, op, ptr, val, *others)
+
+    InterpreterBuilder.create_atomic_rmw = atomic_or_sleep

@@ -2,8 +2,8 @@
 """``import torch`` with the package installed: it costs little, never fails, and switches on overlap if the environment
 asks for it.
 
-Each test starts a new interpreter. The fixture ``installed`` makes a small ``dist-info`` folder. On the interpreter's
-path, this folder makes the two entry points known.
+Each test runs programs: some in a new interpreter, most in a fork of one that has imported torch already. The fixture
+``installed`` makes a small ``dist-info`` folder. On the path of these programs, it makes the two entry points known.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.fork_base import ForkBase
 from tests.support.installed import pretend_installed
 
 pytestmark = pytest.mark.usefixtures("known_vector_instructions")
@@ -32,15 +33,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(code: str, *path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(base: ForkBase | None, code: str, *path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a fork of ``base``, or in a new interpreter."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OVERLAP_INDUCTOR", "TORCH_LOGS"))}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, [*path, ROOT]))
     environment.update(variables)
+    if base:
+        return base.run("-c", code, env=environment)
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
 
 
-def value(code: str, *path: Path, **variables: str) -> dict[str, Any]:
-    done = run(code, *path, **variables)
+def value(base: ForkBase | None, code: str, *path: Path, **variables: str) -> dict[str, Any]:
+    done = run(base, code, *path, **variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -68,31 +72,33 @@ print(json.dumps(dict(found=[f.name for f in found], left=[f.name for f in left]
 
 
 @pytest.mark.parametrize("variables", [{}, {"OVERLAP_INDUCTOR": "0"}, {"OVERLAP_INDUCTOR": "off"}])
-def test_switched_off_it_does_nothing(installed: Path, variables: dict[str, str]) -> None:
-    got = value(AFTER_IMPORT, installed, **variables)
+def test_switched_off_it_does_nothing(torch_base: ForkBase, installed: Path, variables: dict[str, str]) -> None:
+    got = value(torch_base, AFTER_IMPORT, installed, **variables)
     assert got["found"] == [] and got["slot"] == "NoneType"
 
 
 def test_switched_on_it_waits_for_the_config_module(installed: Path) -> None:
-    """The pass is put into the slot as soon as Inductor's config module exists. No heavy module is imported."""
-    got = value(AFTER_IMPORT, installed, OVERLAP_INDUCTOR="1")
+    """The pass is put into the slot as soon as Inductor's config module exists. No heavy module is imported. New
+    interpreters show what torch itself imports and calls."""
+    got = value(None, AFTER_IMPORT, installed, OVERLAP_INDUCTOR="1")
     assert got["found"] == ["torch._inductor.config"]
     assert got["left"] == ["torch._inductor.compile_fx"]
     assert got["slot"] == "OverlapPass"
-    assert got["names"] == value(AFTER_IMPORT, installed)["names"], "autoload must not import a heavy module"
+    assert got["names"] == value(None, AFTER_IMPORT, installed)["names"], "autoload must not import a heavy module"
 
 
 @pytest.mark.parametrize(("switch", "bound"), [("0", 0.005), ("1", 0.05)])
-def test_its_cost(switch: str, bound: float) -> None:
+def test_its_cost(torch_base: ForkBase, switch: str, bound: float) -> None:
     """Switched on, ``autoload`` takes about 2 ms on a quiet machine. Importing Inductor would take two seconds."""
-    run(
-        "import overlap_inductor.switch.autoload as a; a.autoload()", OVERLAP_INDUCTOR=switch
-    )  # compiles the byte code, if there is none
-    assert value(COST, OVERLAP_INDUCTOR=switch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")["seconds"] < bound
+    variables = {"OVERLAP_INDUCTOR": switch, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    value(torch_base, COST, **variables)  # compiles the byte code, if there is none
+    assert value(torch_base, COST, **variables)["seconds"] < bound
 
 
 def test_pytorchs_own_switch_turns_it_off(installed: Path) -> None:
-    assert value(AFTER_IMPORT, installed, OVERLAP_INDUCTOR="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")["found"] == []
+    found = "import sys, torch; print([type(f).__module__ for f in sys.meta_path], 'autoload' in str([*sys.modules]))"
+    done = run(None, found, installed, OVERLAP_INDUCTOR="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.returncode == 0 and "overlap_inductor" not in done.stdout, done.stderr
 
 
 COMPILE = """
@@ -103,20 +109,25 @@ torch.compile(lambda x: x @ x)(torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("variable", ["OVERLAP_INDUCTOR", "OVERLAP_INDUCTOR_SCHEDULE"])
-def test_a_bad_value_is_an_error_of_the_first_compile(installed: Path, variable: str, tmp_path: Path) -> None:
-    """``import torch`` does not raise the error, because programs that never compile must keep running."""
+def test_a_bad_value_is_an_error_of_the_first_compile(
+    inductor_base: ForkBase, installed: Path, variable: str, tmp_path: Path
+) -> None:
+    """``import torch`` does not raise the error, because programs that never compile must keep running. (A program that
+    has not imported Inductor before is in ``test_plain_errors``.)"""
     variables = {"OVERLAP_INDUCTOR": "1", variable: "banana", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    done = run(COMPILE, installed, **variables)
+    done = run(inductor_base, COMPILE, installed, **variables)
     assert "imported" in done.stdout
     assert done.returncode != 0
     assert f"ConfigError: {variable}='banana' is not a known value; expected one of" in done.stderr
 
 
 @pytest.mark.parametrize("mode", ["1", "off"])
-def test_an_unknown_variable_is_an_error_of_the_first_compile(installed: Path, mode: str, tmp_path: Path) -> None:
+def test_an_unknown_variable_is_an_error_of_the_first_compile(
+    inductor_base: ForkBase, installed: Path, mode: str, tmp_path: Path
+) -> None:
     """An unknown variable is an error only if overlap is switched on."""
     variables = {"OVERLAP_INDUCTOR": mode, "OVERLAP_INDUCTOR_SHEDULE": "ring", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    done = run(COMPILE, installed, **variables)
+    done = run(inductor_base, COMPILE, installed, **variables)
     assert "imported" in done.stdout
     assert (done.returncode != 0) == (mode == "1"), done.stderr
     named = "ConfigError: OVERLAP_INDUCTOR_SHEDULE='ring' is not a switch of overlap_inductor. Did you mean"
@@ -124,44 +135,50 @@ def test_an_unknown_variable_is_an_error_of_the_first_compile(installed: Path, m
 
 
 UNUSED = "OVERLAP_INDUCTOR_DUMP is set, but overlap_inductor is not switched on"
-TWICE = COMPILE + "torch.compile(lambda x: x + 1)(torch.ones(2, 2))\n"
+TWICE = COMPILE + "torch.compile(lambda x: x @ x @ x)(torch.ones(2, 2))\n"
 
 
 @pytest.mark.parametrize(
-    ("first", "variables", "said"),
+    ("base", "first", "variables", "said"),
     [
-        ("", {}, 1),
-        ("", {"OVERLAP_INDUCTOR": "off"}, 0),
-        ("", {"RANK": "1"}, 0),
-        ("import torch._inductor.compile_fx, overlap_inductor; overlap_inductor.enable()", {}, 0),
+        ("torch_base", "", {}, 1),
+        ("inductor_base", "", {"OVERLAP_INDUCTOR": "off"}, 0),
+        ("inductor_base", "", {"RANK": "1"}, 0),
+        ("inductor_base", "import torch._inductor.compile_fx, overlap_inductor; overlap_inductor.enable()", {}, 0),
     ],
     ids=["alone", "switched off", "another rank", "enable"],
 )
 def test_a_dump_folder_without_overlap_is_a_warning_at_the_first_compile(
-    installed: Path, first: str, variables: dict[str, str], said: int, tmp_path: Path
+    request: pytest.FixtureRequest,
+    installed: Path,
+    base: str,
+    first: str,
+    variables: dict[str, str],
+    said: int,
+    tmp_path: Path,
 ) -> None:
     """The warning appears once, on rank 0 only. It does not appear if the variable ``OVERLAP_INDUCTOR`` switches
     overlap off, or if the program switches it on."""
     folders = {"OVERLAP_INDUCTOR_DUMP": str(tmp_path / "dump"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = run(f"{first}\n{TWICE}", installed, **folders, **variables)
+    done = run(request.getfixturevalue(base), f"{first}\n{TWICE}", installed, **folders, **variables)
     assert done.returncode == 0 and done.stderr.count(UNUSED) == said, done.stderr
 
 
-def test_a_dump_folder_does_not_import_compile_fx(installed: Path) -> None:
-    got = value(AFTER_IMPORT, installed, OVERLAP_INDUCTOR_DUMP="x")
+def test_a_dump_folder_does_not_import_compile_fx(torch_base: ForkBase, installed: Path) -> None:
+    got = value(torch_base, AFTER_IMPORT, installed, OVERLAP_INDUCTOR_DUMP="x")
     assert got["found"] == ["torch._inductor.compile_fx"] and got["slot"] == "NoneType"
     assert "torch._inductor.compile_fx" not in got["names"]
 
 
-def test_disable_before_inductor_is_imported(installed: Path) -> None:
+def test_disable_before_inductor_is_imported(torch_base: ForkBase, installed: Path) -> None:
     code = (
         "import json, torch, overlap_inductor; overlap_inductor.disable()\n"
         "import torch._inductor.config as c; print(json.dumps(dict(slot=c.post_grad_custom_post_pass)))"
     )
-    assert value(code, installed, OVERLAP_INDUCTOR="1") == {"slot": None}
+    assert value(torch_base, code, installed, OVERLAP_INDUCTOR="1") == {"slot": None}
 
 
-def test_an_unknown_torch_is_reported_and_left_alone(installed: Path) -> None:
+def test_an_unknown_torch_is_reported_and_left_alone(torch_base: ForkBase, installed: Path) -> None:
     code = (
         "import overlap_inductor.torch_compat.versions as v; v.FIRST_UNKNOWN = (2, 3); v.OLDEST = (2, 2)\n"
         "import torch, torch._inductor.config as c, overlap_inductor\n"
@@ -169,25 +186,25 @@ def test_an_unknown_torch_is_reported_and_left_alone(installed: Path) -> None:
         "try:\n    overlap_inductor.enable()\n"
         "except Exception as e:\n    print(type(e).__name__, e)\n"
     )
-    done = run(code, installed, OVERLAP_INDUCTOR="1")
+    done = run(torch_base, code, installed, OVERLAP_INDUCTOR="1")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("overlap_inductor supports torch 2.2 to 2.2") == 1
     assert done.stdout.startswith("UnsupportedError overlap_inductor supports torch 2.2 to 2.2 and this is torch")
 
 
-def test_a_failure_of_autoload_does_not_fail_import_torch(installed: Path) -> None:
+def test_a_failure_of_autoload_does_not_fail_import_torch(torch_base: ForkBase, installed: Path) -> None:
     code = (
         "import overlap_inductor.inductor.import_hook as i\n"
         "def broken(*args): raise RuntimeError('made up')\n"
         "i.when_imported = broken\n"
         "import torch; print('fine')\n"
     )
-    done = run(code, installed, OVERLAP_INDUCTOR="1")
+    done = run(torch_base, code, installed, OVERLAP_INDUCTOR="1")
     assert done.stdout == "fine\n", done.stderr
     assert "could not be switched on" in done.stderr and "made up" in done.stderr
 
 
-def test_importing_the_package_is_light() -> None:
+def test_importing_the_package_is_light(torch_base: ForkBase) -> None:
     """``import torch`` imports ``autoload`` and, if TORCH_LOGS is set, the sub-packages. So none of these modules may
     import a heavy one."""
     code = f"""
@@ -199,7 +216,7 @@ overlap_inductor.OverlapConfig, overlap_inductor.enable, overlap_inductor.last_r
 overlap_inductor.enable(); overlap_inductor.disable()
 print(json.dumps(dict(new=sorted(m for m in set(sys.modules) - before if m.startswith({HEAVY!r})))))
 """
-    assert value(code)["new"] == []
+    assert value(torch_base, code)["new"] == []
 
 
 def test_the_log_name_is_known(installed: Path) -> None:
@@ -210,7 +227,7 @@ def test_the_log_name_is_known(installed: Path) -> None:
         "import logging; print(json.dumps(dict(known=i.log_registry.is_log('overlap_inductor'),"
         " level=logging.getLogger('overlap_inductor').level)))"
     )
-    got = value(code, installed, OVERLAP_INDUCTOR="1", TORCH_LOGS="+overlap_inductor")
+    got = value(None, code, installed, OVERLAP_INDUCTOR="1", TORCH_LOGS="+overlap_inductor")
     assert got == {"known": True, "level": 10}
 
 
@@ -223,20 +240,23 @@ def test_the_log_name_is_known(installed: Path) -> None:
         "torch._inductor.config",
     ],
 )
-def test_the_pass_is_in_the_slot_whichever_module_is_imported_first(installed: Path, first: str) -> None:
+def test_the_pass_is_in_the_slot_whichever_module_is_imported_first(
+    torch_base: ForkBase, installed: Path, first: str
+) -> None:
     """The first module may be one of ours that imports Inductor's configuration in the middle of its body."""
     code = (
         f"import torch, importlib; importlib.import_module({first!r})\nfrom overlap_inductor.inductor import"
         " probe\nprint(int(probe.config_in_slot() is not None))"
     )
-    done = run(code, installed, OVERLAP_INDUCTOR="1")
+    done = run(torch_base, code, installed, OVERLAP_INDUCTOR="1")
     assert done.returncode == 0 and done.stdout.split() == ["1"] and "could not be switched on" not in done.stderr, (
         done.stderr
     )
 
 
-def test_the_doctor_finds_the_pass_if_the_environment_asks_for_it(installed: Path) -> None:
+def test_the_doctor_finds_the_pass_if_the_environment_asks_for_it(torch_base: ForkBase, installed: Path) -> None:
     done = run(
+        torch_base,
         "import sys, torch; from overlap_inductor.cli.main import main; main(['doctor', '--json'])",
         installed,
         OVERLAP_INDUCTOR="1",
@@ -247,10 +267,10 @@ def test_the_doctor_finds_the_pass_if_the_environment_asks_for_it(installed: Pat
     ]
 
 
-def test_after_an_early_enable_the_pass_is_in_the_slot_once_our_own_module_is_imported() -> None:
+def test_after_an_early_enable_the_pass_is_in_the_slot_once_our_own_module_is_imported(torch_base: ForkBase) -> None:
     code = (
         "import torch, overlap_inductor; overlap_inductor.enable(); import overlap_inductor.inductor.pass_slot\nfrom"
         " overlap_inductor.inductor import probe\nprint(int(probe.config_in_slot() is not None))"
     )
-    done = run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    done = run(torch_base, code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.returncode == 0 and done.stdout.split() == ["1"], done.stderr

@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -23,9 +21,9 @@ from overlap_inductor.errors import OverlapError
 from overlap_inductor.report.dump import write_dump
 from overlap_inductor.report.failure import Failure
 from overlap_inductor.version import __version__
+from tests.support.fork_base import ForkBase
 from tests.unit import sample_reports as samples
 
-pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 ROOT = Path(__file__).parents[2]
 HOME, USER = "/srv/people/alice", "alice"
 
@@ -154,14 +152,16 @@ print(torch._dynamo.utils.counters["overlap_inductor"]["failed"])
 
 
 @pytest.mark.parametrize("mode", ["on", "strict"])
-def test_a_pass_that_fails_in_a_compile_leaves_what_a_bug_report_needs(tmp_path: Path, mode: str) -> None:
+def test_a_pass_that_fails_in_a_compile_leaves_what_a_bug_report_needs(
+    inductor_base: ForkBase, tmp_path: Path, mode: str
+) -> None:
     """The bug report holds the graph and the traceback, whether the compile continues (on) or raises (strict)."""
     script, dump = tmp_path / "script.py", tmp_path / "dump"
     script.write_text(SCRIPT)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OVERLAP_INDUCTOR")}
     environment.update(PYTHONPATH=str(ROOT), OVERLAP_INDUCTOR=mode, OVERLAP_INDUCTOR_DUMP=str(dump))
     environment.update(TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=500)
+    done = inductor_base.run(str(script), env=environment)
     assert (done.returncode == 0) == (mode == "on"), done.stderr
     assert ("StrictError" in done.stderr) == (mode == "strict")
     assert (done.stdout == "1\n") == (mode == "on")

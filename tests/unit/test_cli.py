@@ -18,14 +18,18 @@ from overlap_inductor.report import overview
 from overlap_inductor.report import publish as reporting
 from overlap_inductor.report.dump import write_dump
 from overlap_inductor.switch import install
+from tests.support.fork_base import ForkBase
 from tests.unit import sample_reports as samples
 
 ROOT = Path(__file__).parents[2]
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, base: ForkBase | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a fork of ``base``, or in a new interpreter."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("OVERLAP_INDUCTOR")}
     kept.update(PYTHONPATH=str(ROOT), **environment)
+    if base:
+        return base.run(*arguments, env=kept)
     return subprocess.run([sys.executable, *arguments], env=kept, capture_output=True, text=True)
 
 
@@ -143,10 +147,10 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def test_explain_runs_the_script_and_shows_its_graphs(tmp_path: Path) -> None:
+def test_explain_runs_the_script_and_shows_its_graphs(torch_base: ForkBase, tmp_path: Path) -> None:
     script = tmp_path / "user.py"
     script.write_text(SCRIPT)
-    done = python("-m", "overlap_inductor", "explain", str(script), "3", "--steps", "2")
+    done = python("-m", "overlap_inductor", "explain", str(script), "3", "--steps", "2", base=torch_base)
     assert "arguments ['3', '--steps', '2']" in done.stdout, done.stderr
     assert "matmul_all_reduce  mm [64 x 16 x 32] fp32" in done.stdout
     assert "mode report" in done.stdout
@@ -239,9 +243,10 @@ def launched(tmp_path: Path) -> Path:
     return script
 
 
-def test_explain_for_another_machine(launched: Path) -> None:
-    """Runs the whole command, which needs no GPU. It plans for 8 GPUs a script that torchrun would start."""
-    done = python("-m", "overlap_inductor", "explain", "--machine", "h200", "--ranks", "8", str(launched))
+def test_explain_for_another_machine(inductor_base: ForkBase, launched: Path) -> None:
+    """The whole command, which needs no GPU. It plans for 8 GPUs a script that torchrun would start."""
+    command = ("-m", "overlap_inductor", "explain", "--machine", "h200", "--ranks", "8", str(launched))
+    done = python(*command, base=inductor_base)
     assert done.returncode == 0, done.stderr
     assert "ranks 8 8 0\n" in done.stdout
     assert re.search(
@@ -258,13 +263,14 @@ def test_explain_for_another_machine(launched: Path) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_explain_without_a_number_of_ranks_takes_the_machines(launched: Path) -> None:
-    done = python("-m", "overlap_inductor", "explain", "--machine", "h200", str(launched))
+def test_explain_without_a_number_of_ranks_takes_the_machines(inductor_base: ForkBase, launched: Path) -> None:
+    done = python("-m", "overlap_inductor", "explain", "--machine", "h200", str(launched), base=inductor_base)
     assert "ranks 8 8 0\n" in done.stdout, done.stderr
 
 
-def test_explain_with_ranks_alone_plans_for_this_machine(launched: Path) -> None:
-    done = python("-m", "overlap_inductor", "explain", "--ranks", "2", str(launched), CUDA_VISIBLE_DEVICES="")
+def test_explain_with_ranks_alone_plans_for_this_machine(inductor_base: ForkBase, launched: Path) -> None:
+    command = ("-m", "overlap_inductor", "explain", "--ranks", "2", str(launched))
+    done = python(*command, base=inductor_base, CUDA_VISIBLE_DEVICES="")
     assert "ranks 2 2 0\n" in done.stdout, done.stderr
     assert "would be ring/p2p" in done.stdout or "too_small" in done.stdout
     assert "cost model for this machine" in done.stdout and "fused/" not in done.stdout
@@ -294,25 +300,27 @@ def test_explain_for_another_machine_refuses_to_run_under_a_launcher(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the script finds its GPU")
-def test_explain_of_a_script_that_needs_a_gpu(launched: Path) -> None:
-    done = python("-m", "overlap_inductor", "explain", "--machine", "h200", str(launched), SCRIPT_DEVICE="cuda")
+def test_explain_of_a_script_that_needs_a_gpu(torch_base: ForkBase, launched: Path) -> None:
+    command = ("-m", "overlap_inductor", "explain", "--machine", "h200", str(launched))
+    done = python(*command, base=torch_base, SCRIPT_DEVICE="cuda")
     assert done.returncode == 1
     assert "the script asks for a GPU, and this machine has none" in done.stderr
 
 
-def test_explain_of_a_script_that_asks_for_other_ranks(tmp_path: Path) -> None:
+def test_explain_of_a_script_that_asks_for_other_ranks(torch_base: ForkBase, tmp_path: Path) -> None:
     script = tmp_path / "user.py"
     script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo', rank=0, world_size=4)")
-    done = python("-m", "overlap_inductor", "explain", "--machine", "h200", "--ranks", "2", str(script))
+    command = ("-m", "overlap_inductor", "explain", "--machine", "h200", "--ranks", "2", str(script))
+    done = python(*command, base=torch_base)
     assert done.returncode == 2 and "world_size=4, and --ranks is 2" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_rich_is_not_imported_with_torch_or_the_package() -> None:
+def test_rich_is_not_imported_with_torch_or_the_package(torch_base: ForkBase) -> None:
     script = (
         "import sys, torch, overlap_inductor\nfrom overlap_inductor.switch import backend, explain, install\n"
         "install.enable()\nimport torch._inductor.compile_fx\nprint('rich' in sys.modules)"
     )
-    done = python("-c", script, OVERLAP_INDUCTOR="1")
+    done = python("-c", script, base=torch_base, OVERLAP_INDUCTOR="1")
     assert done.stdout == "False\n", done.stderr
 
 

@@ -9,8 +9,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +33,7 @@ from overlap_inductor.inductor import probe
 from overlap_inductor.lowerings.registry import SCHEDULES
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat import versions
+from tests.support.fork_base import ForkBase
 
 
 @pytest.fixture(autouse=True)
@@ -412,14 +411,13 @@ def test_json_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert "n  v" in capsys.readouterr().out
 
 
-def test_this_machine_in_a_process_of_its_own() -> None:
+def test_this_machine_in_a_process_of_its_own(torch_base: ForkBase) -> None:
     """The whole command, without mocks: the doctor ends and prints JSON on any machine."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OVERLAP_INDUCTOR")}
     environment.update(
         OVERLAP_INDUCTOR="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONPATH=str(Path(__file__).parents[2])
     )
-    command = [sys.executable, "-m", "overlap_inductor", "doctor", "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = torch_base.run("-m", "overlap_inductor", "doctor", "--json", env=environment)
     assert done.returncode == 1, done.stderr
     value = json.loads(done.stdout)
     assert "by environment" in [check["name"] for check in value["checks"] if check["state"] == BAD]

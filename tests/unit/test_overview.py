@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from overlap_inductor.report.folder import runs_of
 from overlap_inductor.report.overview import graph_rows
 from overlap_inductor.report.overview import write_overview
 from overlap_inductor.report.read_folder import read_reports
+from tests.support.fork_base import ForkBase
 from tests.support.html_page import Page
 from tests.unit import sample_reports as samples
 
@@ -41,21 +40,20 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def write_as(folder: Path, rank: int, layers: str, **variables: str) -> None:
+def write_as(base: ForkBase, folder: Path, rank: int, layers: str, **variables: str) -> None:
     """Write reports in a separate process, as a launcher would start it for ``rank``."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
-    command = [sys.executable, "-c", WRITE, str(folder), str(rank), layers]
-    subprocess.run(command, check=True, env=environment)
+    base.run("-c", WRITE, str(folder), str(rank), layers, env=environment).check_returncode()
 
 
 @pytest.fixture(scope="module")
-def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_runs(torch_base: ForkBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which two ranks wrote twice, as ``torchrun`` starts them. The second run has fewer graphs."""
     folder = tmp_path_factory.mktemp("dump")
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for layers in ("1,2", "5"):
         for rank in (0, 1):
-            write_as(folder, rank, layers, TORCHELASTIC_RUN_ID="none", **variables)
+            write_as(torch_base, folder, rank, layers, TORCHELASTIC_RUN_ID="none", **variables)
     return folder
 
 
@@ -107,9 +105,9 @@ def test_the_first_write_leaves_a_page(tmp_path: Path) -> None:
     assert "1_0_forward" in (tmp_path / "index.html").read_text()
 
 
-def test_the_page_is_complete_when_the_process_has_ended(tmp_path: Path) -> None:
+def test_the_page_is_complete_when_the_process_has_ended(torch_base: ForkBase, tmp_path: Path) -> None:
     """The page is not rewritten after every graph. Catches a page that lacks the last graph."""
-    write_as(tmp_path, 0, "1,2,3,4,5,6")
+    write_as(torch_base, tmp_path, 0, "1,2,3,4,5,6")
     text = (tmp_path / "index.html").read_text()
     assert [f">{name}</a>" in text for name in ("0_0_inference", "0_0_inference_6")] == [True, True]
 
@@ -194,8 +192,8 @@ def test_launches_that_the_launcher_tells_apart_have_keys_of_their_own(name: str
     assert runs.launch_key({**TORCHRUN, name: "5"}) != runs.launch_key({**TORCHRUN, name: "6"})
 
 
-def test_a_script_without_a_launcher_is_a_run_of_its_own(tmp_path: Path) -> None:
+def test_a_script_without_a_launcher_is_a_run_of_its_own(torch_base: ForkBase, tmp_path: Path) -> None:
     for layers in ("1,2", "3"):
-        write_as(tmp_path, 0, layers)
+        write_as(torch_base, tmp_path, 0, layers)
     ids = [run.id for run in runs_of(tmp_path)]
     assert len(ids) == 2 and not any("-" in name for name in ids), "two keys, not two runs of one key"

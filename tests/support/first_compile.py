@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does the one-time work of a first compile in the process that imports this module, without the package."""
+
+from __future__ import annotations
+
+import torch
+import torch._inductor.compile_fx
+import torch.distributed._functional_collectives
+import torch.testing._internal.distributed.fake_pg
+import tqdm
+
+from tests.support.cheap_compiles import compile_cheaply
+from tests.support.cheap_compiles import probe_vector_instructions
+
+
+def compile_once() -> None:
+    """Compile a graph without a kernel, and forget it."""
+    # This process must start no threads, because a forked process does not have them and would wait for them.
+    torch.set_num_threads(1)
+    tqdm.tqdm.monitor_interval = 0
+    # If the graph came from a cache, the one-time work would not be done.
+    caches_off = (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    )
+    with caches_off[0], caches_off[1]:
+        torch.compile(lambda x: x @ x)(torch.ones(2, 2))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+probe_vector_instructions()
+compile_once()
+compile_cheaply()

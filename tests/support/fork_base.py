@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs Python programs in forks of one process that has imported torch already.
+
+``import torch`` takes 1.6 s of processor time, and Inductor three more. A *base* is a process that imports them once,
+without the package and without what the environment switches on. ``ForkBase.run`` forks it for a command line of
+Python, in an environment of its own.
+
+In the fork, ``import torch`` brings torch's modules back and does what the last lines of ``torch/__init__.py`` do: they
+read the environment and call the entry points of ``torch.backends``. Until then ``sys.modules`` has no module of torch,
+as in a new interpreter. Modules of others that torch imports are there from the start.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.abc
+import importlib.machinery
+import io
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TORCH = ("torch", "torch.distributed.fsdp", "sympy")
+"""torch, and what ``import torch._inductor.config`` imports besides Inductor, Dynamo and Triton."""
+INDUCTOR = ("torch", "tests.support.first_compile")
+
+
+class ForkBase:
+    """A process that has imported ``modules``, from which programs are forked."""
+
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("OVERLAP_INDUCTOR", "TORCH_LOGS"))}
+        environment |= {"PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        # A session of its own, so that ``__exit__`` also ends a program that runs too long.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *modules],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: str, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Like ``python ARGUMENTS``, where the arguments start with ``-c CODE``, ``-m MODULE`` or a script. The base
+        starts Python, so ``PYTHON*`` variables other than ``PYTHONPATH`` have no effect."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            request = {"arguments": arguments, "env": env, "cwd": str(cwd or os.getcwd()), "folder": folder}
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+            if not answer:
+                raise RuntimeError(f"the base ended with exit status {self.process.wait()}")
+            out, err = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess([sys.executable, *arguments], int(answer), out, err)
+
+    def __enter__(self) -> ForkBase:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+class _Torch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds and loads torch by putting back the modules that were imported in the base."""
+
+    def __init__(self) -> None:
+        self.hidden = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "torch"}
+        self.spec = self.hidden["torch"].__spec__
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if fullname == "torch" else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return self.hidden["torch"]
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.meta_path.remove(self)
+        module.__spec__ = self.spec
+        sys.modules.update(self.hidden)
+        if module._is_device_backend_autoload_enabled():
+            module._import_device_backends()
+        if "TORCH_LOGS" in os.environ:
+            module._logging._init_logs()
+
+
+def _serve(modules: list[str]) -> dict[str, Any]:
+    """Fork a process for each request. Returns the request in the forked process."""
+    for name in modules:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        if not (child := os.fork()):
+            os.close(answers)
+            return json.loads(line)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.write(answers, f"{status}\n".encode())
+    sys.exit()
+
+
+def _become(arguments: list[str], env: dict[str, str], cwd: str, folder: str) -> None:
+    """Run the program in this process, and leave its end to the interpreter."""
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin = io.StringIO()
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    ours = {"", os.getcwd(), str(ROOT), *sys.path[:1]}
+    paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [*paths, *(path for path in sys.path if path not in ours)]
+    importlib.invalidate_caches()
+    for name in [*sys.modules]:
+        if name.split(".")[0] == "tests":
+            del sys.modules[name]
+    sys.meta_path.insert(0, _Torch())
+    sys.excepthook = _show_programs_frames
+    kind = arguments[0]
+    if kind == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *arguments[2:]]
+        main = ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
+    elif kind == "-m":
+        sys.path.insert(0, cwd)
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        runpy.run_path(kind, run_name="__main__")
+
+
+def _show_programs_frames(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Leaves out the frames above the program, which it has not in an interpreter of its own."""
+    while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+if __name__ == "__main__":
+    _become(**_serve(sys.argv[1:]))
