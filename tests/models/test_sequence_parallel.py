@@ -21,11 +21,10 @@ from tests.support.rewritten_families import problems
 
 CASES = {
     "llama, generated code": Case("llama, one layer", 9, 10, generated=True),
-    "llama, batch of 3 x 5 tokens": Case("llama, one layer", 9, 10, (3, 5)),
     "starcoder2, 13 tokens": Case("starcoder2, one layer", 8, 8, (1, 13)),
     "cohere": Case("cohere, one layer", 3, 4, trains=False),
     "olmo2": Case("olmo2, one layer", 9, 13),
-    "gemma2": Case("gemma2, one layer", 3, 5, (2, 6), trains=False),
+    "gemma2, batch of 3 x 5 tokens": Case("gemma2, one layer", 3, 5, (3, 5), trains=False),
     "phi3": Case("phi3, one layer", 3, 5, trains=False),
     "gpt_neox": Case("gpt_neox, one layer", 6, 8),
 }

@@ -152,8 +152,8 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _checkpointed(**keywords: Any) -> Computation:
-    return _trained((TOKENS, HIDDEN), around=partial(checkpoint, use_reentrant=False, **keywords))
+def _checkpointed(tokens: int, **keywords: Any) -> Computation:
+    return _trained((tokens, HIDDEN), around=partial(checkpoint, use_reentrant=False, **keywords))
 
 
 class Mlp(nn.Module):
@@ -192,14 +192,13 @@ def _dynamic() -> Computation:
 
 
 CASES: dict[str, Callable[[], Computation]] = {
-    "[T, H], odd": partial(_trained, (TOKENS + 1, HIDDEN)),
     "[B, S, H], odd, accumulated gradients": partial(_trained, (3, 5, HIDDEN), (3, 5, HIDDEN)),
     "dropout": partial(_trained, (TOKENS, HIDDEN), dropout=0.25),
     "autocast": _autocast,
     "each layer compiled": _each_compiled,
-    "checkpointing": _checkpointed,
+    "checkpointing, odd": partial(_checkpointed, TOKENS + 1),
     "selective checkpointing": partial(
-        _checkpointed, context_fn=partial(create_selective_checkpoint_contexts, _policy)
+        _checkpointed, TOKENS, context_fn=partial(create_selective_checkpoint_contexts, _policy)
     ),
     "DTensor": _dtensor,
     "dynamic": _dynamic,
