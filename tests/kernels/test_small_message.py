@@ -214,7 +214,7 @@ def test_unsupported_operands_are_refused() -> None:
     x, p = torch.zeros(4, 64).half(), SmallParameters(False, 32, 4)
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):
         small_message.all_reduce(x.float(), launch, p)
-    with pytest.raises(UnsupportedError, match="rows of 12 elements"):
+    with pytest.raises(UnsupportedError, match="rows have 12 elements"):
         small_message.all_reduce(torch.zeros(4, 12).half(), launch, p)
     with pytest.raises(UnsupportedError, match="too many for a small message"):
         small_message.all_reduce(torch.zeros(2**20, 8).half(), launch, p)

@@ -246,5 +246,6 @@ def why_not(dtype: torch.dtype, inner: int, columns: int, scaled: bool = False) 
         return f"schedule chunked multiplies {'fp8 with scales' if scaled else 'fp16 or bf16'} here, not {dtype}"
     least = 16 // dtype.itemsize
     if inner % least or columns % least or inner == 0 or columns == 0:
-        return f"rows have {inner} and {columns} elements; expected positive multiples of {least} (16 bytes)"
+        rows = f"rows of {inner} and of {columns} elements cannot be read"
+        return f"{rows}; expected positive multiples of {least} (16 bytes)"
     return None
