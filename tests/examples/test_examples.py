@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every example on two gloo ranks, and checks its output. Starts one example by ``torchrun``, as a user would.
-Also checks that every example is short."""
+"""Runs every example on two gloo ranks, and checks its output and that it is short. (``tests/models/test_readme.py``
+starts a script by ``torchrun``, as a user would.)"""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import contextlib
 import io
 import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +15,8 @@ import transformers  # noqa: F401  (if it is missing, the error must come from h
 
 from tests.support.gloo_ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-BY_TORCHRUN = "functional_collectives"
 # The parts of lines that each example must print, in this order: its sites, which are all overlapped, and then a line
 # that says that the numbers agree.
 LINES: dict[str, list[str]] = {
@@ -79,28 +75,11 @@ def _as_torchrun_does(rank: int, world_size: int, path: str, environment: dict[s
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path: Path, tmp_path: Path, cache: Path) -> None:
-    """One example is run by ``torchrun``. The others run in processes that have already imported torch and compiled,
-    because that takes most of an example's time."""
+    """The ranks are processes that have already imported torch and compiled, because that takes most of an example's
+    time."""
     environment = {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    if path.stem == BY_TORCHRUN:
-        printed = _by_torchrun(path, environment)
-    else:
-        printed = "".join(run_ranks(2, _as_torchrun_does, str(path), environment, grouped=False, timeout=550))
+    printed = "".join(run_ranks(2, _as_torchrun_does, str(path), environment, grouped=False, timeout=550))
     lines = printed.splitlines()
     assert len(lines) == len(LINES[path.stem]), printed
     wrong = [(line, expected) for line, expected in zip(lines, LINES[path.stem], strict=True) if expected not in line]
     assert wrong == []
-
-
-def _by_torchrun(path: Path, environment: dict[str, str]) -> str:
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("OVERLAP_INDUCTOR")},
-        "PYTHONPATH": str(ROOT),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        **environment,
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout

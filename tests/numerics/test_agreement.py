@@ -38,7 +38,9 @@ def _check(
     problems = []
     config = OverlapConfig(schedule="ring", **fields)
     compile_anew()
-    for name in names or cases(world_size, 4):
+    # Sites without a looping op are refused. One of them shows it.
+    refused = sorted(WITHOUT_LOOPING_OP)[1:] if "step_node_budget" in fields else []
+    for name in names or [n for n in cases(world_size, 4) if n not in refused]:
         reports: list[OverlapReport] = []
         # Cases with shards of one row take as much time as the others, so only one setting runs them.
         for size in (6, 1) if not fields and world_size == 2 else (6,):
@@ -72,19 +74,18 @@ def _check(
     return problems
 
 
+ROWS_LEFT = "all-reduce, rows no multiple of the ranks"
 GENERATED = [
     "gather rows, two matmuls, one with bias, gathered tensor read",
-    "gather sequence, batch 1",
     "gather the contracted dim",
     "dgrad and wgrad on one gather",
     "bmm",
-    "baddbmm of gathered rows",
     "gated MLP of a sequence, its halves kept",
     "scatter sequence, batch 2",
     "scatter a sum of matmuls with bias",
     "all-reduce of a baddbmm",
     "scatter an average over a sequence",
-    "all-reduce, rows no multiple of the ranks",
+    ROWS_LEFT,
     "two all-reduces added",
     "scatter uneven columns",
     "gathered output",
@@ -118,11 +119,11 @@ SAMPLE = [
     "scatter sequence, batch 2",
     "scatter the last dim",
     "scatter an uneven sequence, batch 2, shards empty",
-    "all-reduce, rows no multiple of the ranks",
+    ROWS_LEFT,
     "gathered output",
 ]
-"""Some cases of each pattern. They suffice for settings that treat all cases alike: padding, and a ring with an even
-number of ranks, in which both directions meet at one rank."""
+"""Some cases of each pattern. They suffice for settings that treat all cases alike: a dtype, padding, and a ring with
+an even number of ranks, in which both directions meet at one rank."""
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ number of ranks, in which both directions meet at one rank."""
     [
         (2, {}, torch.float32, None, False),
         (2, {}, torch.float32, GENERATED, True),
-        (3, {}, torch.bfloat16, None, False),
+        (3, {}, torch.bfloat16, SAMPLE, False),
         (
             3,
             {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2},
@@ -140,8 +141,8 @@ number of ranks, in which both directions meet at one rank."""
         ),
         (3, {"step_node_budget": 1}, torch.float32, None, False),
         (2, {"step_node_budget": 1}, torch.bfloat16, LOOPING_GATHERS, True),
-        (4, {"step_node_budget": 1, "ring_direction": "bidirectional"}, torch.bfloat16, LOOPING_GATHERS, False),
-        (4, {"ring_direction": "bidirectional", "sub_chunks": 3}, torch.bfloat16, SAMPLE, False),
+        (4, {"step_node_budget": 1, "ring_direction": "bidirectional"}, torch.bfloat16, LOOPING_GATHERS[::2], False),
+        (4, {"ring_direction": "bidirectional", "sub_chunks": 3}, torch.bfloat16, [*SAMPLE[::2], ROWS_LEFT], False),
     ],
     ids=[
         "2 ranks",
@@ -160,6 +161,15 @@ def test_cases_agree_with_fp64(
     """Catches a wrong slice, remaining rows that are lost, a piece in a wrong place, and a sum in a wrong dtype."""
     for rank, problems in enumerate(run_ranks(world_size, _check, fields, dtype, names, generated, timeout=500)):
         assert not problems, f"rank {rank}: {problems}"
+
+
+DYNAMIC_GENERATED = {
+    "gather",
+    "all-reduce of what has a bias",
+    "gathered output",
+    "gather the contracted dim",
+    "scatter sequence, batch 2",
+}
 
 
 def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool) -> list[str]:
@@ -188,6 +198,8 @@ def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool
     generator = torch.Generator().manual_seed(rank)
     weight, bias = torch.randn(16, 8, generator=generator), torch.randn(8, generator=generator)
     for name, function in functions.items():
+        if generated and name not in DYNAMIC_GENERATED:
+            continue
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         reports: list[OverlapReport] = []
@@ -215,10 +227,9 @@ def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool
     ("world_size", "fields", "generated"),
     [
         (2, {}, True),
-        (3, {}, False),
         (3, {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 3}, False),
     ],
-    ids=["generated code", "3 ranks", "3 ranks, hop rounding, bidirectional"],
+    ids=["generated code", "3 ranks, hop rounding, bidirectional"],
 )
 def test_dynamic_token_counts_share_one_compile(world_size: int, fields: dict[str, Any], generated: bool) -> None:
     """Catches a guard that the pass adds. Also catches rows that are lost if the token count is not a multiple of the
@@ -229,11 +240,11 @@ def test_dynamic_token_counts_share_one_compile(world_size: int, fields: dict[st
 
 def _first_rank_pads(rank: int, world_size: int) -> list[str]:
     with padded_matmuls(rank == 0):
-        return _check(rank, world_size, {"sub_chunks": 2}, torch.float32, SAMPLE, False)
+        return _check(rank, world_size, {"sub_chunks": 2}, torch.float32, SAMPLE[::2], False)
 
 
 def test_one_rank_pads_its_matmuls() -> None:
     """Catches a plan or a site that depends on the timings of one rank. Such a plan would lead to an agreement error,
     or to a rank that waits until its timeout."""
-    for rank, problems in enumerate(run_ranks(3, _first_rank_pads, timeout=300)):
+    for rank, problems in enumerate(run_ranks(2, _first_rank_pads, timeout=300)):
         assert not problems, f"rank {rank}: {problems}"

@@ -28,7 +28,7 @@ change to the finder or to a rewrite, run thousands of programs with ``python -m
     [
         (0, 2, {}, False),
         (31, 2, {"step_node_budget": 1}, True),
-        (COUNT, 3, {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, False),
+        (2 * COUNT, 3, {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, False),
     ],
     ids=["2 ranks", "2 ranks, looping, trained", "3 ranks, hop rounding, bidirectional"],
 )
