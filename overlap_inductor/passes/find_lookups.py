@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from operator import getitem
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.passes.find_received import behind_views
@@ -79,6 +80,8 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
         sent, received = layouts_of(collective)
         joined, layout = behind_views(collective.input, sent)
         between = _between(collective.input, joined)
+        if (obstacle := _not_sent_as_made(parts, joined, collective)) is not None:
+            return obstacle
         if joined.target is aten.cat.default:
             between.insert(0, joined)
             dim = operators.argument(joined, "dim") % len(tools.shape(joined))
@@ -92,7 +95,10 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
         return Reason("layout", str(error))
     inside = {*between, collective.node}
     by_rank = len(parts) <= FEW and all(
-        lookup.kind == "embedding" and not _computed(part, lookup) and _readers(part, lookup) <= inside
+        lookup.kind == "embedding"
+        and not _computed(part, lookup)
+        and _readers(part, lookup) <= inside
+        and statically_known_true(tools.numel(tools.shape(lookup.lhs)) % collective.world_size == 0)
         for part, lookup in found
     )
     # With several tables, a bag is looked up as a whole. The offsets of a slice are only known at run time.
@@ -101,6 +107,19 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
     return PooledNodes(
         collective, [lookup for _, lookup in found], block, tables, parts, between, sent, received, by_rank=by_rank
     )
+
+
+def _not_sent_as_made(parts: list[fx.Node], joined: fx.Node, collective: CollectiveNode) -> Reason | None:
+    """Why the parts of ``joined``, the tensor behind the views of the collective's input, cannot be sent as they were
+    looked up; ``None`` if they can."""
+    if parts != (list(joined.args[0]) if joined.target is aten.cat.default else [joined]):
+        text = f"{joined.name} is a view of the tables' results in which the ranks' slices cannot be told apart"
+        return Reason("layout", f"{text}; expected slices of whole rows")
+    dtypes = [tools.dtype(n) for n in (*parts, collective.input)]
+    if len(set(dtypes)) > 1:
+        names = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})
+        return Reason("layout", f"{joined.name} joins tables of the dtypes {', '.join(names)}; expected one dtype")
+    return None
 
 
 def find_gradients(collective: CollectiveNode) -> GradientNodes | Reason:
@@ -240,7 +259,8 @@ def _selected(base: fx.Node) -> Iterator[tuple[fx.Node, int, Size, Size]]:
     for user in base.users:
         if user.target is aten.select.int:
             dim, index = (int(operators.argument(user, name)) for name in ("dim", "index"))
-            yield user, dim % len(tools.shape(base)), index, 1
+            dim %= len(tools.shape(base))
+            yield user, dim, index % tools.shape(base)[dim], 1
         elif user.target in tools.SPLITS:
             for element in user.users:
                 yield from _pieces(element)

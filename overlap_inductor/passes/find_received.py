@@ -68,7 +68,11 @@ def _uneven(collective: CollectiveNode, given: Layout) -> tuple[Received | None,
     if computed is not None:
         text = f"{computed.name} is computed from parts of {Splits.of(collective.node)}; expected views only"
         obstacles = [*obstacles, Reason("uneven_splits", text)]
-    return (nodes if consumers and computed is None else None), obstacles
+    split = next((c for c in consumers if c.sharded.before or c.sharded.after), None)
+    if split is not None:
+        text = f"{collective.node.name} {Splits.of(collective.node)}, and {split.matmul.node.name} reads a row in parts"
+        obstacles = [*obstacles, Reason("uneven_splits", f"{text}; expected each row to be a row of the matmul")]
+    return (nodes if consumers and computed is None and split is None else None), obstacles
 
 
 def _wire(given: Layout, read: Layout) -> Layout:

@@ -288,6 +288,8 @@ def _region(tracer: _RegionTracer, collective: CollectiveNode) -> tuple[Region, 
         raise LayoutError(
             "zeros are appended to a sum or a cat of matmuls; expected them appended to a matmul's own result"
         )
+    if any(leaf.inner and cut == len(tools.shape(leaf.node)) - 1 for leaf in tracer.leaves):
+        raise LayoutError("the columns of a grouped matmul are cut; expected the tokens")
     if cut in joined.values():
         raise LayoutError("a cat joins matmuls along the dim that must be cut; expected another dim")
     places = {node: dims.place(node, tracer.layouts[node]) for node in tracer.externals if node not in tracer.region}

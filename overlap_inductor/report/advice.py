@@ -49,8 +49,7 @@ ADVICE = {
     "too_many_steps": "Raise OVERLAP_INDUCTOR_STEP_NODE_BUDGET, or lower OVERLAP_INDUCTOR_SUB_CHUNKS.",
     "too_small": "If much could be saved, use more tokens in a call; else leave it. OVERLAP_INDUCTOR_SCHEDULE=<name>"
     " forces a schedule, to measure it.",
-    "uneven_splits": "Send every rank an equal part of a size that is known when the graph is compiled, or move the op"
-    " that the reason names to the other side of the all-to-all or of the matmul.",
+    "uneven_splits": "Send every rank an equal part of a known size, or move the op that the reason names elsewhere.",
     "uneven_tokens": "Use a number of tokens that is a multiple of the number of ranks, or compile for a fixed one.",
     "weight_depends_on_collective": "Compute the operand that the reason names without the collective's result."
     f" {_PART_OF_THE_MODEL}",

@@ -58,7 +58,9 @@ class GroupedMatmul(MatmulNode):
         if places.target is aten.index_put.default:
             order, values, base = places.args[1], places.args[2], places.args[0]
             covers = len(order) == 1 and _is_order(order[0]) and same_size(tools.shape(base)[0], tools.shape(values)[0])
-            return covers and values.target is torch.ops.prims.iota.default and values.kwargs.get("start") == 0
+            counts = values.target is torch.ops.prims.iota.default and values.kwargs.get("start") == 0
+            rises = counts and values.kwargs.get("step", 0) > 0
+            return covers and rises and not operators.argument(places, "accumulate", False)
         return _is_order(places)
 
     @property

@@ -28,7 +28,9 @@ FORMS = [
 def slice_by_slice(
     form: Form, shards: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, cuts: list[int]
 ) -> torch.Tensor:
-    matmul = Matmul(form, shards[1], other, bias, len(shards))
+    count, rows, width = shards.shape
+    places = [[slot * rows, (slot + 1) * rows] for slot in range(count)]
+    matmul = Matmul(form, shards.reshape(count * rows, width), other, bias, places)
     matmul.add(shards[1], 1, 0)
     for slot in (0, 2):
         for start, stop in itertools.pairwise(cuts):
@@ -51,7 +53,7 @@ def test_slices_make_the_whole_matmul(form: Form, rows: int, width: int) -> None
     columns = b.shape[1]
     for bias in (None, torch.randn(columns, generator=generator, dtype=torch.float64)) if form.role != "N" else (None,):
         expected = a @ b if bias is None else a @ b + bias
-        whole = as_it_stood(form, shards.reshape(3 * rows, width), other, bias, 3)
+        (whole,) = as_it_stood([form], shards.reshape(3 * rows, width), [other], [bias], 3)
         found = slice_by_slice(form, shards, other, bias, cuts)
         assert list(found.shape) == form.result_shape(shards[0], other, 3) and found.is_contiguous()
         torch.testing.assert_close(found, expected)
@@ -81,7 +83,7 @@ def test_shards_without_elements_leave_no_row_unwritten(monkeypatch: pytest.Monk
             "lhs M",
             1,
             0,
-            "unidirectional",
+            "ring",
             dist.group.WORLD.group_name,
             "site",
         )

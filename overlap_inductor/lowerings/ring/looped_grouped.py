@@ -25,6 +25,8 @@ from overlap_inductor.torch_compat import operators
 
 aten = torch.ops.aten
 overlap = torch.ops.overlap_inductor
+_PATTERNS = ("matmul_all_reduce", "matmul_reduce_scatter")
+"""The patterns that have an op ``grouped_<pattern>``."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,9 @@ class _Terms:
     shares: fx.Node | None
 
 
-def computes(nodes: ReduceNodes) -> bool:
-    """Whether a looping op of this module can compute a site."""
-    return _terms(nodes) is not None
+def computes(pattern: str, nodes: ReduceNodes) -> bool:
+    """Whether a looping op of this module can compute a site of ``pattern``."""
+    return pattern in _PATTERNS and _terms(nodes) is not None
 
 
 def rewrite(

@@ -38,6 +38,8 @@ def sums_of_experts(
 
     def compute(tokens: slice) -> torch.Tensor:
         mine = places[tokens]
+        if not mine.numel():
+            return lhs.new_zeros(mine.shape[0], rhs.shape[-1], dtype=dtype)
         ordered = mine.reshape(-1).sort().values
         y = multiply(lhs[ordered], rhs, torch.searchsorted(ordered, bounds, out_int32=True))
         if mask is not None:

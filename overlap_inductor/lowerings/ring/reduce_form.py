@@ -36,7 +36,7 @@ class ReduceRing:
         travels = config.numerics == "allow_hop_rounding" and site.facts.pattern == "matmul_reduce_scatter"
         parts = part_count(nodes.sharded.chunk, config.sub_chunks)
         found: dict[str, Any] = {"sub_chunks": parts, "route": "travel" if travels else "owner"}
-        if not isinstance(nodes.tokens, int) and looped_grouped.computes(nodes):
+        if not isinstance(nodes.tokens, int) and looped_grouped.computes(site.facts.pattern, nodes):
             # To fuse a block's rows, Inductor would compare the sizes of blocks, and each comparison adds a guard.
             found["min_rows"] = 0
         return found
@@ -57,11 +57,11 @@ class ReduceRing:
 
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, ReduceNodes)
-        return looped_grouped.computes(nodes) or looped_reduce.computes(site.facts.pattern, nodes)
+        return looped_grouped.computes(site.facts.pattern, nodes) or looped_reduce.computes(site.facts.pattern, nodes)
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        nodes = nodes_of(site, ReduceNodes)
-        return looped_grouped.computes(nodes) or looped_reduce.chooses_at_run_time(site.facts.pattern, nodes)
+        nodes, pattern = nodes_of(site, ReduceNodes), site.facts.pattern
+        return looped_grouped.computes(pattern, nodes) or looped_reduce.chooses_at_run_time(pattern, nodes)
 
     def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:
         nodes = nodes_of(site, ReduceNodes)
@@ -77,7 +77,7 @@ class ReduceRing:
         self, emit: StepEmitter, site: OverlapSite, parts: int, route: str, floor: int
     ) -> tuple[fx.Node, Replaced]:
         nodes = nodes_of(site, ReduceNodes)
-        loop = looped_grouped if looped_grouped.computes(nodes) else looped_reduce
+        loop = looped_grouped if looped_grouped.computes(site.facts.pattern, nodes) else looped_reduce
         return loop.rewrite(emit, site.facts.pattern, nodes, parts, floor)
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
