@@ -238,5 +238,5 @@ def test_unsupported_operands_are_refused() -> None:
         fused.matmul_reduce_scatter(a[:3], b, launch, p)
     with pytest.raises(UnsupportedError, match="2 tiles are multiplied, and the slot has words for 1"):
         fused.matmul_all_reduce(a, b, replace(launch, slot=replace(launch.slot, tiles=launch.slot.tiles[:1])), p)
-    with pytest.raises(UnsupportedError, match="64 ranks are more than the 63"):
+    with pytest.raises(UnsupportedError, match="64 ranks; expected at most 63"):
         fused.matmul_reduce_scatter(torch.zeros(64, 32).half(), b, replace(launch, world_size=64), p)
