@@ -27,6 +27,7 @@ from overlap_inductor.torch_compat.functional_collectives import all_reduce
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 from tests.support.fake_group import fake_group
 from tests.support.fake_group import report_of
+from tests.support.generated_code import without_kernels
 from tests.support.golden import check_golden
 from tests.support.hand_graph import HandGraph
 from tests.support.hand_graph import aten
@@ -270,7 +271,7 @@ def test_the_number_of_kernels_beside_the_op(epilogue: bool, monkeypatch: pytest
         monkeypatch.setattr(module, "ready", lambda *arguments: None)
     if not epilogue:
         monkeypatch.setattr(tails, "find_tail", lambda *arguments, **keywords: None)
-    with fake_group(2) as group, torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+    with fake_group(2) as group, torch.no_grad(), without_kernels():
 
         def mlp(x: torch.Tensor, a: torch.Tensor, bias: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             return x + reduce_scatter(F.silu(torch.addmm(bias, all_gather(x, 0, group), a)) @ b, "sum", 0, group)

@@ -26,6 +26,7 @@ from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 from overlap_inductor.torch_compat.ordering import MEMBERS
 from overlap_inductor.torch_compat.ordering import STARTS
 from tests.support.fake_group import fake_group
+from tests.support.generated_code import without_kernels
 
 
 @torch.library.custom_op("overlap_test::beside_graphs", mutates_args=())
@@ -65,13 +66,13 @@ def compiled(function: Callable[..., Any], *shapes: tuple[int, ...], reorders: b
     """Compile and run ``function``, and return the report. ``reorders``: Inductor may move ops that no CUDA graph can
     hold, as it does for its own CUDA graphs but not for CUDA graphs that the user captures."""
     settings = {
-        "force_disable_caches": True,
         "custom_should_partition_ops": ["overlap_test::beside_graphs"],
         "triton.cudagraphs": reorders,
     }
     with (
         fake_group(4, 1),
         torch.no_grad(),
+        without_kernels(),
         torch._inductor.config.patch(settings),
         overlap_inductor.overlap(schedule="ring", mode="strict", **fields),
     ):

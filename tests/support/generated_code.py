@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -27,13 +30,24 @@ EVENTS = {
 }
 
 
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """For tests that read code and no values: Inductor generates code anew, and C++ kernels are not built and do
+    nothing. A build takes a second, and a fake group's collectives leave no values to compute with."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    unbuilt = mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *given: lambda *arguments: None)
+    with torch._inductor.config.patch(force_disable_caches=True), unbuilt:
+        yield
+
+
 def lines_of(
     fn: Callable[..., Any], *shapes: tuple[int, ...], world_size: int = WORLD_SIZE, rank: int = 3, **fields: Any
 ) -> list[str]:
     """The lines of the generated ``call``."""
     from torch._inductor.utils import run_and_get_code
 
-    with fake_group(world_size, rank), torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+    with fake_group(world_size, rank), torch.no_grad(), without_kernels():
         options = fields.pop("options", None)
         with overlap_inductor.overlap(schedule="ring", **{"sub_chunks": 1, **fields}):
             _, (code,) = run_and_get_code(torch.compile(fn, options=options), *[torch.randn(s) for s in shapes])
