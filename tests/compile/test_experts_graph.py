@@ -54,8 +54,10 @@ def test_other_spellings() -> None:
 
 
 def test_a_reduce_scatter() -> None:
+    def scatter(x: torch.Tensor) -> torch.Tensor:
+        return reduce_scatter(x, "sum", 0, dist.group.WORLD)
+
     with fake_group(2), torch.no_grad():
-        scatter: Callable[[torch.Tensor], torch.Tensor] = lambda x: reduce_scatter(x, "sum", 0, dist.group.WORLD)  # noqa: E731
         report = report_of(Experts(0, 2, reduce=scatter), *inputs(16))
     assert summary(report) == [("matmul_reduce_scatter", 0, ["grouped_mm M"], "overlapped")]
 
