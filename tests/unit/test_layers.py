@@ -157,7 +157,7 @@ def test_the_table_has_what_was_measured() -> None:
 
 
 def test_the_picture_keeps_its_rows(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the bench extra is for make test")
+    pytest.importorskip("matplotlib", reason="matplotlib comes with the bench extra")
     from PIL import Image
 
     found = [row(PLAIN, 700.0), row("ring", 500.0), row(LOCAL, 400.0), row(PLAIN, 900.0, phase="training")]

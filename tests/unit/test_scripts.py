@@ -27,8 +27,8 @@ def test_a_script_can_be_imported(name: str) -> None:
         "triton",
         reason="Triton comes with the package's test extra; environments of other torch versions may have none",
     )
-    pytest.importorskip("matplotlib", reason="the bench extra is for make test")
-    pytest.importorskip("transformers", reason="the test extra is for make test")
+    pytest.importorskip("matplotlib", reason="matplotlib comes with the bench extra")
+    pytest.importorskip("transformers", reason="transformers comes with the test extra")
     script = importlib.import_module(name)
     assert missing(script) == []
 

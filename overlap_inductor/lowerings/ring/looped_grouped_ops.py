@@ -10,6 +10,7 @@ the same steps into the graph.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,42 +52,28 @@ def sums_of_experts(
     return compute
 
 
-def _grouped_matmul_all_reduce(
-    chain: torch.Tensor,
-    lhs: torch.Tensor,
-    rhs: torch.Tensor,
-    ends: torch.Tensor,
-    places: torch.Tensor,
-    mask: torch.Tensor | None,
-    shares: torch.Tensor | None,
-    operator: str,
-    parts: int,
-    min_rows: int,
-    dtype: torch.dtype,
-    *where: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    compute = sums_of_experts(lhs, rhs, ends, places, mask, shares, operator, dtype)
-    shape = places.shape[0], rhs.shape[-1]
-    return all_reduce_rows(compute, shape, lhs, parts, min_rows, dtype, *where), chain.new_empty(1)
+def _op(reduce: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The op that reduces the sums of experts by ``reduce``: ``all_reduce_rows`` or ``reduce_scatter_rows``."""
 
+    def op(
+        chain: torch.Tensor,
+        lhs: torch.Tensor,
+        rhs: torch.Tensor,
+        ends: torch.Tensor,
+        places: torch.Tensor,
+        mask: torch.Tensor | None,
+        shares: torch.Tensor | None,
+        operator: str,
+        parts: int,
+        min_rows: int,
+        dtype: torch.dtype,
+        *where: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        compute = sums_of_experts(lhs, rhs, ends, places, mask, shares, operator, dtype)
+        shape = places.shape[0], rhs.shape[-1]
+        return reduce(compute, shape, lhs, parts, min_rows, dtype, *where), chain.new_empty(1)
 
-def _grouped_matmul_reduce_scatter(
-    chain: torch.Tensor,
-    lhs: torch.Tensor,
-    rhs: torch.Tensor,
-    ends: torch.Tensor,
-    places: torch.Tensor,
-    mask: torch.Tensor | None,
-    shares: torch.Tensor | None,
-    operator: str,
-    parts: int,
-    min_rows: int,
-    dtype: torch.dtype,
-    *where: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    compute = sums_of_experts(lhs, rhs, ends, places, mask, shares, operator, dtype)
-    shape = places.shape[0], rhs.shape[-1]
-    return reduce_scatter_rows(compute, shape, lhs, parts, min_rows, dtype, *where), chain.new_empty(1)
+    return op
 
 
 def _fake(scatters: bool) -> Any:
@@ -117,5 +104,5 @@ _ARGUMENTS = (
     " parts, SymInt min_rows, ScalarType dtype, str reduce_op, str group_name, str site, str transport='') -> (Tensor,"
     " Tensor)"
 )
-define(f"grouped_matmul_all_reduce{_ARGUMENTS}", _grouped_matmul_all_reduce, _fake(scatters=False))
-define(f"grouped_matmul_reduce_scatter{_ARGUMENTS}", _grouped_matmul_reduce_scatter, _fake(scatters=True))
+define(f"grouped_matmul_all_reduce{_ARGUMENTS}", _op(all_reduce_rows), _fake(scatters=False))
+define(f"grouped_matmul_reduce_scatter{_ARGUMENTS}", _op(reduce_scatter_rows), _fake(scatters=True))

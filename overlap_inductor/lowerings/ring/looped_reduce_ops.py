@@ -121,8 +121,19 @@ def reduce_scatter_rows(
     site: str,
     transport: str = "",
 ) -> torch.Tensor:
-    """Reduce-scatter a tensor of ``shape`` and ``dtype`` while ``compute`` computes its rows on the device of
-    ``like``."""
+    """Reduce-scatter a tensor ``[W*m, N]`` while ``compute`` computes its rows. Returns this rank's ``[m, N]``.
+
+    Args:
+        shape: ``(W*m, N)``.
+        like: a tensor on the device of the result.
+        parts: number of sub-chunks of each rank's rows.
+        min_rows: with fewer rows, all rows are computed first, and then the plain collective runs.
+        dtype: of the rows and of the result.
+        reduce_op: ``sum`` or ``avg``.
+
+    Raises:
+        TransferError: a transfer failed.
+    """
     group = resolve_group(group_name)
     world_size, (total_rows, width) = group.size(), shape
     if total_rows < min_rows:
@@ -137,21 +148,27 @@ def reduce_scatter_rows(
     return _reduce(own, buffer.view(world_size - 1, rows, width), reduce_op)
 
 
-def _matmul_reduce_scatter(
-    chain: torch.Tensor,
-    lhs: Sequence[torch.Tensor],
-    rhs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    parts: int,
-    min_rows: int,
-    dtype: torch.dtype,
-    *where: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    def compute(rows: slice) -> torch.Tensor:
-        return sum_of_products(lhs, rhs, biases, rows, dtype)
+def _op(reduce: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The op that reduces the sum of ``lhs @ rhs`` and biases by ``reduce``: ``reduce_scatter_rows`` or
+    ``all_reduce_rows``."""
 
-    shape = lhs[0].shape[0], rhs[0].shape[1]
-    return reduce_scatter_rows(compute, shape, lhs[0], parts, min_rows, dtype, *where), chain.new_empty(1)
+    def op(
+        chain: torch.Tensor,
+        lhs: Sequence[torch.Tensor],
+        rhs: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        parts: int,
+        min_rows: int,
+        dtype: torch.dtype,
+        *where: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        def compute(rows: slice) -> torch.Tensor:
+            return sum_of_products(lhs, rhs, biases, rows, dtype)
+
+        shape = lhs[0].shape[0], rhs[0].shape[1]
+        return reduce(compute, shape, lhs[0], parts, min_rows, dtype, *where), chain.new_empty(1)
+
+    return op
 
 
 def _matmul_reduce_scatter_fake(
@@ -174,7 +191,7 @@ def _matmul_reduce_scatter_fake(
 define(
     "matmul_reduce_scatter(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows, "
     "ScalarType dtype, str reduce_op, str group_name, str site, str transport='') -> (Tensor, Tensor)",
-    _matmul_reduce_scatter,
+    _op(reduce_scatter_rows),
     _matmul_reduce_scatter_fake,
 )
 
@@ -191,7 +208,8 @@ def all_reduce_rows(
     site: str,
     transport: str = "",
 ) -> torch.Tensor:
-    """As ``reduce_scatter_rows``, for an all-reduce."""
+    """As ``reduce_scatter_rows``, for an all-reduce: returns all rows. There may be up to W - 1 rows more than ``W*m``,
+    which the plain collective reduces."""
     group = resolve_group(group_name)
     world_size, rank, (total_rows, width) = group.size(), group.rank(), shape
     if total_rows < min_rows:
@@ -232,23 +250,6 @@ def all_reduce_rows(
     return result
 
 
-def _matmul_all_reduce(
-    chain: torch.Tensor,
-    lhs: Sequence[torch.Tensor],
-    rhs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    parts: int,
-    min_rows: int,
-    dtype: torch.dtype,
-    *where: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    def compute(rows: slice) -> torch.Tensor:
-        return sum_of_products(lhs, rhs, biases, rows, dtype)
-
-    shape = lhs[0].shape[0], rhs[0].shape[1]
-    return all_reduce_rows(compute, shape, lhs[0], parts, min_rows, dtype, *where), chain.new_empty(1)
-
-
 def _full_fake(
     chain: torch.Tensor,
     lhs: Tensors,
@@ -265,7 +266,7 @@ def _full_fake(
 define(
     "matmul_all_reduce(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows,"
     " ScalarType dtype, str reduce_op, str group_name, str site, str transport='') -> (Tensor, Tensor)",
-    _matmul_all_reduce,
+    _op(all_reduce_rows),
     _full_fake,
 )
 

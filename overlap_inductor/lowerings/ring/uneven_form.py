@@ -52,7 +52,9 @@ class _UnevenRing:
         return False
 
     def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:
-        raise NotImplementedError(f"site {site.facts.id}: parts of different sizes have no unrolled steps")
+        raise RuntimeError(
+            f"site {site.facts.id}: parts of different sizes were planned as unrolled steps; expected a looping op"
+        )
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
         return None
