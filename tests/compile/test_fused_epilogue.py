@@ -27,7 +27,7 @@ from overlap_inductor.torch_compat.functional_collectives import all_reduce
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 from tests.support.fake_group import fake_group
 from tests.support.fake_group import report_of
-from tests.support.generated_code import without_kernels
+from tests.support.generated_code import code_of
 from tests.support.golden import check_golden
 from tests.support.hand_graph import HandGraph
 from tests.support.hand_graph import aten
@@ -261,8 +261,6 @@ def test_the_report_shows_the_epilogue() -> None:
 def test_the_number_of_kernels_beside_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matmul, bias, activation and residual run in one kernel, as in Inductor's own matmul templates. Without
     epilogues, each result needs one more kernel."""
-    from torch._inductor.utils import run_and_get_code
-
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
     monkeypatch.setattr(group_ops, "prepare", lambda *arguments: None)
     monkeypatch.setattr(compared_call, "prepare", lambda *arguments: None)
@@ -271,13 +269,13 @@ def test_the_number_of_kernels_beside_the_op(epilogue: bool, monkeypatch: pytest
         monkeypatch.setattr(module, "ready", lambda *arguments: None)
     if not epilogue:
         monkeypatch.setattr(tails, "find_tail", lambda *arguments, **keywords: None)
-    with fake_group(2) as group, torch.no_grad(), without_kernels():
+    with fake_group(2) as group, torch.no_grad():
 
         def mlp(x: torch.Tensor, a: torch.Tensor, bias: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             return x + reduce_scatter(F.silu(torch.addmm(bias, all_gather(x, 0, group), a)) @ b, "sum", 0, group)
 
         with overlap_inductor.overlap(schedule="fused", mode="strict"):
-            _, (code,) = run_and_get_code(torch.compile(mlp), half(ROWS, K), half(K, N), half(N), half(N, K))
+            code = code_of(torch.compile(mlp), half(ROWS, K), half(K, N), half(N), half(N, K))
     call = code[code.index("def call(") :].split("runner = ")[0]
     assert len(re.findall(r"torch\.ops\.overlap_inductor\.fused_\w+\.default\(", call)) == 2
     assert len(re.findall(r"cpp_fused\w*\(", call)) == (0 if epilogue else 2), call

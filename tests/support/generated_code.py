@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextlib import suppress
 from typing import Any
+from typing import NoReturn
 from unittest import mock
 
 import torch
@@ -33,7 +35,7 @@ EVENTS = {
 @contextmanager
 def without_kernels() -> Iterator[None]:
     """For tests that read code and no values: Inductor generates code anew, and C++ kernels are not built and do
-    nothing. A build takes a second, and a fake group's collectives leave no values to compute with."""
+    nothing. A build takes a second."""
     from torch._inductor.async_compile import AsyncCompile
 
     unbuilt = mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *given: lambda *arguments: None)
@@ -41,16 +43,40 @@ def without_kernels() -> Iterator[None]:
         yield
 
 
+class _NotRunError(Exception):
+    """Ends the first call of a compiled function in place of the generated code."""
+
+
+def code_of(fn: Callable[..., Any], *arguments: Any) -> str:
+    """The code that Inductor generates for ``fn``, which holds one graph. The code is not run: the values that a fake
+    group's collectives and unbuilt kernels leave in a buffer are arbitrary, and an op may refuse them."""
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.output_code import CompiledFxGraph
+
+    def instead(graph: CompiledFxGraph, inputs: Any) -> NoReturn:
+        raise _NotRunError
+
+    codes: list[str] = []
+    torch._dynamo.reset()
+    with (
+        without_kernels(),
+        mock.patch.object(GraphLowering, "save_output_code", codes.append),
+        mock.patch.object(CompiledFxGraph, "__call__", instead),
+        suppress(_NotRunError),
+    ):
+        fn(*arguments)
+    (code,) = codes
+    return code
+
+
 def lines_of(
     fn: Callable[..., Any], *shapes: tuple[int, ...], world_size: int = WORLD_SIZE, rank: int = 3, **fields: Any
 ) -> list[str]:
     """The lines of the generated ``call``."""
-    from torch._inductor.utils import run_and_get_code
-
-    with fake_group(world_size, rank), torch.no_grad(), without_kernels():
+    with fake_group(world_size, rank), torch.no_grad():
         options = fields.pop("options", None)
         with overlap_inductor.overlap(schedule="ring", **{"sub_chunks": 1, **fields}):
-            _, (code,) = run_and_get_code(torch.compile(fn, options=options), *[torch.randn(s) for s in shapes])
+            code = code_of(torch.compile(fn, options=options), *[torch.randn(s) for s in shapes])
     return [line.strip() for line in code[code.index("def call(") :].split("runner = ")[0].splitlines()]
 
 
