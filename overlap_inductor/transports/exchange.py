@@ -187,8 +187,8 @@ def open_exchange(
     elements = bounds[-1]
     if elements == 0:
         return None
-    slots = range(routes.slots(route, group.size()))
-    return open_uneven(buffer, [[s * elements + b for b in bounds] for s in slots], route, group, site, transport)
+    places = [[s * elements + b for b in bounds] for s in range(routes.slots(route, group.size()))]
+    return _open(buffer, places, route, group, site, transport_named(Exchanges, transport))
 
 
 def open_uneven(
@@ -202,6 +202,24 @@ def open_uneven(
     """``open_exchange`` for slots of different sizes, given by ``places`` (see ``Exchange``). It opens an exchange even
     if this rank sends and receives nothing, because other ranks may, and all ranks number their exchanges alike."""
     moved_by = transport_named(Exchanges, transport)
+    try:
+        moved_by.join(group, buffer.device)
+    except RuntimeError as error:
+        raise TransferError(
+            f"site {site}: the ranks of group {group.group_name!r} did not all join the exchange: {error}."
+            f" {agreement.plans_waiting(group)}A peer probably died, or runs another program; see its own log first."
+        ) from error
+    return _open(buffer, places, route, group, site, moved_by)
+
+
+def _open(
+    buffer: torch.Tensor,
+    places: Sequence[Sequence[int]],
+    route: str,
+    group: dist.ProcessGroup,
+    site: str,
+    moved_by: Exchanges,
+) -> Exchange:
     exchanges = _EXCHANGES.of(group)
     exchanges.opened += 1
     exchange = Exchange(buffer.view(-1), places, route, group, site, moved_by, exchanges.opened)

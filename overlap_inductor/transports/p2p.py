@@ -14,8 +14,21 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.errors import TransferError
+from overlap_inductor.runtime.group_state import Kind
+from overlap_inductor.runtime.group_state import Owner
 from overlap_inductor.torch_compat.distributed import why_no_send
 from overlap_inductor.transports.transport import Message
+
+
+def _communicator(owner: Owner) -> torch.Tensor:
+    """NCCL makes a group's communicator at the group's first operation, and waits in it for all ranks. A rank without a
+    message starts no operation, so the others would wait for ever. A collective makes the communicator."""
+    one = torch.ones(1, device=owner.device)
+    dist.all_reduce(one, group=owner.group)
+    return one
+
+
+_COMMUNICATORS = Kind("communicator", _communicator)
 
 
 class P2P:
@@ -29,6 +42,10 @@ class P2P:
 
     def receives_first(self, device: torch.device) -> bool:
         return device.type == "cpu"
+
+    def join(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        if not self.receives_first(device):
+            _COMMUNICATORS.of(group, device)
 
     def start(self, group: dist.ProcessGroup, receives: Sequence[Message], sends: Sequence[Message]) -> list[dist.Work]:
         def peer(message: Message) -> int:

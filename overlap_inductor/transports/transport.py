@@ -131,6 +131,11 @@ class Exchanges(Transport, Protocol):
         are started together."""
         ...
 
+    def join(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Make what needs all ranks of the group. All ranks call it before an exchange in which one of them may have
+        no message. Raises ``RuntimeError`` if it fails."""
+        ...
+
     def start(
         self, group: dist.ProcessGroup, receives: Sequence[Message], sends: Sequence[Message]
     ) -> Sequence[Pending]:

@@ -81,6 +81,9 @@ class Pigeons:
     def receives_first(self, device: torch.device) -> bool:
         return True
 
+    def join(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        pass
+
     def start(
         self, group: dist.ProcessGroup, receives: Sequence[Message], sends: Sequence[Message]
     ) -> Sequence[_Flight]:
