@@ -7,9 +7,11 @@ plain ``torch.compile`` and with overlap.
 
 Variants of a program are compiled, compared with the eager program in fp32 on random data, and then timed in turn, in a
 new order each round. Times are milliseconds of a step: median, 20th and 80th percentile, each the maximum over ranks.
-``no collectives``: the program with local ops in place of its collectives. Its time is a lower bound. Its results are
-wrong and are not compared. Rows are added to ``bench/results/layers_slow_link.jsonl`` or ``layers.jsonl``. The table
-and the picture of the slow link are made from these rows (``python -m bench.report``, ``python tools/make_docs.py``).
+``no collectives``: the program with local ops in place of its collectives. Its time shows what a
+step takes without transfers. It is no strict lower bound, because the rewrite also divides token-wise work among the
+ranks. Its results are wrong and are not compared. Rows are added to ``bench/results/layers_slow_link.jsonl`` or
+``layers.jsonl``. From the rows of the slow link, ``python -m bench.report`` draws ``docs/assets/layers.png`` and
+``python tools/make_docs.py`` writes a table.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from overlap_inductor.cli.local_ranks import rank_environment
 from overlap_inductor.cli.local_ranks import run_ranks
 
 ROOT = rows.RESULTS.parent.parent
-# On two cores, the matmuls of the forward take about as long as its transfers at these sizes and rates.
+# On two cores, the forward's matmuls take about as long as its transfers at these sizes and the default --megabits.
 CPU = Sizes(layers=2, hidden=1024, ffn=2816, heads=16, kv_heads=16, vocabulary=1024, prompt=128)
 CUDA = Sizes(layers=4, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocabulary=32000)
 CPU_CASES = [("forward", 1, 1024), ("training", 1, 1024)]
@@ -56,32 +58,34 @@ CUDA_CASES = [
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.layers", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="on a CPU; torchrun says it on GPUs")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks on a CPU; on GPUs, torchrun sets it"
+    )
     parser.add_argument(
         "--megabits", type=int, nargs="+", default=[500, 750], help="link rate for each entry of --ranks"
     )
     parser.add_argument("--phases", nargs="+", choices=list(PHASES), help="by default those of the device")
-    parser.add_argument("--tokens", type=int, nargs="+", help="of each phase that is not decode")
-    parser.add_argument("--batches", type=int, nargs="+", help="sequences of decode")
+    parser.add_argument("--tokens", type=int, nargs="+", help="token counts of the phases other than decode")
+    parser.add_argument("--batches", type=int, nargs="+", help="numbers of sequences of a decode step")
     for field in dataclasses.fields(Sizes):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int)
-    parser.add_argument("--schedule", help="of the variants not named auto; by default ring on a CPU, auto on GPUs")
+    parser.add_argument("--schedule", help="timed besides auto; by default ring on a CPU, none on GPUs")
     parser.add_argument(
-        "--machine", default="", help="facts that auto is told; by default the rates of link and matmul"
+        "--machine", default="", help="facts that auto is told; by default the rates of link and matmul on a CPU"
     )
-    parser.add_argument("--set", nargs="+", default=[], metavar="SWITCH=VALUE", help="of all variants with overlap")
+    parser.add_argument("--set", nargs="+", default=[], metavar="SWITCH=VALUE", help="other switches of overlap")
     parser.add_argument("--variants", nargs="+", default=[], help="names of the variants; plain is always among them")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=60.0, help="about how long each program may be timed")
     parser.add_argument("--timeout", type=float, default=1800.0)
-    parser.add_argument("--trace", default="", help="folder for where the time of a step goes (bench.layer_trace)")
-    parser.add_argument("--trace-steps", type=int, default=3, help="steps of each variant that are profiled")
+    parser.add_argument("--trace", default="", help="folder for traces of where a step's time goes (bench.layer_trace)")
+    parser.add_argument("--trace-steps", type=int, default=3, help="number of steps of a variant to profile")
     parser.add_argument("--out", type=Path, help="rows are added to it")
     options = parser.parse_args(arguments)
     if not all("=" in word for word in options.set):
         parser.error("--set takes SWITCH=VALUE")
     if options.device == "cpu" and len(options.ranks) != len(options.megabits):
-        parser.error("--ranks and --megabits need as many values")
+        parser.error("--ranks and --megabits need the same number of values")
     return options
 
 

@@ -47,7 +47,7 @@ SLACK = 1.5
 
 
 class Wrong(RuntimeError):
-    """The results of a variant differ from those of the program."""
+    """A variant's error is larger than allowed (``FLOOR``, ``SLACK``)."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Settings:
     Attributes:
         cases: ``(phase, sequences, tokens)`` of each program.
         schedule, machine, switches: see ``layer_variants.variants``.
-        only: names of variants; empty: all of them.
+        only: names of the variants to run besides ``plain``; empty: all variants.
         link: a description of the link between the ranks.
         repeats: the largest number of rounds of samples.
         seconds: about how long each program may be timed.
-        trace, trace_steps: the folder for the traces (``bench.layer_trace``), and the number of steps to trace. If the
-            folder is empty, nothing is traced.
+        trace: the folder for the traces (``bench.layer_trace``). If it is the empty string, nothing is traced.
+        trace_steps: the number of steps of each variant to trace.
     """
 
     device: str
@@ -91,7 +91,8 @@ class Settings:
 
 def error(found: Outputs, reference: Outputs) -> float:
     """The largest difference from ``reference`` (on the CPU, fp32), relative to each tensor's largest element, over all
-    outputs and ranks. Infinite if a result is missing or not finite."""
+    outputs and ranks. Infinite if the names of the outputs differ, if a result is not finite, or if a reference is zero
+    everywhere."""
     if found.keys() != reference.keys():
         return greatest(float("inf"))
     largest = 0.0
@@ -134,7 +135,8 @@ def reference_of(folder: Path, settings: Settings, case: tuple[str, int, int]) -
 
 
 def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Iterator[dict[str, Any]]:
-    """The rows of one program. Raises ``Wrong`` before anything is timed if a variant's results are not right."""
+    """The rows of one program. Raises ``Wrong`` before the variants are timed if a variant's error is above ``FLOOR``
+    and above ``SLACK`` times the error of ``plain``. ``plain`` itself is not refused."""
     phase, batch, tokens = case
     reference = reference_of(folder, settings, case)
     program = PHASES[phase](folder, settings.sizes, batch, tokens, settings.dtype, settings.device)
@@ -202,7 +204,8 @@ def _on_one_core(device: str) -> Iterator[None]:
 def _first_run(
     variant: Variant, program: Program, function: Any, reference: Outputs, settings: Settings
 ) -> dict[str, Any]:
-    """Run a first step, which compiles. Returns the fields of the row that are not times of steps."""
+    """Run three steps: the first compiles, the results of the second are compared, the third is measured for memory.
+    Returns the row's error, compile time, memory, collectives, sites, stretches and switches."""
     reporting.forget_reports()
     dist.barrier()
     begin = time.perf_counter()
@@ -210,7 +213,8 @@ def _first_run(
     first = time.perf_counter() - begin
     begin = time.perf_counter()
     found = program.step(function)
-    # The first step compiles and then runs. The run takes as long as the second step.
+    # The first step compiles and then runs. The time of the second step stands for that run. (On GPUs it is the host's
+    # time. With CUDA graphs, the second step also records the graph.)
     first -= time.perf_counter() - begin
     off = error(found, reference)
     reports = reporting.all_reports() if variant.switches is not None else []
@@ -229,7 +233,8 @@ def _first_run(
 
 
 def run(settings: Settings, folder: Path, where: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all programs, one after the other. All ranks of a started job run this together."""
+    """Yield the rows of all programs, one after the other. All ranks call this together, after
+    ``init_process_group``."""
     torch._dynamo.config.recompile_limit = 64
     device = torch.device(settings.device, torch.cuda.current_device() if settings.device == "cuda" else None)
     shared = {"ranks": dist.get_world_size(), "link": settings.link, **vars(settings.sizes), **rows.environment(device)}

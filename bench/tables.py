@@ -11,8 +11,8 @@ SETTING_WORDS = {"hidden": "the host hidden", "compiled": "compiled graphs, the 
 
 
 def overlap_efficiency(serial: float, overlapped: float, matmul: float, collective: float) -> float:
-    """The part of the hideable time that is hidden: ``(serial - t) / (serial - max(matmul, collective))``. All times
-    have the same unit.
+    """The part of the hideable time that is hidden: ``(serial - overlapped) / (serial - max(matmul, collective))``. All
+    times have the same unit.
 
     Raises:
         ValueError: nothing can be hidden (``serial`` is not more than the longer of the two).
@@ -26,7 +26,7 @@ def overlap_efficiency(serial: float, overlapped: float, matmul: float, collecti
 
 
 def row_efficiency(row: dict[str, Any]) -> float | None:
-    """The overlap efficiency of one benchmark row, or ``None`` where nothing can be hidden."""
+    """The overlap efficiency of one row of ``bench.slow_link``. ``None`` if nothing can be hidden."""
     try:
         return overlap_efficiency(row["serial_ms"], row["ring_ms"], row["matmul_ms"], row["collective_ms"])
     except ValueError:
@@ -53,10 +53,10 @@ def slow_link(rows: list[dict[str, Any]]) -> str:
 
 
 def layers(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of ``bench.layers``: milliseconds with the 20th and 80th percentile, by ranks, phase and variant."""
+    """A table of rows of ``bench.layers``, one line for each, in their order. Times are milliseconds."""
     head = (
         "ranks", "link", "phase", "tokens", "variant", "ms", "p20-p80", "speed-up", "fastest ms", "tokens/s",
-        "step MiB", "compile s", "load", "collectives", "left", "overlapped",
+        "step MiB", "compile s", "load", "collectives", "collectives left", "overlapped",
     )  # fmt: skip
     lines = header(*head)
     for row in rows:
@@ -85,7 +85,7 @@ def layers(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _collectives(counts: dict[str, int]) -> str:
-    """``5 all_reduce, 2 all_gather``."""
+    """The counts as text, sorted by name: ``2 all_gather, 5 all_reduce``."""
     names = {name: name.removesuffix("_tensor").removesuffix("_into") for name in counts}
     return ", ".join(f"{count} {names[name]}" for name, count in sorted(counts.items())) or "-"
 
@@ -99,12 +99,12 @@ def groups(rows: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[Any, ...], 
 
 
 def provider_names(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """The providers of ``rows`` in the order in which they were measured, ``keep`` first."""
+    """``keep``, then the other providers in the order of their first rows. ``keep`` is listed even if no row has it."""
     return list(dict.fromkeys(["keep", *(row["provider"] for row in rows)]))
 
 
 def as_planned(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, without those of schedules with other parameters (``--set``)."""
+    """The rows, without those of schedules whose parameters were set by ``--set``."""
     return [row for row in rows if " " not in row["provider"]]
 
 
@@ -114,11 +114,12 @@ def heading(row: dict[str, Any]) -> str:
 
 
 def operators(rows: Sequence[dict[str, Any]], details: bool = False) -> str:
-    """Rows of ``bench.operators`` as tables, one for each kind of machine, shape and setting. A cell has microseconds
-    and, in brackets, the speed-up over ``keep`` of the same run.
+    """Rows of ``bench.operators`` as tables, one for each GPU, number of ranks, shape, dtype and setting. The cell of a
+    provider except ``keep`` has microseconds and, in brackets, the speed-up over ``keep`` of the same run. For
+    ``auto``, the brackets also name the schedule that ran.
 
-    ``best``: the fastest provider except ``keep``, with its speed-up, ratio to ``max`` (the bound) and overlap
-    efficiency. ``details``: after each table, add one with every row, including schedules with other parameters.
+    ``best``: the provider except ``keep`` with the largest speed-up, its ratio to ``max`` (the bound) and its overlap
+    efficiency. ``details``: after each table, add one with every row, including schedules with parameters of ``--set``.
     """
     parts = []
     for same in groups(rows, "gpu", "world_size", "shape", "dtype", "setting").values():

@@ -2,8 +2,9 @@
 """Times several calls in turn, on all ranks together. Results are microseconds of device time and of host time.
 
 With the host *hidden*, the device sleeps before each call. Meanwhile the host launches the call, so only device time
-counts. With the host *in the loop*, a sample is several calls in a row without a sleep. All calls run the same number
-of times, which is chosen so that the fastest takes about ``LOOP_MS``. A call then takes its device time or its host
+counts. With the host *in the loop*, a sample is several calls in a row without a sleep. All samples have the
+same number of calls. It is chosen so that a sample of the fastest call takes about ``LOOP_MS``, within the limits
+``CALLS_IN_LOOP``. A call then takes its device time or its host
 time, whichever is longer. One call before the sample is not counted, because the device is idle while the host launches
 it. The tensors of a call get the addresses that the previous call used, as in the steps of a compiled model. On a CPU,
 both times are wall-clock time.
@@ -31,14 +32,15 @@ SLEEP_MS = 3.0
 LEAST_SLEEP_MS = 1.0
 """Shortest device sleep before a call whose host time is known."""
 REST_MS = 50.0
-"""Pause of the host before a sample with the host in the loop, so that the GPU cools. After a pause of 10 ms, matmuls
-in a row ran at 1467 MHz on an H200. After 60 ms, they ran at 1553 MHz, as with the host hidden (``bench.clocks``)."""
+"""Pause of the host before a sample with the host in the loop, so that the GPU cools. On 2 H200s, matmuls of 8192
+tokens in a row ran at 1467 MHz after pauses of 10 ms, and at 1553 MHz after 60 ms. A single call with the host hidden
+ran at 1542 MHz. On 4 H200s the pause changed little (bench/results/clocks.jsonl)."""
 LOOP_MS = 8.0
 """Intended length of a sample of the fastest call, with the host in the loop."""
 CALLS_IN_LOOP = 4, 40
 """Fewest and most calls in a sample with the host in the loop."""
 LEAST_REPEATS = 5
-"""Fewest samples of a call if time is short."""
+"""Fewest samples of a call if time is short, unless fewer rounds are allowed (``most`` of ``in_turn``)."""
 
 Call = Callable[[], Any]
 
@@ -69,7 +71,7 @@ class Clock:
 
         Args:
             sleep_ms: the device's sleep before the first call. With 0, the host pauses for ``REST_MS`` instead, and one
-                more call is made first that is not counted.
+                more call is made first that is not counted. Ignored on a CPU: there, only the counted calls run.
 
         Returns:
             ``(device, host)``: mean microseconds of one call. On a CPU, both are the same.
@@ -135,7 +137,7 @@ def timed(calls: Mapping[str, Call], repeats: int) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of a call. Each is the maximum over ranks.
+    """Times of a call in microseconds, each the maximum over ranks, and the number of samples.
 
     Attributes:
         median, p20, p80: median, 20th and 80th percentile of the device time.
@@ -157,8 +159,9 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
 
     Args:
         hidden: whether the host is hidden. If not, it is in the loop.
-        most: the largest number of rounds, at least 2.
-        seconds: there are fewer rounds if ``most`` would take longer than this, but not fewer than ``LEAST_REPEATS``.
+        most: the largest number of rounds; must be at least 2.
+        seconds: there are fewer rounds if ``most`` would take longer than this, but at least the smaller of ``most``
+            and ``LEAST_REPEATS``.
     """
     number = 1 if hidden else CALLS_IN_LOOP[0]
     # The first two samples of each call are not counted. The first loads kernels and allocates memory. The second shows

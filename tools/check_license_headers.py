@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fails if a source file does not begin with the licence's SPDX line. With ``--fix``, writes the line."""
+"""Fails if a file of ``sources`` does not begin with the licence's SPDX line. A ``#!`` line may come before it. With
+``--fix``, writes the missing lines."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def main(arguments: list[str]) -> int:
         if arguments == ["--fix"]:
             path.write_text(with_header(path.read_text()))
         else:
-            print(f"{path.relative_to(ROOT)}:1: does not begin with {HEADER.strip()!r}; run {sys.argv[0]} --fix")
+            print(
+                f"{path.relative_to(ROOT)}:1: does not begin with {HEADER.strip()!r}; run: python {sys.argv[0]} --fix"
+            )
     return int(bool(lacking) and arguments != ["--fix"])
 
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 
 def allow_sharing() -> None:
-    """Allow symmetric memory between ranks that share a GPU, and make gloo use the loopback interface."""
+    """Allow symmetric memory between ranks that share a GPU. Make gloo use the loopback interface, unless
+    ``GLOO_SOCKET_IFNAME`` is set."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

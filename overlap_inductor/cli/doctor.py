@@ -45,7 +45,8 @@ def run_doctor(as_json: bool = False) -> int:
 
 
 def collect() -> list[Check]:
-    """All checks, in the order in which they are shown."""
+    """All checks, in the order in which they are shown. If torch is missing or not supported: only those of the
+    software."""
     checks = doctor_machine.software()
     if any(check.name == "torch" and check.state == BAD for check in checks):
         return checks
@@ -63,7 +64,7 @@ def switches() -> list[Check]:
         if any(check.state == BAD for check in checks if check.name.startswith(ENVIRONMENT_PREFIX)):
             return checks
         return [*checks, Check(SWITCHES, "configuration", BAD, "not valid", f"{str(error).rstrip('.')}.")]
-    # If the variable is not set, overlap is not requested. The default mode of enable() does not matter.
+    # Overlap is requested only if the variable is set. Without it, ``config.mode`` is the default of enable().
     asked = ENVIRONMENT_PREFIX in os.environ and config.mode != "off"
     if asked:
         checks += [_effective(config), *_differences(config), *_schedule(config)]
@@ -78,7 +79,7 @@ def _entry_points() -> list[Check]:
     checks = []
     for group, use in ENTRY_POINTS.items():
         found = _registered(group)
-        value = f"registered, for {use}" if found else f"not registered: {use} has no effect"
+        value = f"registered, for {use}" if found else f"not registered: {use} does not work"
         checks.append(
             Check(SWITCHES, f"entry point {group}", GOOD if found else NOTE, value, "" if found else _INSTALL)
         )
@@ -94,7 +95,7 @@ def _variables() -> list[Check]:
     checks = []
     for name in names:
         if reason := why_unknown(name):
-            advice = f"This is {reason} A compile with overlap on stops while it is set."
+            advice = f"This is {reason} While it is set, a compile with overlap raises ConfigError."
             checks.append(Check(SWITCHES, name, BAD, os.environ[name], advice))
         else:
             checks.append(Check(SWITCHES, name, GOOD, os.environ[name]))
@@ -106,22 +107,21 @@ def _effective(config: OverlapConfig) -> Check:
     from overlap_inductor.inductor import probe
 
     name = "by environment"
-    if probe.config_in_slot() is not None:
-        return Check(
-            SWITCHES, name, GOOD, f"requested {config.mode}, effective {config.mode}: the pass is in Inductor's slot"
-        )
+    if (effective := probe.config_in_slot()) is not None:
+        value = f"requested {config.mode}, effective {effective.mode}: the pass is in Inductor's slot"
+        return Check(SWITCHES, name, GOOD if effective.mode == config.mode else BAD, value)
     value = f"requested {config.mode}, effective off"
-    if os.environ.get(AUTOLOAD) == "0":
+    if os.environ.get(AUTOLOAD, "1") != "1":
         advice = (
-            f"{AUTOLOAD}=0 keeps torch from loading overlap_inductor. Unset that variable, or call"
+            f"{AUTOLOAD}={os.environ[AUTOLOAD]} keeps torch from loading overlap_inductor. Unset that variable, or call"
             " overlap_inductor.enable()."
         )
         return Check(SWITCHES, name, BAD, value, advice)
     if not _registered("torch.backends"):
         return Check(SWITCHES, name, BAD, value, f"The entry point torch.backends is not registered. {_INSTALL}")
     advice = (
-        f"The slot holds {probe.slot_content()}: something replaced the pass. Call overlap_inductor.enable()"
-        " afterwards."
+        f"The slot holds {probe.slot_content()}. Other code replaced or wrapped the pass, or switched it off. Call"
+        " overlap_inductor.enable() after that code has run."
     )
     return Check(SWITCHES, name, BAD, value, advice)
 

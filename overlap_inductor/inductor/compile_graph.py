@@ -39,8 +39,8 @@ def is_option(name: str) -> bool:
 
 
 def option_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """The settings that ``torch.compile(backend="inductor", mode=..., options=...)`` would patch into Inductor's
-    configuration. Raises what ``torch.compile`` raises for an unknown mode or option."""
+    """Inductor's settings for ``mode``, with ``options`` on top. (``torch.compile`` takes only one of the two.) Raises
+    what ``torch.compile`` raises for an unknown mode or option."""
     return dict(torch._TorchCompileInductorWrapper(mode, options, None).config)
 
 
@@ -56,7 +56,7 @@ def compile_graph(
 
     Args:
         patches: settings of ``torch._inductor.config``.
-        name: ``torch.compile``'s name of the region; ``None`` if torch has no such names.
+        name: ``torch.compile``'s name of the region; ``None`` if torch gave the backend none.
         inner_compile: replaces ``compile_fx_inner``.
 
     Returns:

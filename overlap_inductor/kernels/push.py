@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport ``sm_push`` inside the all-gather kernels of schedule ``fused``: blocks of the kernel itself store a shard
-into every peer's workspace. (For other schedules, ``kernels.transfer.push_parts`` does this.)
+into every peer's workspace. (For schedule ``chunked``, ``kernels.transfer.push_parts`` does this.)
 
 Data are stored to peers, not loaded from them: a thread block moves several times as many bytes through NVLink by
 storing to a peer as by loading from it. The shard is cut into parts and a part into pieces, which blocks claim from a
-queue. A part is signalled when its last piece is stored.
+queue. A part (in ``push_slice``: a slice of a part) is signalled when its last piece is
+stored.
 
 Memory ordering: ordinary stores, then ``count_and_signal``. Forward progress: a piece waits only for the peer's credit,
 which depends only on the previous call. CUDA graphs: ``call`` is read from device memory by the kernel that pushes.
@@ -46,12 +47,12 @@ def push_piece(
     BLOCK: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Claim one piece of this rank's shard and send it. Returns whether there was one.
+    """Claim one piece of this rank's shard for one receiver, and store it there. Returns whether there was one left.
 
-    ``words``: the shard as int32 ``[shard_words]``, aligned to 16 bytes. It goes to word ``rank * shard_words`` of
-    every peer's workspace (``peer_data``, int64 ``[WORLD]`` addresses). With ``KEEP`` it goes to this rank's own
-    workspace too. A part is ``part_words`` words in ``PIECES`` pieces, stored ``BLOCK`` words at a time. ``queues``:
-    word 0 counts claimed pieces, words ``QUEUE_WORDS + peer * PARTS + part`` count stored pieces. ``flags``: this
+    ``words``: the shard as int32 ``[shard_words]``, aligned to 16 bytes. In a receiver's workspace (``peer_data``,
+    int64 ``[WORLD]`` addresses) the shard begins at word ``rank * shard_words``. The receivers are all peers, and with
+    ``KEEP`` this rank, too. A part is ``part_words`` words in ``PIECES`` pieces, stored ``BLOCK`` words at a time.
+    ``queues``: word 0 counts claims, words ``QUEUE_WORDS + peer * PARTS + part`` count stored pieces. ``flags``: this
     rank's flags. ``peer_flags``: the addresses of the peers' flags.
     """
     i = tl.atomic_add(queues, 1, sem="relaxed")
@@ -61,8 +62,8 @@ def push_piece(
     if there:
         part = i // (PIECES * RECEIVERS)
         rest = i % (PIECES * RECEIVERS)
-        # One peer after the other, so that the first part arrives soon. Peer ``rank - 1`` comes first: it multiplies
-        # the shard of the next rank first (``tile_order.arriving``).
+        # A part goes to one peer after the other, so that the first peer has it soon. Peer ``rank - 1`` comes first,
+        # because of all peers' shards it multiplies this rank's first (``tile_order.arriving``).
         peer = (rank + WORLD - 1 - rest // PIECES) % WORLD
         piece = rest % PIECES
         if peer != rank:
@@ -116,8 +117,9 @@ def push_slice(
     COLUMNS: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """As ``push_piece``, for a slice of the columns at a time: slice after slice of a part goes to all peers, so a
-    matmul can begin with the first columns of all shards.
+    """As ``push_piece``, but a part is sent in slices of its columns. A slice goes to all peers before the next slice.
+    So a matmul can begin with the first columns of the first part of each shard. Words
+    ``QUEUE_WORDS + (peer * PARTS + part) * SLICES + slice`` of ``queues`` count stored pieces.
 
     The shard is ``[rows, row_words]``. A slice of a part is ``part_rows`` rows of ``slice_words`` words, in ``PIECES``
     pieces of rows, stored ``[ROWS, COLUMNS]`` words at a time. Signal ``part * SLICES + slice``: that slice has

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay out matmuls and the collective after them for one op: which rows each rank gets, which bias each matmul has,
-operands and result. The ops of ``lowerings.one_op`` and the ring's looping ops share this."""
+"""Rewrite matmuls and the collective after them as one op. The module decides whether rows can be cut for the op,
+assigns a bias to each matmul, and writes the operands, the op and its result. The rewrites of ``lowerings.one_op`` and
+of the ring's looping ops share it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ ReduceCall = Callable[[list[fx.Node], list[fx.Node], Biases, str], fx.Node]
 
 
 def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
-    """Whether each rank's part is a set of rows of the matmuls' result, with the elements in the result's order.
+    """Whether each rank's part is a set of rows of the matmuls' result, and the collective's input has the elements of
+    that result in the same order. For an all-reduce, the rows must be one run.
 
     A reduce-scatter may also cut columns, if there is no bias. An all-gather must have one matmul.
     """
@@ -51,9 +53,9 @@ def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
 def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
     """The bias of each matmul, if the sum of ``terms`` adds nothing but single rows to the matmuls' results.
 
-    A single row is added to every row of the result. It becomes the bias of a plain matmul that has none. Returns
-    ``None`` if the sum holds anything else (a factor, a scalar), if it does not hold each matmul's result exactly once,
-    or if no matmul is left to take a row as its bias.
+    A single row is added to every row of the result. It becomes the bias of a plain matmul of its width and dtype
+    that has no bias. Returns ``None`` if the sum holds anything else (a factor, a scalar), if it does not hold each
+    matmul's result exactly once, or if a row finds no such matmul.
     """
     leaves = {m.node: m for m in nodes.leaves}
     found: list[fx.Node] = []

@@ -13,8 +13,9 @@ leaves, are the region. The finder does not change the graph. Before and after t
 
 Cutting commutes exactly with views and pointwise ops, so each slice of the collective's input is computed from the same
 slice of the matmuls' outputs. The walk ends at an op with which cutting does not commute (a softmax, a sum over rows).
-Its result is read as a plain tensor. If that result is computed from a matmul of the region, or if the region
-broadcasts a tensor along the cut dim, there is no site.
+Its result is read as a plain tensor. This finder finds no site if that result is computed from a matmul of
+the region. It also finds none if the region reads a tensor of another shape that is neither a scalar nor one value for
+each column of the matmul.
 """
 
 from __future__ import annotations
@@ -66,13 +67,15 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
                 "not_plain_scatter",
                 f"piece {i} takes every {piece.step}th row on dim {piece.dim}; expected consecutive rows",
             )
-        # Symbolic pieces are equal because ``cat`` joins them on another dim.
+        # Pieces of a symbolic dim other than 0 are equal, because ``cat`` on dim 0 requires it. That they cover the dim
+        # is not checked.
         equal = piece.dim != 0 if isinstance(size, torch.SymInt) else shard * world_size == size
         same = source is None or (piece.base is source and piece.dim == dim)
         if not same or not (equal or same_size(shard * world_size, size)):
             return Reason(
                 "not_plain_scatter",
-                f"piece {i} holds {shard} of {size} rows on dim {piece.dim}; expected equal pieces of one tensor",
+                f"piece {i} holds {shard} of {size} rows on dim {piece.dim}; expected equal pieces of one tensor"
+                " that together hold all its rows",
             )
         if not same_size(piece.start, i * shard):
             return Reason(
@@ -251,9 +254,10 @@ def find_reduce(
     Returns:
         nodes: the site's nodes, or ``None`` if there is no site.
         obstacle: with ``nodes``, why the site must stay as written, or ``None``. Without ``nodes``, why there is no
-            site; ``None`` if the walk reached no matmul.
+            site; ``None`` if the walk met no obstacle and reached no matmul.
         left: the matmuls in ``owned`` that are left to their own sites. If only some terms of a sum are in ``owned``,
-            this site takes the other terms and reads the owned ones as plain tensors.
+            this site takes the other terms and reads the owned ones as plain tensors. A bias that is a sum with an
+            owned matmul is read whole as a plain tensor.
     """
     left: list[fx.Node] = []
     try:
@@ -350,12 +354,12 @@ def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason 
 
 
 def _not_in_rows(tracer: Tracer, sharded: ShardedDim, layout: Layout) -> Reason | None:
-    """Why the parts of an all-to-all, which have different sizes, cannot be computed as rows of the matmuls' results
-    that are added up; ``None`` if they can."""
+    """For an all-to-all whose parts differ in size: why a part cannot be computed from the same rows of each matmul.
+    ``None`` if it can."""
     leaf = tracer.leaves[0].node
     one_row = sharded.dim == 0 and not sharded.before and not sharded.after
     if not one_row or not layout.same_elements(tracer.layouts[tracer.root]):
-        text = f"the parts differ in size and are not rows of {leaf.name}, with the elements in the order of the result"
+        text = f"the parts differ in size, and they are not whole rows of {leaf.name} in the same order"
         return Reason("uneven_splits", f"{text}; expected each row of the matmul to be a row that is sent")
     for node in tracer.region:
         if tools.is_pointwise(node) and not tools.is_cast(node) and node.target is not aten.add.Tensor:
@@ -387,8 +391,8 @@ def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
         if tools.is_pointwise(node) and not tools.is_cast(node) and not (adds and tracer.region.issuperset(adds)):
             return Reason(
                 "not_plain_scatter",
-                f"{node.name} ({node.target}) is between the matmul and the padding of its result; expected views,"
-                " casts and sums of matmuls only",
+                f"{node.name} ({node.target}) is between the matmul and the collective, and zeros are appended"
+                " there; expected views, casts and sums of matmuls only",
             )
     return None
 

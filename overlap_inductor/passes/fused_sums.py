@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Take apart sums of matmuls that Inductor has fused into one node, so that sites can be found in them. Sums that no
-site took are fused again.
+rewrite has replaced are fused again.
 
 The graph before and after::
 
     take_apart   mm_plus_mm(a, b, c, d)                     -> add(mm(a, b), mm(c, d))
-    unfold       addmm(bias, a, b), bias a sum of matmuls   -> add(mm(a, b), bias)
+    unfold       addmm(a matmul or a sum of them, a, b)     -> add(mm(a, b), bias)
     put_back     the reverse of both, unless a site's rewrite has replaced a part
 
 Inductor writes ``mm_plus_mm`` if it autotunes. Each ``add`` written here has a mark in its ``meta``, which holds the
@@ -48,8 +48,9 @@ def take_apart(graph: fx.Graph) -> None:
 
 
 def unfold(nodes: Iterable[fx.Node]) -> bool:
-    """Replace each of ``nodes`` whose bias is a sum of matmuls (``matmuls.folded``) by a matmul without bias and an
-    ``add`` of the bias. Returns whether there was such a node."""
+    """Replace each ``addmm`` in ``nodes`` whose bias is a matmul or a sum of matmuls (``matmuls.folded``) by a matmul
+    without bias and an ``add`` of the bias. An ``addmm`` with ``alpha`` or ``beta`` is left as it is. Returns whether
+    one was replaced."""
     found = sorted(
         n for n in nodes if (matmul := matmuls.parse(n)) is not None and matmuls.folded(matmul) and not n.kwargs
     )

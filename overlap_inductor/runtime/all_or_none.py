@@ -3,18 +3,19 @@
 memory that all ranks map.
 
 A rank that fails alone and raises would leave the others in a collective that it never joins. So each rank makes the
-attempt, writes its result to the group's store, and waits for the verdict of the group's first rank, which reads all
-results. Because one rank decides, all ranks go on or none does, with the same text::
+attempt. The first rank of the group reads the others' results from the group's store and writes its verdict there. The
+others wait for it. One rank decides, so either all ranks go on or all raise the same text::
 
     rank 0                         rank 1                            rank 2
-    attempt: managed               attempt: out of memory            attempt: managed
-    reads all results              writes "failed: out of memory"    writes "managed"
+    attempt: succeeded             attempt: out of memory            attempt: succeeded
+    reads all results              writes "failed: out of memory"    writes "succeeded"
     verdict: "rank 1 cannot ..."   NotOnAllRanks("rank 1 ...")       NotOnAllRanks("rank 1 ...")
 
-Every wait has a deadline. A rank that has written nothing by then counts as failed. An attempt may itself be a
+Every wait has a deadline. A rank that has written nothing by then counts as failed. A rank that gets no verdict within
+twice the deadline raises a text of its own, even if the others go on. An attempt may itself be a
 collective. But if one rank fails in it, the collective must end on the other ranks, at the latest by its own timeout.
-All ranks must make the same attempts in the same order. Each attempt has its own keys in the store. Only the
-attempt itself may use a GPU.
+All ranks must make the same attempts in the same order. Each attempt has its own keys in the store. This module
+uses no GPU; an attempt may.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from overlap_inductor.torch_compat.distributed import group_store
 from overlap_inductor.torch_compat.distributed import group_timeout
 
 SECONDS = 300.0
-"""Seconds that the first rank waits for the others, or the group's timeout if that is shorter."""
-MANAGED, FAILED = "managed", "failed: "
+"""How long the first rank waits for the others by default. The group's timeout is the upper limit."""
+SUCCEEDED, FAILED = "succeeded", "failed: "
 
 Result = TypeVar("Result")
 
 
 class NotOnAllRanks(OverlapError):
-    """An attempt failed on a rank of the group. Raised on every rank with the same text, which names the rank and the
-    attempt."""
+    """An attempt failed on a rank of the group. The first rank's verdict gives every rank the same text, which names
+    the rank and the attempt."""
 
 
 def _keys(owner: Owner) -> Iterator[str]:
@@ -52,7 +53,7 @@ def _keys(owner: Owner) -> Iterator[str]:
     return (f"overlap_inductor/all_or_none/{owner.incarnation}/{number}" for number in itertools.count(1))
 
 
-_KEYS = Kind("count of common attempts", _keys)
+_KEYS = Kind("count of joint attempts (runtime.all_or_none)", _keys)
 _LOCK = threading.Lock()
 """Guards the generators of keys, because only one thread at a time may use a generator."""
 
@@ -63,11 +64,11 @@ def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Resul
     Args:
         what: the attempt, in words that complete "rank 1 cannot ...", such as "allocate 512 bytes". The same on all
             ranks.
-        seconds: how long the first rank waits for the others' results.
+        seconds: how long the first rank waits for the others' results, at most the group's timeout.
 
     Raises:
-        NotOnAllRanks: on every rank, if ``attempt`` raised on a rank or a rank wrote nothing for ``seconds``.
-        OverlapError: the group was destroyed.
+        NotOnAllRanks: ``attempt`` raised on a rank, or a rank wrote nothing in time.
+        OverlapError: the group was destroyed, and nothing is held for it.
     """
     keys = _KEYS.of(group)
     with _LOCK:
@@ -75,11 +76,11 @@ def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Resul
     cause: Exception | None = None
     try:
         result = attempt()
-        said = MANAGED
+        said = SUCCEEDED
     except Exception as error:  # noqa: BLE001  (the other ranks must hear of any error)
         cause, said = error, f"{FAILED}{type(error).__name__}: {error}"
     verdict = _verdict(group, key, what, said, min(seconds, group_timeout(group).total_seconds()))
-    if verdict != MANAGED:
+    if verdict != SUCCEEDED:
         raise NotOnAllRanks(verdict) from cause
     return result
 
@@ -88,7 +89,7 @@ def _verdict(group: dist.ProcessGroup, key: str, what: str, said: str, seconds: 
     rank, ranks = group.rank(), dist.get_process_group_ranks(group)
     if dist.get_backend(group) == "fake":
         # A dry run has no other ranks.
-        return MANAGED if said == MANAGED else _text(group, what, {ranks[rank]: said})
+        return SUCCEEDED if said == SUCCEEDED else _text(group, what, {ranks[rank]: said})
     store = group_store(group)
     if rank:
         store.set(f"{key}/{rank}", said)
@@ -106,8 +107,8 @@ def _verdict(group: dist.ProcessGroup, key: str, what: str, said: str, seconds: 
             for peer, text in heard.items()
         },
     }
-    failed = {peer: text for peer, text in failed.items() if text != MANAGED}
-    verdict = _text(group, what, failed) if failed else MANAGED
+    failed = {peer: text for peer, text in failed.items() if text != SUCCEEDED}
+    verdict = _text(group, what, failed) if failed else SUCCEEDED
     store.set(f"{key}/verdict", verdict)
     return verdict
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CallOrder`` makes the calls on a device run one after the other, in the order in which this process makes them.
-Their streams, threads, sites and groups do not matter.
+"""``CallOrder`` makes calls of ops that use a group's workspace run one after the other on a device, in the order in
+which this process makes them. Their streams, threads, sites and groups do not matter.
 
-Why. A kernel that waits for its peers fills the GPU. If two of them on two streams start in different orders on two
-ranks, they wait for each other forever. And if two of them share a slot, which counts its calls, a rank would pair its
-call with a different call of a peer. The hosts of all ranks make their calls in one order, and this module makes the
-GPUs keep that order.
+Why. A kernel that waits for its peers may fill the GPU. If two of them on two streams start in different orders on two
+ranks, they wait for each other until their waits time out. Two calls may also share a slot of the workspace. A slot
+counts its calls, so in a different order a rank would pair its call with a different call of a peer. The hosts of all
+ranks make their calls in one order, and this module makes the GPUs keep that order.
 
 How. ``with call_order(device):`` encloses all launches of a call. The new call waits for the *end* of the previous
 call: an event that is recorded after the previous call's last launch. It does not wait for work that was queued later
@@ -27,10 +27,10 @@ for an event of a capture. So each capture has its own event, which orders the c
 captured graph as a whole is ordered against all other calls. A graph of ``torch.cuda.CUDAGraph`` (``torch.cuda.graph``,
 ``make_graphed_callables``, ``mode="reduce-overhead"``) that holds calls counts as one call each time it is replayed.
 The graph starts after the end of the previous call, and the next call on another stream starts after the end of the
-graph. A capture that was begun by other means is refused, because this module would not notice its replays. Such a
-replay and a call on another stream could use a slot at the same time, and the results of both would be wrong. (If a
-program launches the ``raw_cuda_graph_exec`` of a graph itself, this module does not notice that either. The program
-must then ensure the order.)
+graph. A call in any other capture is refused, because this module would not notice the replays. This includes a capture
+that began before the process made its first ``CallOrder``. Such a replay and a call on another stream could use a slot
+at the same time, and the results of both would be wrong. (If a program launches the ``raw_cuda_graph_exec`` of a graph
+itself, this module does not notice that either. The program must then ensure the order.)
 
 Graphs that ``runtime.replay`` makes of one call need no such order, because they are launched inside that call.
 """
@@ -83,8 +83,8 @@ class _Capture:
 
 
 class CapturedGraphs:
-    """The captures of ``torch.cuda.CUDAGraph`` in progress, by the driver's number, and for each captured graph the
-    devices whose calls it holds. An ``Observer`` of ``torch_compat.cuda_graphs``."""
+    """The captures of ``torch.cuda.CUDAGraph`` in progress, by the number that the driver gave them, and for each
+    captured graph the devices whose calls it holds. An ``Observer`` of ``torch_compat.cuda_graphs``."""
 
     def __init__(self) -> None:
         self._open: dict[int, _Capture] = {}
@@ -124,15 +124,15 @@ class CapturedGraphs:
         """The last call of ``order`` in the capture of which the stream ``raw`` is part.
 
         Raises:
-            UnsupportedError: ``torch.cuda.CUDAGraph`` did not begin the capture, so its replays would not be seen.
+            UnsupportedError: the beginning of the capture was not observed, so its replays would not be seen.
         """
         capture = self._open.get(driver.capture_number(raw))
         if capture is None:
             raise UnsupportedError(
-                "an overlapped site is being captured into a CUDA graph that torch.cuda.CUDAGraph does not "
-                "capture. Its replays could not be ordered beside other calls, and "
-                "two calls at once would use the same workspace. Capture with torch.cuda.graph, or compile this "
-                "part with OVERLAP_INDUCTOR=off."
+                "an overlapped site is being captured into a CUDA graph whose capture was not observed. Its"
+                " replays could not be ordered against other calls, and two calls at once would use the same"
+                " workspace. Run the function once and then capture it with torch.cuda.graph, or compile it inside"
+                " overlap_inductor.overlap(mode='off')."
             )
         if order not in capture.last:
             capture.last[order] = _Last()
@@ -187,8 +187,8 @@ class CallOrder:
             self._lock.release()
 
     def in_flight(self) -> bool:
-        """Whether the last call, or the last replay that holds calls, still runs on the GPU. Any thread may ask, even
-        while another thread captures. Raises ``RuntimeError`` if CUDA has failed."""
+        """Whether the last call, or the last replay of a graph that holds calls, has not ended on the GPU. Any thread
+        may ask, even while another thread captures. Raises ``RuntimeError`` if CUDA has failed."""
         if self._outside.raw is None:
             return False
         with driver.beside_captures(self.device):

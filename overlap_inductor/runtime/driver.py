@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls CUDA's driver through its documented API. The calls copy by address, identify the allocation that contains an
-address, make streams that no other code uses, and capture graphs.
+"""Calls CUDA's driver through its documented API: copies by address, mapped host memory, allocations, streams that no
+other code uses, and captures.
 
-A copy by address takes about 7 us on a slow host; a slice and its ``copy_`` take 13 us. With eight ranks a call makes
-fourteen copies or more. No bounds are checked here, because the code that prepares a transfer has compared the
-transfer's size with the size of the slot. A copy on a stream that is being captured becomes a node of the graph, as
-with ``copy_``.
+A copy by address takes about 7 us on a slow host; a slice and its ``copy_`` take 13 us. With eight ranks, one call of
+an overlap op that copies to its peers makes fourteen copies or more. No bounds are checked here, because the code that
+prepares a transfer has compared the transfer's size with the size of the slot. A copy on a stream that is being
+captured becomes a node of the graph, as with ``copy_``.
 
 Graphs are not captured by ``torch.cuda.CUDAGraph``. If such a capture fails, torch's random number generator and its
-allocator behave as if the capture still ran, and the process ends (torch 2.11). A capture by the driver that fails
-leaves no state behind.
+allocator behave as if the capture still ran, and the process ends (torch 2.11). If a capture through the driver
+fails, it leaves no state behind.
 """
 
 from __future__ import annotations
@@ -65,9 +65,11 @@ def copier(device_type: str) -> Copy:
     if device_type == "cpu":
         return _copy_at_once
     if device_type != "cuda" or torch.version.hip is not None:
+        device = "a ROCm GPU" if device_type == "cuda" else repr(device_type)
         raise UnsupportedError(
-            f"copies are started by NVIDIA's CUDA driver, and this device is {device_type!r}. Choose a transport that"
-            " does not copy through the driver: `overlap-inductor doctor` says which transports serve here"
+            f"copies are started by NVIDIA's CUDA driver, and this device is {device}. Choose a transport that does not"
+            " copy through the driver: `overlap-inductor doctor` lists the schedules that run here, and each schedule's"
+            " transports"
         )
     return _function("cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 
@@ -144,8 +146,9 @@ CAPTURING = 1
 
 
 def capture_number(stream: int) -> int:
-    """The number of the capture of which the stream with number ``stream`` is part, or 0 if there is none. The number
-    is unique among all captures of the process. Raises ``RuntimeError`` if the driver refuses."""
+    """The driver's number of the capture that ``stream`` (the address of a CUDA stream) is part of. 0 if the stream is
+    not being captured, or if its capture has failed. No two captures of the process have the same number. Raises
+    ``RuntimeError`` if the driver refuses."""
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     call = _function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
     call(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
@@ -181,7 +184,8 @@ class Graph:
 
     def __init__(self, start: Callable[[], None], stream: int) -> None:
         """``stream``: number of the current stream, which must not be the default stream. Raises what ``start`` raises,
-        and ``RuntimeError`` if the driver refuses."""
+        or ``RuntimeError`` if the driver refuses. If the error in ``start`` has also invalidated the capture, the
+        ``RuntimeError`` is raised, with that error as its context."""
         graph, made = ctypes.c_void_p(), ctypes.c_void_p()
         _function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(stream, THREAD_LOCAL)
         try:

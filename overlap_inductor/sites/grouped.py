@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GroupedMatmul``: rows that are multiplied in the order of their experts, and read in the order of the tokens.
+"""``GroupedMatmul`` treats as one matmul: a grouped matmul, the pointwise ops after it, and the index that restores the
+tokens' order.
 
 A mixture of experts sorts its ``(token, expert)`` pairs by expert, so that one grouped matmul multiplies all of them.
-Afterwards an index brings the rows back. These nodes together are one leaf of a region (``passes.find_region``), whose
-leading dims are those of the tokens::
+Afterwards an index brings the rows back. A region (``passes.find_region``) takes these nodes together as one of
+its matmuls. The leading dims of its result are those of the tokens::
 
     y    = _grouped_mm(x, w, ends)                                       # rows in the experts' order
-    rows = pointwise(y, shares, ...)                                     # a mask, weights: one value for each row
+    rows = pointwise(y, shares, ...)                                     # a mask, weights: row by row, or for all rows
     out  = reshape(index(rows, [places]), [tokens, experts_a_token, N])  # row i of out is row places[i] of rows
 
-Some rows of ``out`` are computed from the rows of ``x`` that their places name. Sorted places are in the experts'
-order, because larger places belong to later experts. So no expert ids are needed, and any spelling of the sort will do.
+To compute a part of the rows of ``out``, only the rows of ``x`` at their places are needed. Sorted places are in the
+experts' order, because larger places belong to later experts. So no expert ids are needed, and any spelling of the sort
+will do.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ aten = torch.ops.aten
 KIND = "grouped_mm"
 _OPERATORS = {("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback")}
 STEPS = 16
-"""The most nodes between a grouped matmul and the index that brings its rows back."""
+"""The most nodes that the search from the index back to its grouped matmul may visit."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class GroupedMatmul(MatmulNode):
 
     @property
     def counts_from_zero(self) -> bool:
-        """Whether no place is negative, because ``inverse[order] = arange(rows)`` or an argsort made them. Other places
-        may be negative, and then count from the end."""
+        """True if all places are known to be 0 or more: an argsort or ``inverse[order] = arange(rows)`` made them.
+        Other places may be negative, and then count from the end."""
         places = self.places
         if places.target is aten.index_put.default:
             order, values, base = places.args[1], places.args[2], places.args[0]
@@ -65,7 +67,7 @@ class GroupedMatmul(MatmulNode):
 
     @property
     def inner(self) -> list[fx.Node]:
-        """The grouped matmul, the pointwise ops behind it, the index and its views, without ``node``."""
+        """The grouped matmul, the pointwise ops after it, the index and its views, without ``node``."""
         found = _computed_rows(self.index.args[0])
         assert found is not None, "the nodes of a grouped matmul were checked when it was found"
         views, node = [], self.node
@@ -97,7 +99,8 @@ class GroupedMatmul(MatmulNode):
 
     @property
     def is_masked(self) -> bool:
-        """Whether a mask replaces some rows. Rows of experts of other ranks are masked, and are not multiplied."""
+        """Whether a ``where`` follows the grouped matmul. It is taken as the mask of rows of other ranks' experts,
+        which are not multiplied."""
         return any(n.target is aten.where.self for n in self.inner)
 
     def output_role(self, dim: int) -> str:
@@ -152,7 +155,8 @@ def _behind_views(node: fx.Node) -> fx.Node:
 
 def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
     """The nodes by which ``top`` is computed from one grouped matmul, row by row, in graph order. ``None`` if it is not
-    computed so, or if what else they read cannot be cut by rows."""
+    computed so, if the search visits more than ``STEPS`` nodes, or if another tensor that they read can neither be cut
+    by rows nor serves all rows."""
     found: dict[fx.Node, bool] = {}
     shape = tools.shape(top)
     if len(shape) != 2 or not _reaches(top, found) or len(found) > STEPS:
@@ -166,7 +170,7 @@ def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
 
 def _reaches(top: fx.Node, found: dict[fx.Node, bool]) -> bool:
     """Whether ``top`` is a grouped matmul or is computed from one by pointwise ops that keep its rows. ``found`` gets
-    the answer for each node that was visited, at most a few more than ``STEPS``."""
+    the answer for each node that was visited. The search stops expanding at about ``2 * STEPS`` nodes."""
     stack = [top]
     while stack:
         node = stack[-1]
@@ -185,8 +189,8 @@ def _reaches(top: fx.Node, found: dict[fx.Node, bool]) -> bool:
 
 
 def cut_by_rows(node: fx.Node, rows: Any) -> bool | None:
-    """Whether ``node``, which an op on ``rows`` rows reads, has one index for each row. False if it serves all rows;
-    ``None`` if neither is known."""
+    """An op on ``rows`` rows reads ``node``. True if dim 0 of ``node`` has one entry for each row. False if all rows
+    read the same values; ``None`` if neither is known."""
     shape = tools.shape(node)
     if len(shape) < 2 or (isinstance(shape[0], int) and shape[0] == 1):
         return False

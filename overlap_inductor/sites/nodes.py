@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a site: its collectives, its matmuls and ``SiteNodes``, the interface of every kind of site.
+"""A site in a graph (``OverlapSite``), its collectives, and ``SiteNodes``, the interface of every kind of site.
 
-``sites.gather_nodes``, ``sites.reduce_nodes`` and ``sites.exchange_nodes`` implement ``SiteNodes``.
-``facts.site.SiteFacts`` holds what a report says about a site.
+The modules ``sites.*_nodes`` implement ``SiteNodes``. ``facts.site.SiteFacts`` describes a site for reports.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class CollectiveNode:
 @dataclass(frozen=True)
 class MatmulSizes:
     """Sizes of one matmul, ints or symbolic. ``own``: the dims (M, N, K) whose size may differ between ranks.
-    ``memory``: bytes that it reads and writes, if memory limits it and not the rate of multiplications; else 0."""
+    ``memory``: for a lookup or a table's gradient, the bytes that it reads and writes; 0 for a matmul."""
 
     batch: list[Size]
     m: Size
@@ -90,8 +89,9 @@ class SiteNodes(ABC):
     @property
     @abstractmethod
     def sharded_dims(self) -> list[ShardedDim]:
-        """For each matmul, the dim that is cut by rank: a dim of its gathered operand, or of its result, or of the
-        layout of a region (``ReduceNodes.region``)."""
+        """For each matmul, the dim that is divided among the ranks, or for a gathered output the dim that is cut into
+        bands. It is a dim of the gathered operand, of the result, of a region's layout (``ReduceNodes.region``) or of a
+        table's blocks (``TableNodes.block``)."""
 
     @property
     @abstractmethod
@@ -101,11 +101,13 @@ class SiteNodes(ABC):
     @property
     @abstractmethod
     def tokens(self) -> Size:
-        """The token count, in rows of the rank's own matmul: an int or a symbolic size."""
+        """The token count, an int or a symbolic size: rows of the matmuls' result; after a gather, the size of the
+        gathered dim; after an uneven all-to-all, the rows that this rank sends; for lookups, the bags."""
 
     @abstractmethod
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """The sizes of each matmul. They include the padding that a rank appends before it sends."""
+        """The sizes of each matmul. For an output that is gathered, they include the padding that this rank
+        appends."""
 
     @property
     @abstractmethod
@@ -120,18 +122,20 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def others(self) -> list[fx.Node]:
-        """The nodes that the site computes, moves or erases in the current graph, other than its collectives. The list
-        may also hold its matmuls, and tensors that its pieces read."""
+        """Nodes that the site computes, moves or erases in the current graph, other than its collectives. Views, pieces
+        and padding that only become unused may be missing. Matmuls, and tensors that the pieces read, may be
+        included."""
 
     @abstractmethod
     def places(self) -> list[Placement]:
-        """The places in the current graph at which the steps may be written, the best one first. Empty if the steps are
-        written at the collective and no node has to move."""
+        """Candidate places for the site's steps (the nodes that the rewrite writes), the best one first. A place may
+        have an obstacle. Empty if no node has to move: the steps are then written before the last collective, or where
+        ``SiteSchedule.anchor`` says."""
 
     @abstractmethod
     def read_in_place(self) -> bool:
-        """Whether nodes outside the site read a node between the collective and the matmuls. If nodes of the site move
-        down, the steps are then written before them."""
+        """Whether nodes outside the site read a node between the collective and the matmuls. If so, and
+        if nodes of the site are moved down, the steps are written before the moved nodes."""
 
     @abstractmethod
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
@@ -144,18 +148,18 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def cut(self) -> tuple[list[Size], str] | None:
-        """What is cut for the transfer under every schedule, the same on all ranks: ``(sizes, words after them in the
-        exchange plan)``. ``None`` if only the schedule knows."""
+        """``(sizes, words)`` as in ``ExchangeTerms.cut``: the sizes that are cut for the transfer, and the text after
+        them in the exchange plan. Both are equal on all ranks. ``None`` if the cut depends on the schedule."""
 
     @abstractmethod
     def order_sent(self) -> tuple[Layout, Layout] | None:
-        """``(layout of the site's pieces, layout of the tensor that the collective sends or receives as written)``;
-        ``None`` if they cannot differ."""
+        """``(layout of the site's pieces, layout of the tensor that the collective sends or receives as written,
+        without padding that this rank appends)``; ``None`` if they cannot differ."""
 
     @abstractmethod
     def computed_ahead(self) -> list[str]:
-        """One text for each node that may be computed on a shard before the shard is sent, in graph order. The texts
-        name no nodes, so they are the same on all ranks."""
+        """One text for each node that may be computed on a shard before the shard is sent, in graph order. Ranks
+        compare the texts, so the texts name no nodes: node names may differ between ranks."""
 
     def uneven_rows(self) -> list[Size]:
         """If each rank's part of the collective has its own number of rows: the numbers of rows that this rank sends

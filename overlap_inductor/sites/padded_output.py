@@ -2,7 +2,9 @@
 """Handle the padding of an output that is gathered. An all-gather moves the same number of bytes from every rank, so a
 rank with a smaller shard of the output appends zeros.
 
-The site is the same as on ranks with a full shard. A short rank pads each piece before it sends the piece::
+The site is the same as on ranks with a full shard. If columns are missing, a short rank pads each piece
+before it sends the piece. If rows are missing, zero rows are appended to the matmul's operand instead. For missing
+columns::
 
     mm [rows, 50] -> view [b, t, 50] -> pad [b, t, 51] -> all_gather         # on other ranks 51 columns, no padding
     for band in rows: send pad(mm(band))                                      # the same bands on all ranks
@@ -65,7 +67,8 @@ def padded_output(
     atoms, ahead = layout.refined().dims[0], tools.numel(shape[:dim])
     if same_size(ahead, 1) and same_size(shape[dim], out[0]):
         return Padding(padding, 0), ShardedDim(0, 1, shape[dim] + appended, shape[dim], (), (), appended)
-    # Only views come between the matmul and the padding, so the padded dim is one atom of the rows.
+    # Views keep the elements' order and pointwise ops keep the shape. So if the padded dim is a part of the rows, it
+    # should be one of their atoms.
     at = next(
         (i for i, a in enumerate(atoms) if same_size(a.size, shape[dim]) and same_size(product(atoms[:i]), ahead)), None
     )

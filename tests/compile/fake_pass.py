@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for the overlap pass: it reports one site for each matmul and leaves the graph alone.
+"""A stand-in for the overlap pass: it reports one site for each ``aten.mm`` and leaves the graph alone.
 
 The tests of installing, caching and reporting use it. These tests check when the pass runs and where its report goes.
 They do not check which sites the pass finds.
@@ -104,7 +104,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setitem(STATUS, "status", "overlapped")
     for name in [n for n in os.environ if n.startswith("OVERLAP_INDUCTOR")]:
         monkeypatch.delenv(name)
-    # Other threads do not see that the caches are switched off below, so their caches must start empty.
+    # The patches below hold in this thread only. Other threads still use the caches, so the cache folder starts empty.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     overlap_inductor.disable()
     start_again()
@@ -143,5 +143,6 @@ def inference(**options: Any) -> None:
 
 
 def ours_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """The package's own log lines. (Other tests of the process may have made PyTorch's loggers verbose.)"""
+    """The lines of the logger ``overlap_inductor``, without those of its child loggers. (Other tests of the process may
+    have made PyTorch's loggers verbose.)"""
     return [r for r in caplog.records if r.name == "overlap_inductor"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switching overlap on and off: the pass runs once in each graph that is compiled while overlap is on, and in no other
-graph. It works beside passes of other authors."""
+"""Switching overlap on and off. The pass runs once in each forward and inference graph that is compiled while overlap
+is on, unless other code has replaced it. A backward follows its forward. Passes of other authors run beside it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_disable_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("switch_off", [lambda: overlap_inductor.enable(mode="off"), lambda: None])
-def test_off_puts_nothing_in(switch_off: Callable[[], None]) -> None:
+def test_mode_off_changes_nothing_in_inductor(switch_off: Callable[[], None]) -> None:
     before = functions()
     switch_off()
     assert functions() == before and slot() is None
@@ -163,7 +163,9 @@ def test_enable_names_a_module_of_torch(caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.parametrize("before", ["nothing", "eager", "ours", "reset", "off"])
-def test_enable_does_not_warn_if_nothing_keeps_its_code(caplog: pytest.LogCaptureFixture, before: str) -> None:
+def test_enable_does_not_warn_if_compiling_again_would_change_nothing(
+    caplog: pytest.LogCaptureFixture, before: str
+) -> None:
     if before != "nothing":
         compiler: Any = {"eager": "eager", "ours": backend}.get(before, "inductor")
         torch.compile(compiled_here, backend=compiler)(torch.ones(2, 2))
@@ -410,7 +412,7 @@ def test_pytorchs_own_pass_is_named_in_the_report() -> None:
     assert "_micro_pipeline_tp" in reporting.all_reports()[-1].notices[0]
 
 
-def test_hooks_return_nothing_outside_a_compile() -> None:
+def test_the_compile_scope_is_empty_outside_a_compile() -> None:
     assert (
         compile_scope.current_graph_name() is None
         and compile_scope.current_phase() is None

@@ -32,8 +32,8 @@ def decision(machine: str | None, rows: int = 64, inner: int = 1024, columns: in
 
 @pytest.mark.usefixtures("two")
 def test_auto_overlaps_if_the_users_file_names_a_slow_link(tmp_path: Path) -> None:
-    """A transfer of 64 x 1024 fp32 takes 0.3 ms at 1 GB/s. The steps of a ring cost as much, so the site is kept. At
-    62.5 MB/s the transfer takes 4 ms, and the matmul hides it."""
+    """A transfer of 64 x 1024 fp32 takes 0.3 ms at 1 GB/s. The four steps of a ring cost 0.4 ms, more than
+    they could hide, so the site is kept. At 62.5 MB/s the transfer takes 4 ms, and the matmul hides most of it."""
     path = tmp_path / "machine.json"
     path.write_text(SLOW)
     shipped, slow = decision(None), decision(str(path))
@@ -46,7 +46,7 @@ def test_auto_overlaps_if_the_users_file_names_a_slow_link(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("two")
-def test_a_users_matmul_rate_counts_for_its_dtype_alone() -> None:
+def test_a_users_matmul_rate_counts_for_its_element_size_alone() -> None:
     def matmul(dtype: torch.dtype, machine: str | None) -> float:
         (site,) = gather_site(64, 1024, 1024, dtype).run(schedule="auto", machine=machine).sites
         return site.decision.plan[0].estimate_us["matmul"]
@@ -64,7 +64,7 @@ def test_facts_of_the_user_replace_those_of_the_machine_that_is_planned_for() ->
     assert (machine.link_bytes, machine.matmul_flops) == (6.25e7, box.machine.matmul_flops)
 
 
-def test_the_uuid_has_the_facts() -> None:
+def test_the_fingerprint_depends_on_the_facts() -> None:
     """Catches a cache that returns code planned for a link of another speed."""
     uuids = {fingerprint(OverlapConfig(machine=m)) for m in (None, SLOW, '{"link_bytes": 1e8}')}
     assert len(uuids) == 3 and fingerprint(OverlapConfig(machine=' { "link_bytes" : 62500000 } ')) in uuids
@@ -79,7 +79,7 @@ def test_the_report_shows_the_facts() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_a_bad_file_fails_the_first_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The import and ``enable_from_environment`` must not raise the error."""
+    """``enable_from_environment`` must not raise the error. (Here, the file does not exist.)"""
     monkeypatch.setenv("OVERLAP_INDUCTOR", "on")
     monkeypatch.setenv("OVERLAP_INDUCTOR_MACHINE", str(tmp_path / "machine.json"))
     torch.compiler.reset()

@@ -2,7 +2,8 @@
 """A pattern and a schedule that are registered from outside the package (``tests.support.toy_all_to_all``).
 
 The package, its doctor and its bench know the two names by the registration only. Their sites are found, planned,
-rewritten and reported. Ranks compare the plans, the doctor shows both names, and the bench offers them."""
+rewritten and reported. The exchange plan, which ranks compare, names the schedule. The doctor shows both names, and the
+bench offers them."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_an_outside_site_is_planned_rewritten_and_reported(schedule: str) -> Non
     assert report.counters()[f"schedule.{toy.SCHEDULE}"] == 1
 
 
-def test_other_schedules_refuse_an_outside_pattern() -> None:
+def test_the_ring_refuses_an_outside_pattern() -> None:
     with toy.registered(), fake_group(4):
         report = report_of(_layer, *_operands(), schedule="ring")
     (site,) = report.sites
@@ -80,7 +81,7 @@ def test_switches_know_outside_names_while_they_are_registered() -> None:
         OverlapConfig(patterns=(toy.PATTERN,))
 
 
-def test_a_registered_schedule_is_part_of_the_cache_key() -> None:
+def test_a_registered_pattern_and_schedule_change_the_cache_key() -> None:
     config = OverlapConfig(patterns=("all_gather_matmul",))
     before = fingerprint(config)
     with toy.registered():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the sequence-parallel rewrite runs: with ``auto``, its estimates decide; ``on`` and ``off`` force it; in mode
-``report``, it is only described. A failure inside the rewrite leaves the graph as written."""
+"""When the sequence-parallel rewrite runs: with ``auto``, its estimates decide; ``on`` forces it; ``off`` turns
+it off; in mode ``report``, it is only described. A failure inside the rewrite leaves the graph as written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ BF16 = torch.bfloat16
 
 
 def layer(tokens: int, dynamic: bool = False) -> HandGraph:
-    """A row-wise layer, a residual and a column-wise layer, of the sizes of a large model."""
+    """A row-wise matmul, its all-reduce, a relu and a column-wise matmul, in the sizes of a large model. The relu's
+    result is an output, too."""
     made = HandGraph()
     own, hidden, dims = 1024, 8192, [0] if dynamic else []
     x = made.input(tokens, own, dtype=BF16, dynamic=dims)
@@ -111,7 +112,7 @@ def test_report_mode_leaves_the_graph_as_written() -> None:
         assert made.run(mode="report").stretches == [facts]
 
 
-def test_a_graph_without_all_reduces_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_without_all_reduces_is_not_searched_for_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_parallel, "RowFinder", lambda graph: 1 / 0)
     with fake_group(2):
         made = HandGraph()
@@ -181,8 +182,8 @@ def _report(**fields: Any) -> OverlapReport:
 
 
 def test_the_whole_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rewrite runs as part of a compile. Sites name the stretch that they come from, and the graph's report holds a
-    failure of the rewrite."""
+    """The rewrite runs as part of a compile. Sites name the stretch that they come from. If the rewrite fails, the
+    graph's report holds the failure."""
     report = _report(sequence_parallel="on")
     (facts,) = report.stretches
     assert facts.status == "rewritten" and {s.facts.derived_from for s in report.sites} == {facts.id}

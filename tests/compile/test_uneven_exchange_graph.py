@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[Callable[..., torch.Tensor], str, str]] = {
     "columns": (
         lambda exchange, x, w, v, b: exchange((w.t() @ x.t()).t().contiguous()),
         "uneven_splits",
-        "are not rows of mm",
+        "are not whole rows of mm",
     ),
     "equal pieces joined": (
         lambda exchange, x, w, v, b: torch.cat(by_sizes([3, 5], [3, 5])(x).chunk(2, 0), 1) @ torch.cat([w, w]),

@@ -63,7 +63,7 @@ def check(
                 if compiled is None:
                     compiled = torch.compile(cases(world_size, 4)[name][0], dynamic=dynamic or None, mode=mode)
                 tolerance = 1e-3 if dtype == torch.float32 else 6e-2
-                # (Inductor captures a CUDA graph at the second call, and replays it from the third call on.)
+                # (Inductor captures a CUDA graph at the second call, and replays it from that call on.)
                 for call in range(4 if mode else 1):
                     torch.compiler.cudagraph_mark_step_begin()
                     for e, f in zip(exact, as_tuple(compiled(*inputs)), strict=True):
@@ -161,10 +161,10 @@ def bench(world_size: int) -> list[dict[str, Any]]:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.gpu.check_ring")
-    parser.add_argument("--share", default="0/1", metavar="I/N", help="every N-th pattern, from the I-th on")
     parser.add_argument(
-        "--all", action="store_true", help="run looping ops (a node budget of 1) in place of sub_chunks=1"
+        "--share", default="0/1", metavar="I/N", help="run every N-th case, from case I on (counted from 0)"
     )
+    parser.add_argument("--all", action="store_true", help="replace the run with sub_chunks=1 by one with looping ops")
     parser.add_argument("--graphs", action="store_true", help="run in CUDA graphs only")
     parser.add_argument("--bench", action="store_true", help="time llama3-70b shapes, MLP and head")
     return parser.parse_args()
@@ -195,7 +195,7 @@ def main() -> int:
         if rank == 0 or problems:
             fields, dtype, dynamic, mode = variant
             print(
-                f"rank {rank} of {world_size}, {len(names)} patterns, {fields} {dtype} dynamic={dynamic} mode={mode}:"
+                f"rank {rank} of {world_size}, {len(names)} cases, {fields} {dtype} dynamic={dynamic} mode={mode}:"
                 f" {problems or 'ok'} ({time.monotonic() - start:.0f} s)",
                 flush=True,
             )

@@ -162,15 +162,14 @@ LATE = {
 
 @pytest.mark.parametrize("name", LATE)
 def test_a_rank_that_reads_late_gets_the_rows_of_its_own_call(name: str) -> None:
-    """When the late rank reads, its peers are already in their next call, which writes to the other half of the
-    workspace. In two-shot, the peers cannot get that far before they have all segments of the rows that the late rank
-    owns."""
+    """The late rank sleeps between each wait and the read after it. At its last read of a call, it has sent its peers
+    everything. So they are already in their next call, which writes to the other half of the workspace."""
     _check(LATE[name], _late_rank)
 
 
 def test_the_kernel_rounds_where_a_model_rounds() -> None:
-    """Given the same sum, the kernel's results are bitwise equal to those of separate ops. So the norm in the kernel
-    does not change a graph's results. (The test uses fp16, because the interpreter truncates bf16.)"""
+    """The kernel rounds to the tensors' dtype where separate ops round. Here its results are bitwise equal to theirs,
+    given the same sum. (The test uses fp16, because the interpreter truncates bf16.)"""
     case = replace(CASES["one-shot"], dtype=torch.float16)
     generator = torch.Generator().manual_seed(2)
     product, residual, weight = (
@@ -209,7 +208,7 @@ def test_a_peer_that_never_comes(two_shot: bool, norm: bool) -> None:
     assert launch.slot.calls.tolist() == [1]
 
 
-def test_unsupported_operands_are_refused() -> None:
+def test_a_call_that_the_kernel_cannot_run_is_refused() -> None:
     launch = _launch(SharedWorkspace.of(2, 4096, 8), 0)
     x, p = torch.zeros(4, 64).half(), SmallParameters(False, 32, 4)
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks in a trace of generated code that transfers are in flight while the matmuls run that should hide them."""
+"""Traces generated code, and checks that transfers are in flight during the matmuls that should hide them."""
 
 from __future__ import annotations
 

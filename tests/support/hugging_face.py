@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face models with small configurations and random weights. Each model's own ``tp_plan`` shards it over the
-ranks of the job."""
+"""Hugging Face models with small configurations and random weights. ``load`` shards a model over the ranks of the job
+by the model's own ``tp_plan``, and divides experts by its plan for experts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _SIZES = {
     "eos_token_id": 2,
 }
 
-# Only the first llama has two layers: an all-reduce of one layer comes before matmuls of the next. Starcoder2 has
-# a bias in every projection. Cohere computes attention and MLP in parallel. Olmo2 gathers whole activations for a norm.
+# Of the models without experts, only the first llama has two layers. It tests an all-reduce of one layer before the
+# matmuls of the next. Starcoder2 has a bias in every projection. Cohere computes attention and MLP in parallel. Olmo2
+# gathers whole activations for a norm.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, one layer": ("Llama", {"num_hidden_layers": 1}),
@@ -44,9 +45,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, one layer": ("Phi3", {"num_hidden_layers": 1}),
     # LayerNorms, parallel attention and MLP, learned biases.
     "gpt_neox, one layer": ("GPTNeoX", {"num_hidden_layers": 1}),
-    # The vocabulary is not a multiple of 2 or 3, and the ffn is not a multiple of 3.
+    # The vocabulary is not a multiple of 2 or 3. In the second of these models, the ffn is not a multiple of 3.
     "llama, odd vocabulary": ("Llama", {"vocab_size": 101, "num_hidden_layers": 1}),
-    "llama, odd vocabulary and ffn": (
+    "llama, odd vocabulary, ffn of 50": (
         "Llama",
         {
             "vocab_size": 101,

@@ -26,13 +26,13 @@ FORWARD: dict[str, dict[str, int]] = {
     "cohere, one layer": {REDUCE: 2, HEAD: 1},
     "olmo2, one layer": {REDUCE: 2, HEAD: 1 + 3},
     "llama, odd vocabulary": {REDUCE: 2, HEAD: 1},
-    "llama, odd vocabulary and ffn": {REDUCE: 2, HEAD: 1},
+    "llama, odd vocabulary, ffn of 50": {REDUCE: 2, HEAD: 1},
 }
 BACKWARD: dict[str, dict[str, int]] = {
     "llama": {REDUCE: 2 * LAYERS + 1},
     "olmo2, one layer": {REDUCE: 5 + 1, HEAD: 1},
     "llama, odd vocabulary": {REDUCE: 2 + 1},
-    "llama, odd vocabulary and ffn": {REDUCE: 2 + 1},
+    "llama, odd vocabulary, ffn of 50": {REDUCE: 2 + 1},
 }
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the one-time work of a first compile in the process from which all ranks are forked.
+"""Does the one-time work of a first compile in the process from which warm ranks are forked.
 
 If torch has GPU support, a backward would start a thread for each device, and no process could be forked afterwards.
-So only a forward runs there.
+So with such a torch, only a forward runs in this process. Otherwise a backward runs, too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.support.interpreted import interpreted
 
 
 def compile_once() -> None:
-    """Compile a site in a fake group, and its backward if autograd starts no threads. Then clear counters and
-    reports."""
+    """Compile and run a site in a fake group, and a function without a collective by plain Inductor. If torch has no
+    GPU support, run their backwards, too. Then clear counters and reports."""
     # This process must start no threads, because a forked process does not have them and would wait for them.
     torch.set_num_threads(1)
     tqdm.tqdm.monitor_interval = 0

@@ -260,7 +260,7 @@ def test_a_capture_that_replays_a_graph_with_calls_holds_calls(rank: Rank) -> No
 def test_a_capture_whose_replays_are_not_observed_is_refused(rank: Rank) -> None:
     rank.second.capture = 77
     rank.gpu.captures[77] = rank.graphs()
-    with pytest.raises(UnsupportedError, match="Capture with torch.cuda.graph"):
+    with pytest.raises(UnsupportedError, match="capture it with torch.cuda.graph"):
         rank.call("A", rank.second)
     rank.second.capture = 0
     rank.call("B", rank.first)

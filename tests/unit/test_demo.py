@@ -73,7 +73,7 @@ def test_demo_on_gpus_that_are_not_there(
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(2, 2), (3, 2), (7, 4), (9, 8)])
-def test_demo_takes_as_many_gpus_as_its_model_divides_among(
+def test_demo_uses_the_largest_number_of_gpus_that_divides_its_heads(
     monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -121,7 +121,9 @@ def test_why_no_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(slow_link.subprocess, "run", lambda command, **_: commands.append([*command]) or refused)
     assert re.search("`ip link add .*` answered: .*not permitted", slow_link.why_not() or "")
-    assert ["ip", "link", "del", commands[0][3]] in commands, "the link that the check made must be removed"
+    assert ["ip", "link", "del", commands[0][3]] in commands, (
+        "the check must try to remove the link, even if making it failed"
+    )
 
 
 def result(part: str = "block", overlapped: int = 2, passed: bool = True, ms: float = 20.0) -> dict[str, Any]:
@@ -176,7 +178,7 @@ def test_demo_status_is_what_was_found(
 
 
 def test_the_estimate_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    """The demo estimates a block with the sizes of a real layer, for a machine whose facts the package knows."""
+    """The demo estimates its block with the hidden size of Llama-3-8B, for a machine whose facts the package knows."""
     demo._estimate()
     out = capsys.readouterr().out
     assert "8 x NVIDIA H200" in out and re.search(r"total of 4 sites of 2 graphs: estimated .* 1\.\d\dx", out)
@@ -246,7 +248,7 @@ def test_ranks_get_their_variables_and_rank_0s_lines_are_read(tmp_path: Path, mo
     script = (
         "import os; print(*(os.environ.get(n) for n in ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS', 'OVERLAP_INDUCTOR')))"
     )
-    assert ranks(tmp_path, script) == ["0 2 1 None"], "the caller's switches must not reach the plain run"
+    assert ranks(tmp_path, script) == ["0 2 1 None"], "the caller's switches must not reach the ranks"
     assert (tmp_path / "rank_1.log").read_text() == "1 2 1 None\n"
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``small_message`` for a site: an all-reduce of few tokens. If the token count is known, it includes the
-residual add and RMSNorm that follow."""
+"""Schedule ``small_message`` for a site: an all-reduce of few tokens. If the token count is static, the
+kernel can also compute the residual add and the RMSNorm that follow (``_norm``)."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class SmallMessageSchedule:
             )
         if not loopable(site) or len(site.matmuls) > 1:
             return (
-                "the rows cannot be put in the ranks' order, or the site is not one plain matmul with at most one"
-                " row of bias"
+                "the all-reduced tensor is not the matmul's rows in their order, or the site is not one plain matmul"
+                " with at most one row of bias"
             )
         rows, columns, like = site.nodes.tokens, *_columns(site)
         if not isinstance(columns, int):
@@ -116,13 +116,14 @@ class SmallMessageSchedule:
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         most = _most_rows(site)
-        # If the kernel pays at the most rows, it pays at fewer: the plain collective has the larger fixed cost.
+        # Only the largest number of rows is estimated. If the kernel pays there, it also pays for fewer rows, as long
+        # as the plain collective has the larger fixed cost, as in the shipped facts.
         scale = 1.0 if isinstance(site.nodes.tokens, int) else most / max(hint(site.nodes.tokens), 1)
         return self.forced(site, config) if cost.pays(sizes_at(site, scale), machine_of(site, config)) else None
 
     def joined(self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]) -> list[PlanPiece]:
-        """Small messages serve calls of few tokens, whatever the size of the example inputs; the other schedule serves
-        the rest."""
+        """Small messages serve calls of few tokens, whatever the size of the example inputs. The other schedule serves
+        the token counts of its own plan above that. Counts that neither plan serves are kept."""
         return _joined(own[0], others[0]) if others else own
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
@@ -185,7 +186,8 @@ class SmallMessageSchedule:
 
 
 def _joined(small: PlanPiece, large: list[PlanPiece]) -> list[PlanPiece]:
-    """A plan with ``small`` for few tokens and the overlapped piece of ``large`` for many. One op serves both."""
+    """A plan with ``small`` for few tokens, then the overlapped piece of ``large``. Token counts between the two are
+    kept. One op serves the whole plan."""
     moving = next(p for p in large if p.schedule != "keep")
     most = small.tokens[1] or 0
     first = max(moving.tokens[0], most + 1)
@@ -220,7 +222,7 @@ def _norm(site: OverlapSite) -> NormEpilogue | None:
     if len(nodes.collectives) > 1 or nodes.collectives[0].reduce_op != "sum" or not isinstance(site.nodes.tokens, int):
         return None
     norm = find_norm(nodes.result)
-    # If the residual is another all-reduce's result, that all-reduce's site may take the norm instead.
+    # A residual that is a collective's result is refused. If it is another all-reduce's, that site may take the norm.
     if (
         norm is None
         or collectives.is_a_wait(norm.residual)
