@@ -28,11 +28,13 @@ class Times:
 
     @property
     def ratio(self) -> str:
-        """``1.15x``, ``1.15x slower``; empty if a time is zero."""
+        """``1.15x``, ``1.15x slower``; with three decimals if the times differ by less than two show; empty if a time is
+        zero."""
         if min(self.keep, self.plan) <= 0:
             return ""
         high, low = max(self.keep, self.plan), min(self.keep, self.plan)
-        return f"{high / low:.2f}x" + (" slower" if self.slower else "")
+        decimals = 2 if high == low or high / low >= 1.005 else 3
+        return f"{high / low:.{decimals}f}x" + (" slower" if self.slower else "")
 
     @property
     def change(self) -> str:

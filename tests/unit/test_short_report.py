@@ -114,3 +114,9 @@ def test_the_total_of_all_graphs_counts_kept_sites_as_written() -> None:
 
 def test_times_of_nothing_have_no_ratio() -> None:
     assert totals.Times(0.0, 12.0).text() == "0.0 us -> 12.0 us"
+
+
+def test_a_small_difference_is_not_shown_as_none() -> None:
+    assert totals.Times(4394, 4412).ratio == "1.004x slower"
+    assert totals.Times(4404, 4394).ratio == "1.002x"
+    assert totals.Times(4394, 4394).ratio == "1.00x"
