@@ -2,7 +2,7 @@
 """Compiles random programs. No rewrite may fail, and overlap must not change the results.
 
     python -m tests.numerics.test_random_programs --world-size 2 --seeds 1000 2000 [--trains] \\
-        [--fields '{"step_node_budget": 1}']
+        [--exchanges] [--fields '{"step_node_budget": 1}']
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.exchange_programs import ExchangeProgram
 from tests.support.gloo_ranks import run_ranks
 from tests.support.program_checks import check
+from tests.support.random_programs import Program
 
 COUNT = 12
 """Programs for each case. Most trained programs have no site, but 9 of the 12 from number 31 on have one. After a
@@ -36,10 +38,18 @@ def test_overlap_does_not_change_a_programs_results(
     first: int, world_size: int, fields: dict[str, Any], trains: bool
 ) -> None:
     for rank, (problems, overlapped) in enumerate(
-        run_ranks(world_size, check, list(range(first, first + COUNT)), fields, trains, timeout=500)
+        run_ranks(world_size, check, Program, list(range(first, first + COUNT)), fields, trains, timeout=500)
     ):
         assert not problems, f"rank {rank}: " + "\n".join(problems)
         assert sum(overlapped.values()) >= COUNT // 2, f"too few sites are overlapped: {overlapped}"
+
+
+def test_overlap_does_not_change_the_results_of_programs_with_all_to_alls() -> None:
+    for rank, (problems, overlapped) in enumerate(
+        run_ranks(2, check, ExchangeProgram, list(range(200, 208)), {}, True, timeout=500)
+    ):
+        assert not problems, f"rank {rank}: " + "\n".join(problems)
+        assert min(overlapped.get(name, 0) for name in ("matmul_all_to_all", "all_to_all_matmul")) >= 2, overlapped
 
 
 def main() -> int:
@@ -48,9 +58,16 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 1000), metavar=("FIRST", "END"))
     parser.add_argument("--fields", type=json.loads, default={}, help="fields of the configuration, as JSON")
     parser.add_argument("--trains", action="store_true", help="compare gradients, too")
+    parser.add_argument("--exchanges", action="store_true", help="draw programs with all-to-alls")
     arguments = parser.parse_args()
     (problems, overlapped), *_ = run_ranks(
-        arguments.world_size, check, list(range(*arguments.seeds)), arguments.fields, arguments.trains, timeout=7200
+        arguments.world_size,
+        check,
+        ExchangeProgram if arguments.exchanges else Program,
+        list(range(*arguments.seeds)),
+        arguments.fields,
+        arguments.trains,
+        timeout=7200,
     )
     print(*problems, f"{len(problems)} problems; sites overlapped: {overlapped}", sep="\n")
     return bool(problems)

@@ -18,16 +18,16 @@ from tests.support.uneven_programs import UnevenProgram
 
 
 def check(
-    rank: int, world_size: int, seeds: list[int], fields: dict[str, Any], trains: bool
+    rank: int, world_size: int, kind: type[Program], seeds: list[int], fields: dict[str, Any], trains: bool
 ) -> tuple[list[str], dict[str, int]]:
-    """Run programs in fp64, in which rounding cannot hide a wrong element. Returns the problems on this rank and the
-    number of overlapped sites by pattern."""
+    """Run programs of ``kind`` in fp64, in which rounding cannot hide a wrong element. Returns the problems on this
+    rank and the number of overlapped sites by pattern."""
     compile_anew()
     problems, overlapped = [], Counter[str]()
     for seed in seeds:
         reports: list[OverlapReport] = []
         backend = interpreted(OverlapConfig(schedule="ring", **fields), reports)
-        problems += problems_of(Program(seed, world_size, trains=trains), rank, backend)
+        problems += problems_of(kind(seed, world_size, trains=trains), rank, backend)
         problems += [f"program {seed}: {report.notices}" for report in reports if report.notices]
         overlapped.update(overlapped_in(reports))
     return problems, dict(overlapped)

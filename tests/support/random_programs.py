@@ -30,10 +30,10 @@ ANYTHING = (
     "gather gather scatter scatter reduce mm mm mm sum turned pair add add times act scale row view transpose slice cat"
     " chunk norm softmax share batch total side".split()
 )
-BEHIND_GATHER, BEHIND_MATMUL = (
-    "mm mm sum turned pair norm share batch side".split(),
-    "scatter scatter reduce gather total share".split(),
-)
+BEHIND = {
+    "all_gather": "mm mm sum turned pair norm share batch side".split(),
+    "@": "scatter scatter reduce gather total share".split(),
+}
 
 
 @dataclass
@@ -54,6 +54,8 @@ class Program:
     """Results that no step reads."""
     anything: ClassVar[list[str]] = ANYTHING
     """Names of the steps to draw from by default."""
+    behind: ClassVar[dict[str, list[str]]] = BEHIND
+    """Names of the steps to draw from after a line that holds the key. The first key that the line holds counts."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -83,6 +85,8 @@ class Program:
         names["all_gather"] = lambda x, dim, group: _Contiguous.apply(gathers(x.contiguous(), dim, group))
         names["reduce_scatter"] = lambda x, op, dim, group: _Contiguous.apply(scatters(x.contiguous(), op, dim, group))
         names["all_reduce"] = lambda x, op, group: funcol.all_reduce(x.contiguous(), op, group)
+        exchange = _trained("all_to_all") if self.trains else funcol.all_to_all_single
+        names["all_to_all"] = lambda x, group: _Contiguous.apply(exchange(x.contiguous(), None, None, group))
         place = f"<program {self.seed}>"
         linecache.cache[place] = (len(self.text), None, self.text.splitlines(True), place)
         exec(compile(self.text, place, "exec"), names)
@@ -113,9 +117,9 @@ class Program:
     def _step(self) -> None:
         (x, shape), kinds = self._recent(), self.anything
         if self.lines and self.chance.random() < 0.65:
-            last = self.lines[-1]
-            if "all_gather" in last or "@" in last:
-                (x, shape), kinds = self.made[-1], BEHIND_GATHER if "all_gather" in last else BEHIND_MATMUL
+            after = [kinds for mark, kinds in self.behind.items() if mark in self.lines[-1]]
+            if after:
+                (x, shape), kinds = self.made[-1], after[0]
         dim = self.chance.randrange(len(shape))
         getattr(self, f"_{self.chance.choice(kinds)}")(x, shape, dim)
 
@@ -267,7 +271,8 @@ class _Contiguous(torch.autograd.Function):
 
 
 def _trained(kind: str) -> Any:
-    """The collective that has a gradient. Its name has ``_single_`` from torch 2.13 on, and ``_tensor_`` before."""
+    """The collective that has a gradient. Its name has ``_single_`` from torch 2.13 on; before, those of a gather and a
+    reduce-scatter have ``_tensor_``."""
     return getattr(funcol, f"{kind}_single_autograd", None) or getattr(funcol, f"{kind}_tensor_autograd")
 
 
