@@ -110,13 +110,13 @@ class Comparison:
         return not self.counted
 
     def call(self) -> Outcome:
-        """Count one call, unless ``count`` has counted it. If needed, compare its plan with the plans of the other
-        ranks.
+        """Count one call, unless ``count`` has counted it or the plan is ``withdrawn``. If needed, compare its plan
+        with the plans of the other ranks.
 
         Raises:
             AgreementError: a rank has another version, died, gave no verdict in time, or is inside the transfers of an
                 earlier agreed plan; or the rank that kept a group's store has died.
-            StrictError: the plans differ, in mode ``strict``.
+            StrictError: in mode ``strict``, the plans differ, or overlap is disabled for a group of the plan.
         """
         try:
             return self._call()
@@ -231,15 +231,15 @@ _parsed = functools.lru_cache(maxsize=4096)(ExchangePlan.from_json)
 
 
 def require(group: dist.ProcessGroup, text: str) -> None:
-    """Raise unless the plan was agreed upon. A graph that does not run in Inductor's own callable has no
+    """Raise unless the ranks agree upon the plan. A graph that does not run in Inductor's own callable has no
     ``Comparison``, so its plan is compared here.
 
     Args:
         text: an ``ExchangePlan`` as JSON.
 
     Raises:
-        AgreementError: the ranks' plans differ.
-        StrictError: the same, in mode ``strict``.
+        AgreementError: the ranks' plans differ, or cannot be compared (see ``Comparison.call``).
+        StrictError: the ranks' plans differ, in mode ``strict``.
     """
     plan, state = _parsed(text), state_of(group)
     if plan.digest in state.agreed or plan.digest in state.parts or moves_nothing(group):

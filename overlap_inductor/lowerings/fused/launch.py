@@ -81,7 +81,8 @@ def key_of(
     parameters: FusedParameters,
     flag: bool,
 ) -> tuple[object, ...]:
-    """All facts about a call on which its prepared kernel depends. Raises ``UnsupportedError`` if ``a`` is not
+    """All facts about a call on which its prepared kernel depends. ``flag``: ``keep`` of a gather, ``average`` of a
+    reduction. Raises ``UnsupportedError`` if ``a`` is not
     contiguous, or if a matmul's operand is not aligned to 16 bytes."""
     if not a.is_contiguous() or a.data_ptr() % 16:
         raise UnsupportedError(
