@@ -27,12 +27,12 @@ At later calls an agreed plan with one group skips the rounds. A rank may recomp
 same transfers, because the digest is then the same. If it makes other transfers, and digests are compared at every
 call, all ranks run the plain program in that call. How digests are compared depends on the group:
 
-- Ranks of one machine compare digests at every call, in memory that all of them map (``call_page``). This ties the
-  group's hosts to each other: none starts a call before all have reached it. It costs nothing while the hosts run ahead
-  of their GPUs.
-- Ranks on several machines compare digests through the store. CPU groups do so at every call, because their collectives
-  block the host anyway. GPU groups do so at a plan's first run only. If a rank of such a group recompiles and its new
-  graph makes other transfers, the rank raises an error at its deadline.
+- Ranks that share memory, which only ranks of one machine can, compare digests at every call, in memory that all of
+  them map (``call_page``). This ties the group's hosts to each other: none starts a call before all have reached it. It
+  costs nothing while the hosts run ahead of their GPUs.
+- Other ranks compare digests through the store. CPU groups do so at every call, because their collectives block the
+  host anyway. GPU groups do so at a plan's first run only. If a rank of such a group recompiles and its new graph makes
+  other transfers, the rank raises an error at its deadline.
 """
 
 from __future__ import annotations

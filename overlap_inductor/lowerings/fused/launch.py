@@ -50,8 +50,8 @@ class Tail(NamedTuple):
             or shapes != [e.shape for e in self.extras]
         ):
             raise UnsupportedError(
-                f"extra tensors {[list(e.shape) for e in self.extras]}; at most {MOST_EXTRAS} are read, expected"
-                f" {[list(s) for s in shapes]}"
+                f"the extra tensors of the epilogues have shapes {[list(e.shape) for e in self.extras]}; expected"
+                f" {[list(s) for s in shapes]}, at most {MOST_EXTRAS} tensors"
             )
         if not all(e.is_contiguous() and e.is_floating_point() for e in self.extras):
             raise UnsupportedError("an extra tensor of an epilogue is not contiguous, or not floating point")
