@@ -4,8 +4,7 @@ into every peer's workspace. (For schedule ``chunked``, ``kernels.transfer.push_
 
 Data are stored to peers, not loaded from them: a thread block moves several times as many bytes through NVLink by
 storing to a peer as by loading from it. The shard is cut into parts and a part into pieces, which blocks claim from a
-queue. A part (in ``push_slice``: a slice of a part) is signalled when its last piece is
-stored.
+queue. A part (in ``push_slice``: a slice of a part) is signalled when its last piece is stored.
 
 Memory ordering: ordinary stores, then ``count_and_signal``. Forward progress: a piece waits only for the peer's credit,
 which depends only on the previous call. CUDA graphs: ``call`` is read from device memory by the kernel that pushes.

@@ -14,7 +14,7 @@ Triton 3.6 puts none around atomics. This covers ordinary loads and stores. Load
 belong to another proxy: ``store_fence`` goes between bulk stores and their signal, ``load_fence`` between a wait and
 bulk loads.
 
-Triton compiles a descriptor's store for this GPU as follows: the tile is stored to shared memory, then come
+Triton compiles a descriptor's store for Hopper GPUs as follows: the tile is stored to shared memory, then come
 ``fence.proxy.async.shared::cta``, a barrier, one thread's bulk store, ``commit_group`` and, in 3.6 and 3.7,
 ``wait_group.read 0``. That wait ends when shared memory has been read, not when the tile is written. (3.8 and 3.9 also
 wait until it is written.) No version puts a proxy fence after the store, so a later release does not order the store.
@@ -296,8 +296,8 @@ if triton.knobs.runtime.interpret:
 else:
     wait_at_least, set_flag, signal, add_flag = _wait_at_least, _set_flag, _signal, _add_flag
     store_fence, load_fence = _store_fence, _load_fence
-"""``wait_at_least(flag, target, stop, patience_ns, code, peer)``: waits until the flag has ``reached`` its target, or
-the group has been aborted.
+"""``wait_at_least(flag, target, stop, patience_ns, code, peer)``: waits until the flag has ``reached`` its target or
+the group has been aborted. After ``patience_ns`` the wait is given up, and the fault record gets ``code`` and ``peer``.
 
 ``set_flag(flag, value)``: sets the flag to ``value``. A thread that acquires it also sees the block's earlier stores.
 ``signal(flag, value, looked)``: the same for a peer's flag, but only if ``looked`` is 0. ``looked`` is what ``look``

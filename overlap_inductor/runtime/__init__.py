@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that run with a process group: the agreement of its ranks, their workspace, the order of calls, and
-faults."""
+"""What runs beside the ops of a graph: the agreement of a group's ranks, their workspace, the order of calls, the
+replay of calls as CUDA graphs, and the report of faults."""

@@ -27,12 +27,12 @@ At later calls an agreed plan with one group skips the rounds. A rank may recomp
 same transfers, because the digest is then the same. If it makes other transfers, and digests are compared at every
 call, all ranks run the plain program in that call. How digests are compared depends on the group:
 
-- Ranks of one machine compare digests at every call, in memory that all of them map (``call_page``). This ties the
-  group's hosts to each other: none starts a call before all have reached it. It costs nothing while the hosts run ahead
-  of their GPUs.
-- Ranks on several machines compare digests through the store. CPU groups do so at every call, because their collectives
-  block the host anyway. GPU groups do so at a plan's first run only. If a rank of such a group recompiles and its new
-  graph makes other transfers, the rank raises an error at its deadline.
+- Ranks that share memory, which only ranks of one machine can, compare digests at every call, in memory that all of
+  them map (``call_page``). This ties the group's hosts to each other: none starts a call before all have reached it. It
+  costs nothing while the hosts run ahead of their GPUs.
+- Other ranks compare digests through the store. CPU groups do so at every call, because their collectives block the
+  host anyway. GPU groups do so at a plan's first run only. If a rank of such a group recompiles and its new graph makes
+  other transfers, the rank raises an error at its deadline.
 """
 
 from __future__ import annotations
@@ -110,13 +110,13 @@ class Comparison:
         return not self.counted
 
     def call(self) -> Outcome:
-        """Count one call, unless ``count`` has counted it. If needed, compare its plan with the plans of the other
-        ranks.
+        """Count one call, unless ``count`` has counted it or the plan is ``withdrawn``. If needed, compare its plan
+        with the plans of the other ranks.
 
         Raises:
             AgreementError: a rank has another version, died, gave no verdict in time, or is inside the transfers of an
                 earlier agreed plan; or the rank that kept a group's store has died.
-            StrictError: the plans differ, in mode ``strict``.
+            StrictError: in mode ``strict``, the plans differ, or overlap is disabled for a group of the plan.
         """
         try:
             return self._call()
@@ -231,15 +231,15 @@ _parsed = functools.lru_cache(maxsize=4096)(ExchangePlan.from_json)
 
 
 def require(group: dist.ProcessGroup, text: str) -> None:
-    """Raise unless the plan was agreed upon. A graph that does not run in Inductor's own callable has no
+    """Raise unless the ranks agree upon the plan. A graph that does not run in Inductor's own callable has no
     ``Comparison``, so its plan is compared here.
 
     Args:
         text: an ``ExchangePlan`` as JSON.
 
     Raises:
-        AgreementError: the ranks' plans differ.
-        StrictError: the same, in mode ``strict``.
+        AgreementError: the ranks' plans differ, or cannot be compared (see ``Comparison.call``).
+        StrictError: the ranks' plans differ, in mode ``strict``.
     """
     plan, state = _parsed(text), state_of(group)
     if plan.digest in state.agreed or plan.digest in state.parts or moves_nothing(group):

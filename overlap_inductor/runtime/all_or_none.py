@@ -4,7 +4,8 @@ memory that all ranks map.
 
 A rank that fails alone and raises would leave the others in a collective that it never joins. So each rank makes the
 attempt. The first rank of the group reads the others' results from the group's store and writes its verdict there. The
-others wait for it. One rank decides, so either all ranks go on or all raise the same text::
+others wait for the verdict. One rank decides, so if all of them get the verdict, either all ranks go on or all raise
+the same text::
 
     rank 0                         rank 1                            rank 2
     attempt: succeeded             attempt: out of memory            attempt: succeeded
@@ -12,10 +13,9 @@ others wait for it. One rank decides, so either all ranks go on or all raise the
     verdict: "rank 1 cannot ..."   NotOnAllRanks("rank 1 ...")       NotOnAllRanks("rank 1 ...")
 
 Every wait has a deadline. A rank that has written nothing by then counts as failed. A rank that gets no verdict within
-twice the deadline raises a text of its own, even if the others go on. An attempt may itself be a
-collective. But if one rank fails in it, the collective must end on the other ranks, at the latest by its own timeout.
-All ranks must make the same attempts in the same order. Each attempt has its own keys in the store. This module
-uses no GPU; an attempt may.
+twice the deadline raises a text of its own, even if the others go on. An attempt may itself be a collective. But if one
+rank fails in it, the collective must end on the other ranks, at the latest by its own timeout. All ranks must make the
+same attempts in the same order. Each attempt has its own keys in the store. This module uses no GPU; an attempt may.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Result = TypeVar("Result")
 
 
 class NotOnAllRanks(OverlapError):
-    """An attempt failed on a rank of the group. The first rank's verdict gives every rank the same text, which names
-    the rank and the attempt."""
+    """An attempt failed on a rank of the group. The text names the rank and the attempt. It is the first rank's
+    verdict, the same on every rank that got it in time."""
 
 
 def _keys(owner: Owner) -> Iterator[str]:
@@ -67,7 +67,7 @@ def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Resul
         seconds: how long the first rank waits for the others' results, at most the group's timeout.
 
     Raises:
-        NotOnAllRanks: ``attempt`` raised on a rank, or a rank wrote nothing in time.
+        NotOnAllRanks: ``attempt`` raised on a rank, a rank wrote no result in time, or the first rank no verdict.
         OverlapError: the group was destroyed, and nothing is held for it.
     """
     keys = _KEYS.of(group)

@@ -36,7 +36,7 @@ ALIGNMENT = 1024
 TILE_BYTES = 2048
 """Bytes of the smallest tile: 128 rows of 8 elements of two bytes."""
 SLOTS = 2
-"""The largest number of slots that the sites of a graph with the same protocol take in turn."""
+"""The largest number of slots that those sites of a graph take in turn that use one protocol."""
 CREDITS, HALVES = "credits", "halves"
 """Protocols that keep the calls of a slot apart: a credit of each peer, or two halves used in turn."""
 
@@ -74,6 +74,7 @@ class Slot:
     """Bytes and flags for one call at a time.
 
     Attributes:
+        nbytes, signals: bytes of ``data``, and flags for the signals of each rank.
         data: uint8 ``[nbytes]`` on every rank.
         flags: int32 on every rank. ``credit_flag`` and ``signal_flag`` of ``kernels.signals`` say where each flag is.
             ``calls``, ``queues`` and ``tiles`` follow the flags in the same allocation, and no peer accesses them.
@@ -239,7 +240,7 @@ class WorkspaceArena:
         if self.nbytes + more > self.limit:
             raise OverlapError(
                 f"sites {names} need {more} bytes of workspace beyond the {self.nbytes} that their group holds; the"
-                f" limit is {self.limit} (OVERLAP_INDUCTOR_WORKSPACE_LIMIT, in MiB). Raise it."
+                f" limit is {self.limit} bytes. Raise OVERLAP_INDUCTOR_WORKSPACE_LIMIT (in MiB)."
             )
 
     def _new(self, nbytes: int, signals: int, protocol: str) -> Slot:

@@ -2,7 +2,8 @@
 """The values that the ranks of a group publish for each call, and the wait for the other ranks' values.
 
 Two media carry the values: the group's store (``CallStore``), and memory that all ranks map (``call_page.CallPage``).
-For each call and rank, both hold the rank's *value* and its verdict of each round. The value describes the program that
+For each call and rank, they hold the rank's *value* and its verdict of each round. (The reasons of verdicts, and the
+verdicts for which the page has no place, are always in the store: see ``say``.) The value describes the program that
 the rank runs. It holds the digest of the rank's plan, the place of this group among the plan's groups, the number of
 the group's collectives in the rank's earlier calls, and ``!`` if the rank refuses to overlap.
 

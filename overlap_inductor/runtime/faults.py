@@ -79,6 +79,7 @@ class FaultRecord:
     """The faults of one group, from the view of this rank.
 
     Attributes:
+        group_name: the group's name, for error texts.
         ranks: global ranks of the group, in its order.
         rank: this process's index in ``ranks``.
         board: the records of all ranks.

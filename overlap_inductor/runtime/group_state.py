@@ -4,7 +4,7 @@
 
 A kind has a function that makes its things, and a function that prepares a thing for being dropped::
 
-    STATES = Kind("calls", lambda owner: GroupState(owner.group, owner.incarnation))
+    STATES = Kind("record of calls", lambda owner: GroupState(owner.group, owner.incarnation))
     STATES.of(group)            # made at first use, then the same one while the group lives
 
 One rule covers groups that were destroyed. A thing belongs to a group object, not to the group's name. torch calls no

@@ -84,8 +84,8 @@ class Launch:
         slot = self.slot
         if nbytes > slot.nbytes or signals > slot.signals or protocol != slot.protocol:
             raise UnsupportedError(
-                f"the call needs {nbytes} bytes and {signals} signals in {protocol}, its slot has {slot.nbytes} and"
-                f" {slot.signals} in {slot.protocol}"
+                f"the call needs {nbytes} bytes and {signals} signals with protocol {protocol}; its slot has"
+                f" {slot.nbytes} and {slot.signals} with protocol {slot.protocol}"
             )
 
     def remember(self, key: Any, kernel: Any) -> None:

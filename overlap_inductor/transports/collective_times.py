@@ -15,8 +15,8 @@ import torch.distributed as dist
 from overlap_inductor.transports.transport import WholeCollectives
 
 SIZES = tuple(2**power for power in range(17, 27))
-"""Bytes of the collectives that are timed for a curve: 128 KiB to 64 MiB. On NVLink, one
-call of each takes milliseconds in total."""
+"""Bytes of the collectives that are timed for a curve: 128 KiB to 64 MiB. On NVLink, one call of each takes
+milliseconds in total."""
 REPEATS = 3
 
 

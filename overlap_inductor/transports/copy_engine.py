@@ -13,9 +13,8 @@ written is visible. So a reader that acquires the flag sees the rows (``tests.gp
 flag").
 
 Without a credit. A kernel that stores checks whether it may (``kernels.signals.may_store``). A queued copy cannot
-check. The wait for a credit ends without one if it times out. It also does if the group was aborted, after which every
-wait ends at once. The copy then runs, and so do the copies of all calls that are queued by then. Three things hold in
-that case:
+check. The wait for a credit ends without one if it times out, or if the group was aborted: then every wait ends at
+once. The copy then runs, and so do the copies of all calls that are queued by then. Three things hold in that case:
 
 * No rank takes the copied rows for valid rows, because their flag is copied from a word that holds no call's number
   (``announce``).
@@ -51,9 +50,9 @@ receivers at random and waited for them. That reaches 58.6 % of a link (Karol, H
 in pieces of 16 MiB. On several streams at once they delivered some 200 GB/s. With pieces of 32 MiB they delivered 343
 GB/s, but only because 14 rounds ended before the ranks fell out of step.
 
-So if all pieces of a send are large, a piece waits for its turn if its receiver is another than that of the piece
-before it (``kernels.transfer.wait_for_turn``): until its receiver has got the piece that another rank sends to that
-receiver one turn earlier. The first piece of a send does not wait. A late rank then stays as late as it was
+So if all pieces of a send are large, a piece whose receiver is another than that of the piece before it waits for its
+turn (``kernels.transfer.wait_for_turn``): until its receiver has got the piece that another rank sends to that receiver
+one turn earlier. The first piece of a send does not wait. A late rank then stays as late as it was
 (bench/results/turns.jsonl). A wait costs some 5 us, which small pieces do not gain back. It also needs room on an SM,
 for one warp and no shared memory. So a schedule allows no turns (``Share.turns_from``) if its kernel occupies every SM
 while it waits for the copies, as schedule ``fused`` does. No piece waits if the process has fewer than
@@ -93,8 +92,8 @@ class CopyEngine:
     moved_by = "copy engines, over symmetric memory"
     needs_sms = False
     fastest_from = 2 << 20
-    """Measured against transport ``sm_push``, whose SMs the matmul lacks (2 H200s; also with each in the place of one
-    rank of 4 or of 8, as in ``bench.mirrored``)."""
+    """Measured against transport ``sm_push``, which takes SMs from the matmul (2 H200s; also with each in the place of
+    one rank of 4 or of 8, as in ``bench.mirrored``)."""
 
     def prepare(
         self,

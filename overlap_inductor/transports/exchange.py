@@ -132,7 +132,7 @@ class Exchange:
         """Wait until hop ``index`` is complete: its receives may be read and its sends overwritten.
 
         Raises:
-            TransferError: a message failed, or the hop was never started.
+            TransferError: a message failed, or the hop was not started or was waited for before.
         """
         started = self.hops.pop(index, None)
         if started is None:
@@ -200,7 +200,8 @@ def open_uneven(
     transport: str = "",
 ) -> Exchange:
     """``open_exchange`` for slots of different sizes, given by ``places`` (see ``Exchange``). It opens an exchange even
-    if this rank sends and receives nothing, because other ranks may, and all ranks number their exchanges alike."""
+    if this rank sends and receives nothing, because other ranks may, and all ranks number their exchanges alike. All
+    ranks call it together (``Exchanges.join``). Raises ``TransferError`` if they do not, too."""
     moved_by = transport_named(Exchanges, transport)
     try:
         moved_by.join(group, buffer.device)
@@ -229,7 +230,7 @@ def _open(
 
 
 def find_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> Exchange:
-    """The exchange that ``open_exchange`` registered for ``buffer``. Raises ``TransferError`` if there is none."""
+    """The exchange that was opened for ``buffer`` and not closed. Raises ``TransferError`` if there is none."""
     try:
         return _EXCHANGES.of(group).in_flight[buffer.data_ptr()]
     except KeyError:

@@ -2,8 +2,8 @@
 """Transport ``p2p``: messages by ``torch.distributed`` send and receive, on the group's own backend (gloo, NCCL).
 
 On NCCL the receives and sends of a hop are one coalesced batch, because a communicator needs the same order of
-operations on all ranks.
-On gloo every receive is posted before any send, which keeps both directions of a link busy.
+operations on all ranks. On gloo every receive of an exchange is posted before its first send, which keeps both
+directions of a link busy.
 """
 
 from __future__ import annotations

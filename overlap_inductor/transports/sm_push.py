@@ -17,7 +17,7 @@ from overlap_inductor.transports.transport import Share
 COPY_WORDS = 8192
 """int32 words that a block stores at once: eight 16-byte stores per thread."""
 NAME = "sm_push"
-"""The name of the transport. It also stands for schedules whose own kernels store to peers."""
+"""The name of the transport. Schedules whose own kernels store to peers use this name, too."""
 
 
 class SmPush:

@@ -9,7 +9,7 @@ protocols differ in who acts:
 * ``Exchanges``: the hosts of sender and receiver both post a message.
 * ``WholeCollectives``: all ranks call one collective.
 
-A schedule whose own kernel stores to peers drives no transport. Its transport is named ``sm_push``.
+A schedule whose own kernel stores to peers drives no transport. Switches and reports use the name ``sm_push`` for it.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class Exchanges(Transport, Protocol):
         ...
 
     def join(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Make what needs all ranks of the group. All ranks call it before an exchange in which one of them may have
-        no message. Raises ``RuntimeError`` if it fails."""
+        """Make what messages need and only all ranks of the group can make together, such as a communicator. All ranks
+        call this before an exchange in which one of them may have no message. Raises ``RuntimeError`` if it fails."""
         ...
 
     def start(

@@ -272,7 +272,7 @@ def test_extra_tensors_that_do_not_fit_are_refused() -> None:
     launch = SharedWorkspace.of(2, 8192, 2).launch(0)
     a, b, p = torch.zeros(32, 32).half(), torch.zeros(16, 32).half().t(), FusedParameters(1, **SMALL_TILES)
     with pytest.raises(
-        UnsupportedError, match=r"extra tensors \[\[32, 16\]\]; at most 2 are read, expected \[\[16, 16\]\]"
+        UnsupportedError, match=r"have shapes \[\[32, 16\]\]; expected \[\[16, 16\]\], at most 2 tensors"
     ):
         fused.matmul_reduce_scatter(a, b, launch, p, tail=fused.Tail((RESIDUAL,), [torch.zeros(32, 16).half()]))
     with pytest.raises(UnsupportedError, match="not contiguous, or not floating point"):

@@ -219,9 +219,9 @@ def test_a_call_that_the_kernel_cannot_run_is_refused() -> None:
         small_message.all_reduce(torch.zeros(2**20, 8).half(), launch, p)
     with pytest.raises(UnsupportedError, match="empty, or not contiguous"):
         small_message.all_reduce(torch.zeros(64, 8).half().t()[:, ::8].t(), launch, p)
-    with pytest.raises(UnsupportedError, match="its slot has 4096 and 8 in halves"):
+    with pytest.raises(UnsupportedError, match="its slot has 4096 and 8 with protocol halves"):
         small_message.all_reduce(torch.zeros(16, 64).half(), launch, p)
-    with pytest.raises(UnsupportedError, match="its slot has 4096 and 8 in credits"):
+    with pytest.raises(UnsupportedError, match="its slot has 4096 and 8 with protocol credits"):
         small_message.all_reduce(x, replace(launch, slot=replace(launch.slot, protocol="credits")), p)
     with pytest.raises(UnsupportedError, match="use wider segments"):
         small_message.all_reduce(torch.zeros(1, 4096).half(), launch, replace(p, segment=16))

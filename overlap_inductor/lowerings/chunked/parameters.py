@@ -27,9 +27,9 @@ from overlap_inductor.transports.transport import Share
 
 TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
 """For pieces of at least this many bytes, waiting for turns gains more than it costs (first number: reductions, second:
-gathers). On 8 H200s a reduction gains nothing at 4 MiB, 12 % at 8 MiB and 20 % at 16 MiB. In a gather all
-copies begin at once, and the first matmul waits for the first copy. A gather loses 7 % at 8 MiB and gains 10 % (host
-time included) from 16 MiB on."""
+gathers). On 8 H200s a reduction gains nothing at 4 MiB, 12 % at 8 MiB and 20 % at 16 MiB. In a gather all copies begin
+at once, and the first matmul waits for the first copy. A gather loses 7 % at 8 MiB and gains 10 % (host time included)
+from 16 MiB on."""
 TILE = 128, 256
 """Rows and columns of the vendor's tile, which one SM multiplies at a time."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4

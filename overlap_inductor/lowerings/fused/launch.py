@@ -50,8 +50,8 @@ class Tail(NamedTuple):
             or shapes != [e.shape for e in self.extras]
         ):
             raise UnsupportedError(
-                f"extra tensors {[list(e.shape) for e in self.extras]}; at most {MOST_EXTRAS} are read, expected"
-                f" {[list(s) for s in shapes]}"
+                f"the extra tensors of the epilogues have shapes {[list(e.shape) for e in self.extras]}; expected"
+                f" {[list(s) for s in shapes]}, at most {MOST_EXTRAS} tensors"
             )
         if not all(e.is_contiguous() and e.is_floating_point() for e in self.extras):
             raise UnsupportedError("an extra tensor of an epilogue is not contiguous, or not floating point")
@@ -81,7 +81,8 @@ def key_of(
     parameters: FusedParameters,
     flag: bool,
 ) -> tuple[object, ...]:
-    """All facts about a call on which its prepared kernel depends. Raises ``UnsupportedError`` if ``a`` is not
+    """All facts about a call on which its prepared kernel depends. ``flag``: ``keep`` of a gather, ``average`` of a
+    reduction. Raises ``UnsupportedError`` if ``a`` is not
     contiguous, or if a matmul's operand is not aligned to 16 bytes."""
     if not a.is_contiguous() or a.data_ptr() % 16:
         raise UnsupportedError(

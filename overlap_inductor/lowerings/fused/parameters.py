@@ -33,11 +33,11 @@ class FusedParameters:
 
     Attributes:
         blocks: number of blocks of the grid, ideally the number of SMs.
-        copies_from: an all-gather's shard of more than this many bytes is sent by a transport of ``copiers``, not by
-            the kernel's SMs. So is a shard of exactly this many bytes, unless it is sent in ``slices``.
+        copies_from: an all-gather's shard of at least this many bytes is sent by a transport of ``copiers``, not by the
+            kernel's SMs.
         copier: name of that transport; empty for the first of ``copiers``.
         parts: largest number of bands of a shard if the whole matmul has at least ``parts_from`` rows. Otherwise a
-            shard is one band. 0: as many as ranks.
+            shard is one band. 0: one band for each rank.
         pieces: number of pieces in which a band is pushed (all-gather).
         pushers: number of blocks that push. In an all-gather they push before they multiply, in an all-reduce whenever
             something is ready. 0 (all-reduce): ``push_inner`` decides.

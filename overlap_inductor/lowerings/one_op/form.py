@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``RowsForm``: the interface through which a schedule with one op for each site reads and writes a site.
 
-There is one implementation for each subclass of ``SiteNodes``: ``GatherRows`` and ``ReduceRows``.
+``GatherRows`` implements it for ``GatherNodes``, and ``ReduceRows`` for ``ReduceNodes``. Sites with nodes of another
+kind have no such form.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the ops that run a whole site inside one op. All schedules with such ops share one schema for each pattern.
+"""Define ops that run a whole site inside one op. All schedules that define their ops here share one schema for each
+pattern.
 
 Shapes (W ranks, this rank's view): ``shard [m, K]``, ``rhs [K, N]``, ``lhs [W*m, K]``. All ops return the chain's next
 token last. ``settings`` is JSON text of the schedule's parameters.

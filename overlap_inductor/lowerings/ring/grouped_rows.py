@@ -30,7 +30,7 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 aten = torch.ops.aten
 overlap = torch.ops.overlap_inductor
 NODES = 10
-"""About the number of nodes of a piece, besides the pointwise ops and the tensors that they read."""
+"""Approximate number of nodes of a piece, besides the pointwise ops and the tensors that they read."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ overlap = torch.ops.overlap_inductor
 
 
 def computes_sent(nodes: SentNodes) -> bool:
-    """Whether the op can compute ``matmul -> all-to-all``: plain matmuls, and a bias for each row or column."""
+    """Whether the op can compute ``matmul -> all-to-all``. The matmuls must be plain, their biases must fit
+    (``looped_reduce.bias_fits``), and the slices must all have the same size."""
     biases = looped_reduce.biases_of(nodes)
     return (
         biases is not None

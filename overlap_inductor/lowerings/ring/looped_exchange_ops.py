@@ -95,8 +95,9 @@ def _matmul_all_to_all_fake(
     return lhs[0].new_empty(shape, dtype=dtype), chain.new_empty(1)
 
 
-# Returns ``(received [W, rows, width], next token of the chain)``. Slice r has the r-th run of the rows of the result,
-# or of its columns if ``columns``. ``lead``: number of units into which a slice's rows may be cut, ``parts`` of them.
+# Returns ``(received [W, rows, width], next token of the chain)``. The slice for rank r is the r-th run of the rows of
+# the product, or of its columns if ``columns``. The rows of a slice consist of ``lead`` equal runs. They are cut into
+# ``parts`` sub-chunks, between runs only.
 define(
     "matmul_all_to_all(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, bool columns, SymInt lead,"
     " int parts, SymInt min_rows, ScalarType dtype, str group_name, str site, str transport='') -> (Tensor, Tensor)",

@@ -230,8 +230,8 @@ def multiply_arrivals(
         forms, others, biases: how each matmul reads the shards, its other operand and its bias.
         places: the rows of each shard's sub-chunks in ``gathered`` (``routes.places``).
         exchange: brings the sub-chunks and is closed at the end; ``None`` if the shards have no elements.
-        sent: what a hop of the exchange sends, as ``Exchange.post`` takes it. As many hops as a shard has sub-chunks
-            are in flight at any time.
+        sent: what a hop of the exchange sends, as ``Exchange.post`` takes it. At most as many hops as a shard has
+            sub-chunks are in flight at the same time.
     """
     world_size, rank, parts = group.size(), group.rank(), len(places[0]) - 1
     matmuls = [Matmul(f, gathered, o, b, places) for f, o, b in zip(forms, others, biases, strict=True)]

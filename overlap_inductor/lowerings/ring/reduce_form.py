@@ -37,7 +37,8 @@ class ReduceRing:
         parts = part_count(nodes.sharded.chunk, config.sub_chunks)
         found: dict[str, Any] = {"sub_chunks": parts, "route": "travel" if travels else "owner"}
         if not isinstance(nodes.tokens, int) and looped_grouped.computes(site.facts.pattern, nodes):
-            # To fuse a block's rows, Inductor would compare the sizes of blocks, and each comparison adds a guard.
+            # With ``min_rows``, ``fit_budget`` takes the looping op. In unrolled steps, Inductor would compare the
+            # sizes of blocks to decide about fusion, and each comparison adds a guard.
             found["min_rows"] = 0
         return found
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the nodes that compute a slice of a collective's input, which a matmul or a sum of matmuls computes as a whole:
-the slice of a rank, or some rows of it.
+"""Write the nodes that compute a slice of a collective's input: the slice of a rank, or some rows of it.
 
-A slice is computed from the slices of the matmuls' operands, through the views and pointwise ops of the site's region::
+In the graph as written, a matmul or a sum of matmuls computes the whole input. A slice is computed from the slices of
+the matmuls' operands, through the views and pointwise ops of the site's region::
 
     t = add(mm(x, w), mm(y, v))        ->        slice i: add(mm(x[i], w), mm(y[i], v))
 """

@@ -95,7 +95,8 @@ class UnevenSentRing(_UnevenRing):
 
 
 class UnevenReceivedRing(_UnevenRing):
-    """See ``form.RingForm``. Own rows are multiplied first, and each other rank's when they arrive."""
+    """See ``form.RingForm``. This rank's own rows are multiplied first, and those of each other rank when they
+    arrive."""
 
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, UnevenReceivedNodes)

@@ -10,8 +10,8 @@ waits, so the last slices also travel under what comes before it::
     ...                                                  # what the program computes before it waits
     wait; out = received
 
-The other way round, own tokens are multiplied first, and those of rank ``r - i`` when they have arrived. ``f``: the ops
-between the all-to-all and the matmul::
+In ``all-to-all -> matmul(s)``, this rank's own tokens are multiplied first, and those of rank ``r - i`` when they have
+arrived. ``f``: the ops between the all-to-all and the matmul::
 
     send parts of x[r + 1]; received[r] = x[r]; y[r] = f(received[r]) @ w
     for i in 1 .. W-1, part: wait; send the next part; y[r - i][part] = f(received[r - i][part]) @ w

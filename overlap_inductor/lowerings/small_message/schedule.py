@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``small_message`` for a site: an all-reduce of few tokens. If the token count is static, the
-kernel can also compute the residual add and the RMSNorm that follow (``_norm``)."""
+"""Schedule ``small_message`` for a site: an all-reduce of few tokens. If the token count is static, the kernel can also
+compute the residual add and the RMSNorm that follow (``_norm``)."""
 
 from __future__ import annotations
 
