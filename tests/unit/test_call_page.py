@@ -113,7 +113,7 @@ def test_an_entry_that_is_half_written_counts_as_absent() -> None:
                 assert mine.published(call, 1) == ("plan:0" if torn == new else None)
 
 
-def test_a_rank_that_is_too_far_ahead() -> None:
+def test_an_entry_that_a_later_call_has_overwritten_is_an_error() -> None:
     _, (mine, theirs) = _pages(2)
     theirs.publish(3, "plan:0")
     theirs.publish(3 + CALLS, "plan:0")
