@@ -134,7 +134,7 @@ def test_hit_is_as_strict(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcomes[0] == outcomes[1]
 
 
-def test_load_that_is_strict_about_the_backward_counts_each_graph_once(
+def test_a_strict_error_while_cached_graphs_are_loaded_counts_each_graph_once(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(fake_pass.STATUS, "status", "refused")

@@ -56,8 +56,8 @@ def counted(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Counter[
 
 
 def test_steps_of_equal_layers_share_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of equal layers share evaluations: further layers cause fewer than half as many evaluations as they add
-    nodes. Each view is evaluated, because it must share memory with its own base. (In an earlier version, every step
+    """Steps of equal layers share evaluations: a further layer causes less than one evaluation for every two nodes that
+    it adds. Each view is evaluated, because it must share memory with its own base. (In an earlier version, every step
     was evaluated, and 64 sites took two seconds.)"""
     found = []
     for layers in (4, 8, 16):

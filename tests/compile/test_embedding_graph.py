@@ -94,8 +94,8 @@ def _trained_code(kind: str, tables: int, **fields: Any) -> list[list[str]]:
 
 @pytest.mark.usefixtures("alone")
 def test_tables_are_sent_while_others_are_looked_up() -> None:
-    """Each group of tables is sent before the next is looked up. In the backward graph, each table's gradient is
-    computed before the wait for the next table."""
+    """Each group of tables (here, one table) is sent before the next is looked up. In the backward graph, each table's
+    gradient is computed before the wait for the next table."""
     with fake_group(3):
         forward, backward = _trained_code("sum", 4, sub_chunks=2)
     assert [e for e in forward if e != "pointwise"][:14] == ["start", *["lookup", "send", "send"] * 4, "wait"]
@@ -182,8 +182,8 @@ def test_a_moving_pass_leaves_the_site() -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_rows_that_are_pooled_by_a_sum_stay_one_kernel() -> None:
-    """``nn.Embedding`` with a sum behind it: table by table, as bags are."""
+def test_rows_that_are_pooled_by_a_sum_are_pooled_table_by_table() -> None:
+    """A sum follows the lookup in each table. As with bags, the sum of a table is not cut into pieces for each rank."""
 
     def layer(w: torch.Tensor, v: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
         return exchange(torch.cat([F.embedding(i, t).sum(1) for t in (w, v)], 1))

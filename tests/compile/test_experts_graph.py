@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs and the generated code of layers of experts: which are cut into blocks of tokens, where the steps stand,
-and what ranks compare although each rank's graph holds its own rank."""
+"""The graphs and the generated code of layers of experts: which layers are cut into blocks of tokens, and where the
+steps stand. The ranks' plans are equal, although each rank's graph holds its own rank."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def test_a_dynamic_number_of_tokens(schedule: str) -> None:
 
 
 def test_the_planner_counts_own_rows_and_repeated_reads_of_weights() -> None:
-    """On a slow link the all-reduce is hidden. Few tokens are not cut, nor are blocks that each read all weights from a
-    slow memory."""
+    """On a slow link, the all-reduce of many tokens is hidden. A layer of few tokens is kept. A layer is also kept if
+    memory is slow, because each block reads all weights again."""
     slow = {"link_bytes": 6.25e7, "step_seconds": 3e-6, "matmul_flops": {"2": 4e8}}
     reports = {
         name: _report(2, 0, tokens, schedule="auto", machine=json.dumps(machine))

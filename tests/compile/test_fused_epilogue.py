@@ -180,7 +180,7 @@ def left_alone() -> dict[str, Callable[[Hand], list[fx.Node]]]:
         "an extra tensor of integers": lambda h: [
             h.call(aten.mul.Tensor, h.result, h.input(2 * ROWS, N, name="n", dtype=torch.int32))
         ],
-        "an extra tensor that lies otherwise": lambda h: [
+        "an extra tensor that is transposed": lambda h: [
             h.call(aten.add.Tensor, h.result, h.call(aten.permute.default, h.input(N, 2 * ROWS, name="n"), [1, 0]))
         ],
         "the result is broadcast": lambda h: [h.call(aten.add.Tensor, h.input(3, 2 * ROWS, N, name="n"), h.result)],

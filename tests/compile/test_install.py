@@ -329,7 +329,7 @@ def test_backward_of_a_forward_without_overlap_stays_without_overlap(caplog: pyt
     assert calls == [] and ours_of(caplog) == []
 
 
-def test_backward_of_a_forward_in_which_another_pass_replaced_ours() -> None:
+def test_backward_stays_without_overlap_if_another_pass_replaced_ours_in_the_forward() -> None:
     overlap_inductor.enable()
     ours = slot()
     set_slot(UserPass())

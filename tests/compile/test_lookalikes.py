@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs that look like a gather or a scatter but are none, and gathers of fp8 tensors viewed as bytes."""
+"""Graphs that look like a gather or a scatter but are none, and sites that multiply fp8 tensors."""
 
 from __future__ import annotations
 

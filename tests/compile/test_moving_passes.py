@@ -52,8 +52,8 @@ def test_no_ring_is_unrolled_if_a_later_pass_moves_nodes(setting: dict[str, Any]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))
-def test_the_sequence_parallel_rewrite_if_a_later_pass_moves_nodes(setting: dict[str, Any]) -> None:
-    """The sites that the rewrite makes are not unrolled either."""
+def test_no_ring_of_a_rewritten_stretch_is_unrolled_if_a_later_pass_moves_nodes(setting: dict[str, Any]) -> None:
+    """The sites that the sequence-parallel rewrite makes are not unrolled either."""
     with fake_group(2), torch._inductor.config.patch(setting):
         made = HandGraph()
         total = made.reduce(made.mm(made.input(8, 16), made.input(16, 32, name="down")))

@@ -102,7 +102,7 @@ def test_verbose_dynamo_keeps_the_frames(verbose: bool) -> None:
     assert ("_config_with" in functions) == verbose
 
 
-def test_attributes_stay_and_an_error_passes_two_blocks_as_one() -> None:
+def test_attributes_stay_and_an_error_in_nested_blocks_is_replaced_once() -> None:
     with pytest.raises(ConfigError) as error, shown_plainly(), shown_plainly():
         overlap_inductor.OverlapConfig(schedule="rings")
     assert error.value.field == "schedule"

@@ -55,7 +55,8 @@ def _with_counts(function: Callable[..., torch.Tensor], rows: int = 8, **fields:
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the golden file is for torch 2.13")
 def test_golden() -> None:
-    """Catches any change of the graph. It is the same on every rank, and holds no other read of a size by the host."""
+    """Catches any change of the graph, and a graph that differs between ranks. The rewritten graph must have as many
+    reads of sizes by the host as the graph before."""
     texts = set()
     for rank in (0, 1):
         with fake_group(2, rank):
@@ -70,7 +71,7 @@ def test_golden() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_ranks_compare_no_number_of_rows() -> None:
-    """Neither symbols nor constants."""
+    """The compared text holds neither symbols nor constants for the rows of a part."""
     steps = set()
     for sizes in (([3, 5], [3, 0]), ([1, 7], [1, 9])):
         report = _found(lambda x, w, *rest, sizes=sizes: by_sizes(*sizes)(x @ w), *_inputs())
@@ -86,7 +87,7 @@ def test_ranks_compare_no_number_of_rows() -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_a_matmul_that_reads_the_parts_serves_where_an_op_stands_before_the_exchange() -> None:
+def test_the_matmul_after_the_exchange_is_overlapped_if_an_op_follows_the_matmul_before_it() -> None:
     report = _with_counts(lambda exchange, x, w, v, b: exchange((x @ w).relu()) @ v)
     assert summary(report) == [("all_to_all_matmul", 0, ["mm M"], "overlapped")]
 

@@ -51,7 +51,7 @@ class Case:
     Attributes:
         rows: rows of the left operand. For a scatter: rows of one rank's shard of the result.
         partition: bounds of the groups, in bands. If it is ``None``, the op measures and chooses one.
-        blocks: number of SMs, one of which is left free.
+        blocks: number of SMs. If there are several, one is left free.
         in_rows: the right operand is row-major, not transposed.
     """
 

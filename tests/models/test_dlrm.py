@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A DLRM-style model with tables that are divided among the ranks, unchanged, compiled by Inductor on gloo ranks."""
+"""Compiles an unchanged DLRM-style model with Inductor on gloo ranks. Its tables are divided among the ranks."""
 
 from __future__ import annotations
 
@@ -80,14 +80,15 @@ def _training(rank: int, world_size: int, kind: str, joined: str) -> list[str]:
     [(2, "sum", "cat"), (2, "mean", "tables first"), (2, "embedding", "stack"), (4, "sum", "stack")],
 )
 def test_training(world_size: int, kind: str, joined: str) -> None:
-    """Forward and backward graph have one site each, and four steps of training end at the numbers of eager mode."""
+    """The last graph of the training (a backward) and the inference graph have one site each. The losses of four steps
+    and the parameters after them agree with eager mode."""
     for rank, problems in enumerate(run_ranks(world_size, _training, kind, joined, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
 
 
 def _out_of_range(rank: int, world_size: int, kind: str, index: int) -> list[str]:
-    """What goes wrong on each rank: an index out of range is not the same error as without the pass, or a right batch
-    after it has wrong results."""
+    """Call the model with an index that is out of range. Returns this rank's error without overlap and its error with
+    overlap. A further text follows if a right batch then has wrong results."""
     compile_anew()
     torch.set_grad_enabled(False)
     model = _model(rank, kind)

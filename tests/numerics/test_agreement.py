@@ -38,7 +38,7 @@ def _check(
     problems = []
     config = OverlapConfig(schedule="ring", **fields)
     compile_anew()
-    # Sites without a looping op are refused. One of them shows it.
+    # Sites without a looping op are refused. Of these cases, only the first runs.
     refused = sorted(WITHOUT_LOOPING_OP)[1:] if "step_node_budget" in fields else []
     for name in names or [n for n in cases(world_size, 4) if n not in refused]:
         reports: list[OverlapReport] = []

@@ -60,7 +60,8 @@ def _every_spelling(rank: int, world_size: int, budget: int) -> list[str]:
 
 @pytest.mark.parametrize(("world_size", "budget"), [(2, 4000), (2, 1), (3, 4000), (4, 4000), (4, 1)])
 def test_every_spelling(world_size: int, budget: int) -> None:
-    """Catches slices that are computed, sent or placed in a wrong order. With a budget of one node, looping ops run."""
+    """Catches slices that are computed, sent or placed in a wrong order. With a budget of one node, looping ops run,
+    and spellings without a looping op are left out."""
     for rank, problems in enumerate(run_ranks(world_size, _every_spelling, budget, timeout=500)):
         assert not problems, f"rank {rank}: {problems}"
 
@@ -136,7 +137,8 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize(("world_size", "examples"), [(2, 40), (3, 24), (4, 12)])
 def test_drawn_layers(world_size: int, examples: int) -> None:
-    """Catches a shape, dtype or switch at which a slice is wrong, in forward or backward; no tokens at all included."""
+    """Catches a shape, dtype or switch at which a slice is wrong, in forward or backward. Layers without tokens must
+    run, but their results are not compared."""
     results = run_ranks(world_size, _draws, examples, timeout=500)
     assert {count for count, _ in results} == {examples}
     for rank, (_, problems) in enumerate(results):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups beside all-to-alls on gloo ranks: random tables and bags, forward and backward, bit for bit against the same
-model without overlap, and errors of indices that are out of range."""
+"""Lookups beside all-to-alls on gloo ranks, with random tables and bags, forward and backward. The results must be
+bitwise equal to those of the same model without overlap."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _overlapped(reports: list[OverlapReport]) -> list[int]:
 
 
 def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
-    """``(examples run, problems)`` of this rank. All ranks draw the same examples (see ``test_random_shapes``)."""
+    """``(examples run, problems)`` of this rank. All ranks draw the same examples (``derandomize``)."""
     problems: list[str] = []
     count = 0
 
@@ -104,7 +104,8 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
             if not torch.equal(one, other):
                 problems.append(f"{what}: result {i} differs by {(one - other).abs().max()}")
         sites = _overlapped(reports)
-        # One table has nothing to hide its gradient behind. Its bags are looked up in one op.
+        # A single table is a site only if it is an ``nn.Embedding``, and only in forward. Bags of one table are looked
+        # up in one op, and no other table's gradient could hide the transfer of its gradient.
         if mine and tables > 1 and sites != [tables] * (1 + trained):
             problems.append(f"{what}: sites {sites} {[n.reason for r in reports for n in r.near_misses]}")
         if mine and tables == 1 and kind == "embedding" and sites != [1]:
@@ -117,6 +118,6 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize(("world_size", "examples"), [(2, 30), (4, 10)])
 def test_random_tables_and_bags(world_size: int, examples: int) -> None:
-    """Empty bags, batches without rows and tables without indices among them."""
+    """The examples include empty bags, batches without rows, and tables without indices."""
     for rank, (count, problems) in enumerate(run_ranks(world_size, _draws, examples, timeout=500)):
         assert count >= examples // 2 and not problems, f"rank {rank}: {problems}"

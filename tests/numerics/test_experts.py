@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of experts on gloo ranks: blocks of tokens, whatever the experts' loads, against fp64."""
+"""Runs layers of experts in blocks of tokens on gloo ranks, with several loads of the experts. Compares the results
+with fp64."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def _check(world_size: int, *arguments: Any, sites: list[tuple[str, bool]]) -> N
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_blocks_of_tokens(world_size: int, spelling: str) -> None:
     """Catches rows of a block that are multiplied by another expert's weights, weighted by another row's share, or
-    summed for another token. Two or three tokens are left over."""
+    summed for another token. One or three tokens are left over
+    when the tokens are divided among the ranks."""
     _check(
         world_size, 15 if world_size == 4 else 13, SPELLINGS[spelling], False, {}, sites=[("matmul_all_reduce", True)]
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A norm's weight that differs between the ranks: the graph whose tokens were divided would compute something else, so
-all ranks run the plain program. The weight is an argument of the call, or a module's parameter."""
+"""If a norm's weight differs between the ranks, a graph that divides the tokens would compute something else. So all
+ranks run the plain program, or raise an error if there is none. The weight is an argument of the call, or a module's
+parameter."""
 
 from __future__ import annotations
 

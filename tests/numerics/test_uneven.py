@@ -51,7 +51,7 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
     problems = []
     compile_anew()
     named = cases(rank, world_size)
-    # Sites without a looping op are refused. One of them shows it.
+    # Sites without a looping op are refused. Of these cases, only the first runs.
     refused = sorted(WITHOUT_LOOPING_OP)[1:] if "step_node_budget" in fields else []
     for name in names or [n for n in named if n not in refused]:
         torch._dynamo.reset()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-alls of uneven parts beside matmuls on gloo ranks, against fp64: random parts, empty ones among them, whose
-sizes are known at run time only or are constants of each rank's own graph."""
+"""Runs all-to-alls of uneven parts beside matmuls on gloo ranks, and compares the results with fp64. Parts have random
+sizes and may be empty. Their sizes are known at run time only, or are constants of each rank's own graph."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
         if constant or min(sum(parts[r * world_size : (r + 1) * world_size]) for r in range(world_size)) < 2:
             return
         problems.extend(f"{what}: {text}" for r in reports for text in r.notices)
-        # Whatever is before a matmul in forward is behind one in backward.
+        # An exchange that comes before a matmul in forward comes after one in backward, and the reverse.
         sites = {s.facts.pattern for r in reports for s in r.sites if s.decision.status == "overlapped"}
         if sites != {SENT, RECEIVED}:
             problems.append(f"{what}: {sites} {[m.reason.text for r in reports for m in r.near_misses]}")

@@ -12,7 +12,7 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.program_checks import check_uneven
 
 COUNT = 8
-"""Programs for each case, which has its own."""
+"""The number of programs of each case. No two cases run the same program."""
 
 
 @pytest.mark.parametrize(

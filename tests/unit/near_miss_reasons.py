@@ -199,8 +199,8 @@ def grouped(made: HandGraph, x: fx.Node, rows: int) -> fx.Node:
 
 
 def reduced_experts(made: HandGraph, saved: bool) -> OverlapReport:
-    """The experts' results are weighted, put back into the order of the tokens, and summed. They are also an
-    output of the graph, or summed over rows first."""
+    """The experts' results are weighted, put back into the order of the tokens, and summed. With ``saved``, the
+    weighted results are also an output of the graph. Otherwise the weights apply to a running sum over the rows."""
     y = grouped(made, made.input(8, 16, dtype=torch.bfloat16), 8)
     if not saved:
         y = made.call(aten.cumsum.default, y, 0)

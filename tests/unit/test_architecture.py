@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paths and names in ``docs/architecture.md`` and in the schedules' docstrings exist."""
+"""The paths in ``docs/architecture.md`` and in the schedules' docstrings exist, and so do the dotted names of the page.
+Its table lists the package's folders in the order of the layers."""
 
 from __future__ import annotations
 

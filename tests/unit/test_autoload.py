@@ -3,7 +3,7 @@
 asks for it.
 
 Each test runs programs: some in a new interpreter, most in a fork of one that has imported torch already. The fixture
-``installed`` makes a small ``dist-info`` folder. On the path of these programs, it makes the two entry points known.
+``installed`` makes a small ``dist-info`` folder. Programs that have it on their path find the two entry points.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def test_rows_say_where_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> N
     json.dumps(found)
 
 
-def test_other_parameters_are_read_and_refused_by_name() -> None:
+def test_parameters_are_read_and_unknown_ones_are_refused_by_name() -> None:
     assert Variant.parse("fused.parts=2,pushers=8") == Variant("fused", "parts=2,pushers=8", {"parts": 2, "pushers": 8})
     assert Variant.parse("chunked.transport=sm_push").parameters == {"transport": "sm_push"}
     assert Variant.parse("wave_groups.free=[8, 16],halves=false").parameters == {"free": [8, 16], "halves": False}

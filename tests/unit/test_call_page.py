@@ -63,7 +63,7 @@ class Said(dict[tuple[int, object], str]):
 
 def test_rounds_without_a_place_on_the_page_go_through_the_store() -> None:
     """A graph with many groups has more rounds than the page has places. Such a verdict must not overwrite the entry of
-    the next call, or fall behind the page's end."""
+    the next call, or be written past the page's end."""
     with fake_group(2) as group:
         state = call_board.state_of(group)
         store = Said()
@@ -113,7 +113,7 @@ def test_an_entry_that_is_half_written_counts_as_absent() -> None:
                 assert mine.published(call, 1) == ("plan:0" if torn == new else None)
 
 
-def test_a_rank_that_is_too_far_ahead() -> None:
+def test_an_entry_that_a_later_call_has_overwritten_is_an_error() -> None:
     _, (mine, theirs) = _pages(2)
     theirs.publish(3, "plan:0")
     theirs.publish(3 + CALLS, "plan:0")

@@ -105,7 +105,8 @@ def test_rows_move_in_wide_words_and_signals_follow_them(
     ],
 )
 def test_waiting_kernels_use_no_shared_memory(kernel: Any, constants: dict[str, Any]) -> None:
-    """A kernel that waits beside a matmul uses no shared memory, and reads flags at system scope."""
+    """A kernel that waits beside a matmul uses no shared memory, and reads flags at system scope. (``announce`` does
+    not wait and reads no flag.)"""
     text, shared = _compiled(kernel, constants, 1)
     assert shared == 0 and "ld.volatile" not in text
     assert ("ld.acquire.sys" in text) == (kernel is not announce)

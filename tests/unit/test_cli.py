@@ -184,7 +184,8 @@ def test_explain_of_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFi
 def test_explain_of_a_script_that_a_launcher_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, variable: str
 ) -> None:
-    """The error names the variable that a launcher sets, and shows the command that launches the script."""
+    """The error names the variable that a launcher sets, and shows the command that launches the script. A missing key
+    that is no such variable gets no such advice."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     # A failing init_process_group still counts its group, which would change the names of later tests' groups.

@@ -29,7 +29,8 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The graphs' files, without those that name the run."""
+    """The files in the graphs' folders, without those that name the run. Files of the dump folder itself are left
+    out."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MARK]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.parent != folder}
 

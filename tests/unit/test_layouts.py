@@ -95,7 +95,8 @@ def test_gather_on_another_dim(data: st.DataObject, shard: list[int], world_size
 
 @given(st.data(), shards, world_sizes)
 def test_rows_of_a_rank(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """In ``ShardedDim``, index = (outer, rank, chunk), also if the gathered dim was merged with its neighbours."""
+    """``ShardedDim`` splits an index into (outer, rank, chunk), even if the gathered dim was merged with its
+    neighbours."""
     target = data.draw(st.integers(0, len(shard) - 1))
     raw = Layout.gathered(shard, world_size)
     moved = raw.move_rank(0, target)

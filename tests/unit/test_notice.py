@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line about a compiled graph: users who have not configured logging see it, and other users see it only once."""
+"""The line about a compiled graph: users who have not configured logging see it. Users who have configured logging see
+it at most once."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_any_difference_makes_another_call(monkeypatch: pytest.MonkeyPatch) -> N
     assert noted.call(a) == ["graph"]
 
 
-def test_there_is_no_graph_in_a_users_capture_on_a_cpu_or_if_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_graph_is_made_in_a_users_capture_or_on_a_cpu_or_if_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     a = torch.zeros(4)
     elsewhere = Noted(monkeypatch, device="cpu")
     assert [elsewhere.call(a) for _ in range(3)] == [["start"]] * 3

@@ -158,7 +158,7 @@ SUMS: dict[str, tuple[Op, str]] = {
 
 
 def add(made: TokenGraph, op: Op) -> fx.Node:
-    """Add ``x`` and the op that ``op`` makes of it to the graph. The graph returns twice the op's result."""
+    """Add ``x`` and the op that ``op`` makes of it to the graph. The graph returns the op's result times 2."""
     x = made.op("add.Tensor", made.tokens(B, S, H), made.same(B, S, H))
     node = op(made, x)
     made.output(made.op("mul.Tensor", node, 2))

@@ -76,7 +76,8 @@ def test_a_plan_without_room_runs_without_overlap_and_takes_no_slot_from_others(
 
 
 def test_what_a_call_needs_is_looked_up_once_for_each_plan(group: Any) -> None:
-    """A new plan may give the site another slot, or a slot where it had none. So each plan is looked up anew."""
+    """A new plan may give the site another slot, or a slot where it had none. So the slot is looked up again after each
+    new plan."""
     place, asked = workspace.workspace_of(group, CPU), []
 
     def make() -> Any:
