@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``SiteFacts`` describes a site in values that can be written as JSON. It holds no FX nodes.
 
-Sizes are those of the rank's own matmul: an ``int``, or the text of an
-expression in the graph's symbols (``"2*s0"``).
+Sizes are those of the rank's own matmul: an ``int``, or the text of an expression in the graph's symbols (``"2*s0"``).
 """
 
 from __future__ import annotations
