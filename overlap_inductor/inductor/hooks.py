@@ -396,8 +396,8 @@ def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = True) -> None:
-    """Activate reports: log, count and dump them. If ``strict``, a ``StrictError`` is raised, inside a load of
-    AOTAutograd's cache by ``_try_load``. Otherwise it is dropped."""
+    """Activate reports: log, count and dump them. If ``strict``, a ``StrictError`` is raised. (During a load from
+    AOTAutograd's cache, ``_try_load`` raises it at the end.) Without ``strict`` it is dropped."""
     config = config_in_effect()
     for report in reports:
         report.graph = compile_scope.current_graph_name() or report.graph

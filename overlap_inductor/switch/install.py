@@ -78,9 +78,9 @@ def enable(**fields: Any) -> OverlapConfig:
 def disable() -> None:
     """Switch off ``enable()``, the environment's switch and every ``overlap()`` around this call.
 
-    Nothing of the package remains in Inductor: the slots hold what others put there, and Inductor's functions are no
-    longer wrapped. Graphs that are already compiled stay as they are. If a graph's forward is compiled and its backward
-    is not yet, the backward is compiled without overlap.
+    Inductor's slots then hold only what others put there, and Inductor's functions are no longer wrapped. (Lowerings of
+    ops stay registered.) Graphs that are already compiled stay as they are. If a graph's forward is compiled and its
+    backward is not yet, the backward is compiled without overlap.
     """
     with _lock:
         # This includes the hooks that the entry point has left waiting.
