@@ -115,8 +115,9 @@ class OverlapConfig:
     """``unidirectional`` | ``bidirectional``: how gathered slices travel."""
 
     sub_chunks: int = _key(4)
-    """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard. The cost model assumes that
-    ``1 / (world_size * S)`` of the shorter of matmul and transfer stays exposed."""
+    """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard. Embedding tables form up to
+    ``4 * S`` groups. The cost model assumes that ``1 / (world_size * S)`` of the shorter of matmul and transfer stays
+    exposed."""
 
     step_node_budget: int = _key(3000)
     """FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. In graph order, each site that still
@@ -146,8 +147,8 @@ class OverlapConfig:
     """Folder for reports; not part of any cache key."""
 
     notice: str = _no_key("on")
-    """``on``: rank 0 writes one line to standard error for each compiled graph that has a collective. ``off``: only to
-    the log, at level INFO. Not part of any cache key."""
+    """``on``: rank 0 writes one line to standard error, or to the program's own log handlers, for each compiled graph
+    that has a collective. ``off``: only to the log, at level INFO. Not part of any cache key."""
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__

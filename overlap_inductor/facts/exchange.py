@@ -28,8 +28,8 @@ class ExchangePlan:
             ``on`` and ``strict`` agree.
         steps: one line for each collective that all ranks of a group call, overlapped or kept, in the order in which
             they are issued. If a site merges all-reduces, each of them has a line. Last comes one line for each rewrite
-            that divides tokens among the ranks. Sends, receives, and ops of namespaces ``c10d`` and ``c10d_functional``
-            have none.
+            that divides tokens among the ranks. Sends, receives, ops of namespaces ``c10d`` and ``c10d_functional``,
+            and collectives of groups of one rank have none.
         overlaps: whether the pass changed the graph: a line is an overlapped transfer, or the graph was rewritten to
             divide tokens among the ranks.
         config: the switches. ``difference`` names those that differ as a likely cause. Not in the digest.

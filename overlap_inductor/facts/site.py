@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``SiteFacts`` describes a site in values that can be written as JSON. It holds no FX nodes.
 
-Sizes are those of the rank's own matmul: an ``int``, or the text of an
-expression in the graph's symbols (``"2*s0"``).
+Sizes are those of the rank's own matmul: an ``int``, or the text of an expression in the graph's symbols (``"2*s0"``).
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class Collective:
             ``None`` if it has none.
         dim: All-gather before the matmuls: the gathered dim, counted in the tensor before it is flattened for the
             matmul. Reduce-scatter or all-to-all after the matmuls: the dim of the first matmul's result that is
-            scattered. All-to-all before the matmuls: the dim of the all-to-all's result that holds the ranks. Else
-            ``None``.
+            scattered. All-to-all before the matmuls: the dim of the all-to-all's result that holds the ranks.
+            All-to-all beside lookups: 0. Else ``None``.
         role: role in the first matmul (M, N, K or B) of the dim that is cut, or ``None``. An all-gather of an output
             has a role and no ``dim``.
         reduce_op: ``sum``, ``avg``, ...; ``None`` if the collective does not reduce.

@@ -66,8 +66,8 @@ class ComparedCall:
     Args:
         overlapped: the compiled graph's own callable. For a graph without overlap this is the plain program.
         reports: the reports of the graph and its subgraphs, with what they exchange.
-        plain: compiles the plain program; ``None`` for a graph without overlap, or if there is none or it cannot be
-            restored.
+        plain: compiles the plain program. ``None`` if the graph has no overlap, if it has no plain program, or if that
+            cannot be restored.
         on_accelerator: the graph runs on other devices than the CPU. Ranks that share no memory page
             (``runtime.call_page``) then compare its plans at first runs only.
         dump: the dump folder, or ``None``.
@@ -105,7 +105,8 @@ class ComparedCall:
         """The same comparisons by their plan's digest. Sets of inputs with the same values share one."""
         self.overlaps = any(p.overlaps for p in self.plans)
         self.ready = not self.overlaps
-        """True if ``overlapped`` may run as soon as all ranks agree: its workspace exists, or it needs none."""
+        """True if ``overlapped`` may run as soon as all ranks agree: the graph has no overlap, or ``_prepare`` has
+        succeeded for these groups."""
         self.plain: Callable[[list[Any]], Any] | None = None
         self._boxed_call = True
 
@@ -159,7 +160,7 @@ class ComparedCall:
         return comparison
 
     def _new_parameters(self, inputs: Sequence[Any]) -> bool:
-        """Whether parameters ``apart_from_plan`` were not yet compared in this process."""
+        """Whether a parameter or buffer among ``apart_from_plan`` has not been compared in this process yet."""
         return not all(
             same_inputs.were_compared(group, [inputs[index] for index in indices])
             for group, indices in self.parameters.items()
@@ -183,8 +184,8 @@ class ComparedCall:
         return ""
 
     def _inputs_differ(self, inputs: Sequence[Any]) -> str:
-        """Which of the inputs ``apart_from_plan`` are not the same on all ranks of their group; ``""`` if there are
-        none. The same text on all ranks of the group."""
+        """Which of the inputs ``apart_from_plan`` differ between the ranks of their group; ``""`` if none does. The
+        text is the same on all ranks of the group."""
         same: dict[str, dict[str, torch.Tensor]] = {}
         for index, name, group in self.apart_from_plan:
             same.setdefault(group, {})[name] = inputs[index]

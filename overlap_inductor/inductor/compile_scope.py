@@ -29,7 +29,7 @@ class CompileScope:
             ``compile_fx_inner``.
         pinned: whether the graph must use ``config`` instead of the configuration that is in effect. A backward is
             pinned to the configuration of its forward.
-        config: the configuration of a pinned scope; ``None`` if overlap is off.
+        config: the configuration of a pinned scope. If overlap is off: ``None``, or a configuration of mode ``off``.
         without_us: whether the result, compiled now or loaded from a cache, was compiled without the pass.
         refusal: why nothing may be overlapped in the graph, or ``None``.
         reports: reports of the pass that are not yet stored with a compiled graph. The report of a subgraph comes

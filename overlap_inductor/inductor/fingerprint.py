@@ -2,8 +2,8 @@
 """The identity of the pass: a hash of everything, besides a graph itself, that can change what the pass makes of it.
 
 The hash is part of the cache keys of Inductor and AOTAutograd. It covers all sources of the package, also those that
-change no code. It does not cover the dump folder. Reports are stored
-with the compiled graph, so a cache hit writes the same dump as the miss.
+change no code. It does not cover the dump folder. Reports are stored with the compiled graph, so a cache hit writes the
+same dump as the miss.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ If a cache has the compiled graph, Inductor runs no pass. So the pass only leave
 
     pass -> scope.reports -> attribute of CompiledFxGraph -> pickled into the FX graph cache, the AOTAutograd cache and
                                                              torch.compiler.save_cache_artifacts()
-    CompiledFxGraph.post_compile (after a compile and after a load) -> activates the report, compares the graph's calls
+    CompiledFxGraph.post_compile (after a compile and after a load) -> activates the report, and makes each call of the
+                                                             graph compare plans first
 
 A cache hit and a miss take the same path.
 """
@@ -154,7 +155,8 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def config_in_effect() -> OverlapConfig | None:
-    """The configuration for the graph that is being compiled or loaded on this thread; ``None`` if overlap is off.
+    """The configuration for the graph that is being compiled or loaded on this thread. If overlap is off: ``None``, or
+    a configuration of mode ``off``.
 
     Raises:
         ConfigError: a switch in the environment has a value that is not allowed.
@@ -394,7 +396,8 @@ def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = True) -> None:
-    """Activate reports: log, count and dump them. Raises ``StrictError`` if ``strict``, or defers it inside a load."""
+    """Activate reports: log, count and dump them. If ``strict``, a ``StrictError`` is raised. (During a load from
+    AOTAutograd's cache, ``_try_load`` raises it at the end.) Without ``strict`` it is dropped."""
     config = config_in_effect()
     for report in reports:
         report.graph = compile_scope.current_graph_name() or report.graph

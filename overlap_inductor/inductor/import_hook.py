@@ -19,7 +19,7 @@ from types import ModuleType
 
 _NEEDED = "overlap_inductor.inductor.pass_slot"
 """The module that the callbacks use. It may itself be the first to import the module that a callback waits for. Then
-the callback is postponed until the body of ``_NEEDED`` has run, because it cannot use the module earlier."""
+the callback is postponed until the body of ``_NEEDED`` has run, because it cannot use ``_NEEDED`` earlier."""
 _postponed: list[_Waiting] = []
 """The finders whose callbacks were postponed. ``resume`` will run them."""
 
@@ -72,8 +72,7 @@ class _Waiting(MetaPathFinder):
 def when_imported(name: str, callback: Callable[[], None]) -> Callable[[], None]:
     """Call ``callback`` when module ``name`` is imported: now if it already is, else right after its body has run.
 
-    Returns a function that cancels the callback if it has not run yet: it waits for the import, for the end of the
-    module's body, or is postponed.
+    Returns a function that cancels the callback if the callback has not run yet.
     """
     waiting = _Waiting(name, callback)
     if name in sys.modules:

@@ -5,8 +5,8 @@ Inductor pads a matmul to aligned sizes if this was faster in a measurement on t
 
     y = mm(x, w [k, 1023])   ->   y = slice(mm(x, constant_pad_nd(w) [k, 1024]))
 
-If ranks decided differently, they would find different sites and wait for each other. So a matmul next to a collective
-is not padded while overlap is on.
+If ranks decided differently, they could find different sites, and would then run without overlap. So a matmul next to a
+collective is not padded while overlap is on.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _transfer(kernel: Any) -> str | None:
         return kernel.get_name()
     if name not in MEMBERS:
         return None
-    # The arguments before the buffer are tensors, too, so its place among the tensors is that among all arguments.
+    # The arguments before the buffer are tensors, too, so its place among all arguments is its place among the tensors.
     names = [argument.name for argument in op._schema.arguments]
     return _maker(kernel.inputs[names.index(MEMBERS[name])])
 

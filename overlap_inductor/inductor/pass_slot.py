@@ -48,7 +48,7 @@ class OverlapPass(_Base):
     """The pipeline's passes of one slot, as Inductor calls them.
 
     Args:
-        source: returns the configuration; the passes do nothing if it is ``None``.
+        source: returns the configuration. If it is ``None`` or has mode ``off``, the passes do nothing.
         slot: one of the slots of ``passes.pipeline``.
     """
 
@@ -82,7 +82,7 @@ class OverlapPass(_Base):
         if self.slot == JOINT:
             from torch._inductor.pattern_matcher import stable_topological_sort
 
-            # Inductor sorts the joint graph only after this slot. Before, some nodes may come before their inputs,
+            # Inductor sorts the joint graph only after this slot. Until then, some nodes may stand before their inputs,
             # because of Inductor's own patterns.
             stable_topological_sort(graph)
         written = _copy_of_inference(graph) if self.slot == JOINT else None

@@ -9,9 +9,9 @@ without overlap.
     compile_plain data, large tensors                       ->  the same graph, compiled without overlap
 
 The bytes are stored with the compiled graph, also in the caches, because a rank that loaded its graph from a cache may
-have to run without overlap too. They hold the nodes, the example inputs with their symbols, and the node metadata that
-Inductor reads. Shapes are propagated again when it is compiled. Small tensors that the graph holds (frozen weights) are
-copied. Large tensors are taken from the graph that is loaded or compiled.
+have to run without overlap too. The bytes hold the nodes, the example inputs with their symbols, and the node metadata
+that Inductor reads. Shapes are propagated again when the plain program is compiled. Small tensors that the graph holds
+(frozen weights) are copied. Large tensors are taken from the graph that is loaded or compiled.
 """
 
 from __future__ import annotations

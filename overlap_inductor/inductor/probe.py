@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries features of the installed torch for ``overlap-inductor doctor``, without starting a process group."""
+"""Queries features and settings of the installed torch for ``overlap-inductor doctor``, without starting a process
+group."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 """Write the ``ExchangePlan`` of a graph: one line for each collective that all ranks of a group call. The plan is equal
 on all ranks that move the same bytes in the same way.
 
-A line names the group, the collective and the dtype. For an overlapped site it also names the shape, pattern, schedule,
-transport, and the parameters that all ranks must share::
+A line names the group, the collective and the dtype. For an overlapped site it also names all that the ranks must
+share, such as the shape, pattern, schedule, transport and parameters::
 
     g0: all_gather bfloat16 [2048, 8192] in all_gather_matmul by ring/p2p (route=ring, sub_chunks=4)
     g0: all_reduce bfloat16 kept

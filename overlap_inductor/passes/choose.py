@@ -36,7 +36,7 @@ def find_and_choose(
 
     A reducing site may sum several matmuls. If one of them belongs to another site, the reducing site leaves it to that
     site and reads the matmul's result as a plain tensor. Two repairs follow. Each is kept only if it overlaps more
-    sites, or as many sites with more matmuls:
+    sites, or the same number of sites with more matmuls:
 
     - If that other site is not overlapped, find again, and let the reducing site take the matmul.
     - If the matmul that was left holds the rest of the sum as its bias, take it apart (``fused_sums.unfold``) and find

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pattern ``embedding_all_to_all``: lookups in tables that are divided among the ranks, then an all-to-all, and in the
-backward graph the all-to-all of the gradients, then the gradients of the tables (DLRM; arXiv:2305.06942, section 3)."""
+"""Pattern ``embedding_all_to_all``: each rank looks up the batch in tables of its own, and an all-to-all exchanges the
+results. In the backward graph an all-to-all returns the gradients, from which the gradients of the tables are computed
+(DLRM; arXiv:2305.06942, section 3)."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from overlap_inductor.sites.nodes import CollectiveNode
 
 
 class EmbeddingAllToAll:
-    """See ``Pattern``. It is asked before the patterns of matmuls, because the exchange hides behind lookups without a
-    change of any lookup or matmul."""
+    """See ``Pattern``. It is asked before the patterns of matmuls, because the exchange can hide behind the lookups
+    while the matmuls stay whole."""
 
     name = "embedding_all_to_all"
     kind = "all_to_all"

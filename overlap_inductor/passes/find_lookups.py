@@ -10,8 +10,8 @@ of its own, and each rank needs the results of all tables for its slice of the b
     g = wait_tensor(all_to_all_single(dy))                                        # backward
     dw0, dw1 = embedding_bag_backward(g[:, :width], ...), embedding_bag_backward(g[:, width:], ...)
 
-Contract: the graph does not change. Views, permuted copies and casts may stand between lookups, ``cat`` and collective.
-All tables must have equal results.
+Contract: the graph does not change. Views and permuted copies may stand between ``cat`` and collective. Between a
+lookup and the ``cat``, pointwise ops and sums may stand, too. The results of all tables must have one shape and dtype.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
 STEPS = 12
-"""The most nodes on the way from a part to its lookup."""
+"""The most nodes that the search from a part to its lookup may see."""
 FEW = 16
 """The most tables of plain rows that are looked up rank by rank, which adds nodes for each table and rank."""
 _POOLS = (aten.sum.dim_IntList, aten.mean.dim)
@@ -58,7 +58,8 @@ def lookups_before(collective: CollectiveNode) -> list[tuple[fx.Node, LookupNode
 
 
 def gradients_after(collective: CollectiveNode) -> list[LookupNode]:
-    """The gradients of tables that are computed from the collective's result, through views and pointwise ops."""
+    """The gradients of tables that are computed from the collective's result, through views, slices and pointwise
+    ops."""
     found: list[LookupNode] = []
 
     def goes_on(node: fx.Node) -> bool:
@@ -229,8 +230,9 @@ def _split(layout: Layout, dim: int, count: int, shape: list[Size]) -> tuple[Lay
 
 
 def _led_by_rank(layout: Layout, moves: bool = False) -> Layout:
-    """The same elements with the rank atom in a dim of its own, in front of the others. ``moves``: whether it may stand
-    elsewhere in ``layout``. Raises ``LayoutError`` if it may not, and does."""
+    """The same elements with the rank atom in a dim of its own, in front of the others. ``moves``: whether the rank
+    atom may stand elsewhere in ``layout``. Raises ``LayoutError`` if it stands elsewhere and may not, or if the batch
+    is not known to be a multiple of the number of ranks."""
     atoms = layout.flat()
     rank = next(atom for atom in atoms if atom.rank)
     if atoms[0] is not rank and not moves:

@@ -71,8 +71,8 @@ def run_overlap_pass(
         graph_id: the graph's name in the report.
         refusal: a sentence that says why this compile cannot hold overlap ops (AOTInductor, cpp_wrapper), or ``None``.
 
-    If the pass itself fails, it does not raise. The graph stays as it was, and the report holds the graph's text and
-    the error. In ``strict`` mode, publishing the report then raises.
+    If the pass itself fails, it does not raise. The graph computes what it did before, and the report holds the graph's
+    text and the error. In ``strict`` mode, publishing the report then raises.
     """
     about = {
         "overlap_inductor": __version__,

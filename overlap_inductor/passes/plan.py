@@ -76,7 +76,7 @@ def _with(estimate: dict[str, float], pieces: list[PlanPiece]) -> list[PlanPiece
 
 
 def _why_none(refusals: dict[str, str | None], config: OverlapConfig) -> str:
-    """The text that no schedule can compute a site. ``refusals``: the reason of each schedule, by name."""
+    """Why no schedule can compute a site. ``refusals``: the reason of each schedule, by name."""
     alike: dict[str, list[str]] = {}
     for name, refusal in refusals.items():
         alike.setdefault(refusal or "", []).append(name)

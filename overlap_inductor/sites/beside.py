@@ -3,9 +3,10 @@
 
 The reason names the nearest matmul if it is of a kind that cannot be cut: a grouped matmul, a convolution, ``mv``, a
 product with a vector that Inductor wrote as ``mul`` and ``sum``, or another kind that ``matmuls.parse`` does not know.
-Otherwise it names the first op between collective and matmul that cannot be computed in pieces. If there is no such op,
-it names the matmul, which has no cut that matches the shards. "No matmul is next to the collective" means that the
-search found none within ``STEPS`` nodes before or after it.
+Otherwise it names the first op between collective and matmul that is not pointwise and does more than move elements,
+else the first slice or ``cat`` between them. If there is neither, it names the matmul, no cut of which matches the
+collective's shards. "No matmul is next to the collective" means that the search found none within ``STEPS`` nodes
+before or after it.
 """
 
 from __future__ import annotations

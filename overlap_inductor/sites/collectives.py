@@ -155,7 +155,8 @@ def describe(node: fx.Node, kind: str, dim: int | None = None, role: str | None 
 
 
 def _wait_of(node: fx.Node) -> fx.Node | Reason:
-    """The last wait for the collective ``node``; the node itself if its result needs no wait."""
+    """The last wait for the collective ``node``; the node itself if its result needs no wait. A ``Reason`` if the
+    result has several waits, none, or another user than the wait."""
     if changes_shards(node):
         return node
     waits = [u for u in node.users if operators.is_wait(u)]

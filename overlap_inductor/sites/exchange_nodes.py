@@ -62,8 +62,9 @@ class ReceivedNodes(GatherNodes):
         source: the tensor whose slices are sent: the collective's input, or the tensor of which that is a permuted
             copy.
         source_layout: layout of ``source``, in the atoms of ``raw``.
-        given: layout of the collective's result. ``raw`` is the order in which a slice's elements are
-            sent: that in which the first matmul reads them, or ``given`` (``passes.find_received``).
+        given: layout of the collective's result.
+        raw: the order in which a slice's elements are sent: that in which the first matmul reads them, or ``given``
+            (``passes.find_received``).
     """
 
     source: fx.Node = field(kw_only=True)

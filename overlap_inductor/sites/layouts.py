@@ -173,7 +173,7 @@ class Layout:
     def move_rank(self, source: int, target: int, size: Size | None = None) -> Layout:
         """The layout of ``cat(split(x, dim=source), dim=target)``: the rank atom moves from the front of ``source`` to
         the front of ``target``. ``size``: full size of ``target``; needed if symbols do not show that the world size
-        divides it. Raises ``LayoutError`` if ``source`` does not begin with the rank atom."""
+        divides it. Raises ``LayoutError`` if ``source`` does not begin with the rank atom, or if that is uneven."""
         dims = [list(d) for d in self.refined().dims]
         if not dims[source] or not dims[source][0].rank:
             raise LayoutError("a cat joins pieces that are not the ranks' shards")

@@ -107,7 +107,7 @@ class TableNodes(SiteNodes):
 
 @dataclass
 class PooledNodes(TableNodes):
-    """lookups -> views and casts -> cat -> views -> all-to-all.
+    """lookups -> views, pointwise ops and sums -> cat -> views -> all-to-all.
 
     Attributes:
         parts: for each table, the tensor that the ``cat`` joins.

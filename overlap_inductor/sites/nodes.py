@@ -134,8 +134,8 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def read_in_place(self) -> bool:
-        """Whether nodes outside the site read a node between the collective and the matmuls. If so, and
-        if nodes of the site are moved down, the steps are written before the moved nodes."""
+        """Whether nodes outside the site read a node between the collective and the matmuls. If so, and if nodes of the
+        site are moved down, the steps are written before the moved nodes."""
 
     @abstractmethod
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:

@@ -2,9 +2,8 @@
 """Handle the padding of an output that is gathered. An all-gather moves the same number of bytes from every rank, so a
 rank with a smaller shard of the output appends zeros.
 
-The site is the same as on ranks with a full shard. If columns are missing, a short rank pads each piece
-before it sends the piece. If rows are missing, zero rows are appended to the matmul's operand instead. For missing
-columns::
+The site is the same as on ranks with a full shard. If columns are missing, a short rank pads each piece before it sends
+the piece. If rows are missing, zero rows are appended to the matmul's operand instead. For missing columns::
 
     mm [rows, 50] -> view [b, t, 50] -> pad [b, t, 51] -> all_gather         # on other ranks 51 columns, no padding
     for band in rows: send pad(mm(band))                                      # the same bands on all ranks

@@ -148,7 +148,7 @@ class ReduceNodes(SiteNodes):
             n = tools.shape(matmul.rhs)[-1]
             *_, m, n = self.padded_shape if self.padding is not None else (m, n)
             if isinstance(matmul, GroupedMatmul) and matmul.is_masked:
-                # How many rows belong to this rank's experts is known at run time only. This is their mean.
+                # How many rows belong to this rank's experts is known at run time only, so the mean is taken.
                 m = m // self.ends[0].world_size
             found.append(MatmulSizes(batch, m, n, k, own="K"))
         return found

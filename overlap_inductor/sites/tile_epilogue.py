@@ -12,8 +12,8 @@ the tail that nodes outside the tail read. It reads at most ``MOST_EXTRAS`` othe
 result's shape, or is a row, a column or a single element.
 
 The end must be a tensor that is stored in memory with or without a tail. This is so if a matmul, a collective or the
-graph's caller reads it. It is also so if the end is read by a node that depends on a matmul computed from the end (a
-residual stream). Any other pointwise chain is left to Inductor, which fuses it into a later kernel at no cost. Of
+graph's caller reads it. It is also so if a reader of the end depends on a matmul that is itself computed from the end
+(a residual stream). Any other pointwise chain is left to Inductor, which fuses it into a later kernel at no cost. Of
 several possible ends the last one is taken. ``erf`` and ``tanh`` are left to Inductor, too, because the tensor cores
 idle while a kernel computes them on a tile: a GELU on tiles cost 3 % of the matmul's time more than a GELU in a kernel
 after the matmul (2 H200s, K = 8192).

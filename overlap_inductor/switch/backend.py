@@ -105,7 +105,7 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _bad_option(error: ConfigError, value: Any) -> ConfigError:
-    """``error`` in the words of ``torch.compile``'s options, in which the value stands."""
+    """``error`` reworded for the value of an option of ``torch.compile``."""
     from overlap_inductor.inductor import compile_graph as inductor
 
     text = f"options[{error.field!r}]={value!r} {error.problem}"

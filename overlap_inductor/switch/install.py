@@ -2,9 +2,9 @@
 """Switch the pass on for every Inductor compile of the process, and off again.
 
 A *slot* is a setting of Inductor that holds custom passes (``inductor.pass_slot``). This module puts one pass object
-into each slot that the package uses. The object looks up the switches at each compile: the first of these that is set,
-the innermost ``overlap()`` of this thread, ``enable()``, the environment. If another package has put the object into
-its own chain of passes, it does nothing there after ``disable()`` either.
+into each slot that the package uses. The object looks up the switches at each compile. Those of the innermost
+``overlap()`` of this thread come first, then those of ``enable()``, then those of the environment. After ``disable()``
+the object does nothing, even where another package has put it into its own chain of passes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _Entry = tuple[object, OverlapConfig]
 
 
 class _Switch:
-    """The process-wide state: what ``enable`` set, and which import hooks wait."""
+    """The process-wide state: what ``enable`` or the environment has switched on, which import hooks wait, and what was
+    put into the slots."""
 
     base: OverlapConfig | None = None
     from_environment = False
@@ -54,7 +55,7 @@ def enable(**fields: Any) -> OverlapConfig:
     ``overlap()``, that block's switches are in force instead.
 
     A second call replaces the first one's switches. Graphs that are already compiled stay as they are. If the new
-    switches could lead to other code, rank 0 logs a warning that names the first of their functions.
+    switches could lead to other code, rank 0 logs a warning that names up to three functions compiled already.
 
     Args:
         fields: fields of ``OverlapConfig``. The environment's variables hold for the others.
@@ -77,9 +78,10 @@ def enable(**fields: Any) -> OverlapConfig:
 def disable() -> None:
     """Switch off ``enable()``, the environment's switch and every ``overlap()`` around this call.
 
-    Nothing of the package remains in Inductor: the slots hold what others put there, and Inductor's functions are no
-    longer wrapped. Graphs that are already compiled stay as they are. If a graph's forward is compiled and its backward
-    is not yet, the backward is compiled without overlap.
+    Inductor's slots then hold only what others put there, and Inductor's functions are no longer wrapped. (Lowerings of
+    ops stay registered.) Graphs that are already compiled stay as they are. If a graph's forward is compiled and its
+    backward is not yet, the backward is compiled without overlap, unless ``backend="overlap_inductor"`` compiled the
+    forward.
     """
     with _lock:
         # This includes the hooks that the entry point has left waiting.

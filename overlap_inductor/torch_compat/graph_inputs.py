@@ -10,8 +10,8 @@ from torch import fx
 
 
 def freezing() -> str | None:
-    """Why the inputs of the graph that is being compiled cannot be compared between ranks, or ``None``: Inductor's
-    freezing makes constants of parameters after the joint graph's passes."""
+    """Why the ranks cannot compare the inputs of the graph that is being compiled, if Inductor's freezing is on: it
+    makes constants of parameters after the joint graph's passes. Else ``None``."""
     from torch._inductor import config
 
     if config.freezing and not torch.is_grad_enabled():
@@ -20,8 +20,9 @@ def freezing() -> str | None:
 
 
 def nested_region(graph: fx.Graph) -> str | None:
-    """Why the inputs of ``graph`` cannot be compared between ranks if it is a subgraph, such as that of
-    ``torch.compiler.nested_compile_region``: only the whole graph's inputs are seen when it is called. Else ``None``.
+    """Why the ranks cannot compare the inputs of ``graph``, if it is a subgraph, such as that of
+    ``torch.compiler.nested_compile_region``. ``None`` for a whole graph. The call of a compiled graph passes only the
+    whole graph's inputs.
 
     AOTAutograd puts a description into the metadata of each input of a graph that it traced. Inputs of subgraphs have
     none.

@@ -73,7 +73,7 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that the operator writes in place."""
+    """The arguments that the operator writes in place. Lists of tensors are left out."""
     op = operator(node)
     names = (
         [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]

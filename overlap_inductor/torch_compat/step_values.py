@@ -4,8 +4,8 @@ Inductor does not evaluate a node again after the pass unless an argument of the
 
 Each layer has the same steps: the same operators on tensors of the same sizes. So the sizes of a fake function's result
 are remembered, and the next equal node gets a new fake tensor of those sizes without another evaluation. Views, and
-nodes with a symbolic size, are evaluated each time. A forward
-graph of 32 layers has 64 sites and about 2750 steps; evaluating all of them took most of the pass's time.
+nodes with a symbolic size, are evaluated each time. A forward graph of 32 layers has 64 sites and about 2750 steps;
+evaluating all of them took most of the pass's time.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class _Pointwise:
 
 
 class _Like:
-    """Constant tensors in the shape of another one: ``full_like``, ``zeros_like``."""
+    """Constant tensors in the shape of another one: ``full_like``, ``zeros_like``, ``ones_like``."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         return held[node.args[0]]
@@ -105,7 +105,7 @@ class _Like:
 
 
 class _Along:
-    """Ops along one feature dim that keep the shape: ``softmax``, ``cumsum``."""
+    """Ops along one feature dim that keep the shape, such as ``softmax`` and ``cumsum``."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         rows = held[node.args[0]]
