@@ -25,7 +25,7 @@ from bench.timing import worst
 
 
 class WrongResult(Exception):
-    """A provider's result differs from the one computed in fp32."""
+    """A provider's result differs from the one computed in fp32 by more than is allowed."""
 
 
 def measure(
@@ -38,7 +38,7 @@ def measure(
     seconds: float,
     where: Mapping[str, Any],
 ) -> Iterator[list[dict[str, Any]]]:
-    """Returns the rows of each setting. All ranks call this function together.
+    """Yields the rows of each setting. All ranks call this function together.
 
     Raises:
         WrongResult: on all ranks, naming the provider.

@@ -250,7 +250,8 @@ parameters override the tuned ones."""
 
 def measure(site: Site, variants: dict[str, tuple[str, dict[str, Any]]], repeats: int) -> list[dict[str, Any]]:
     """Check and time each variant. Returns a row for the matmul alone, then a row for each variant. ``us`` is the
-    median of ``repeats`` samples on the slower GPU. A row has no ``us`` if the result was wrong."""
+    median of ``repeats`` samples on the slower GPU. A row has no ``us`` if the result was wrong, or if the variant
+    cannot run (``left_out`` says why)."""
     rows: list[dict[str, Any]] = []
     known: dict[int, torch.Tensor] = {}
     alone = worst(statistics.median(timed({"matmul": site.matmul}, repeats)["matmul"]))

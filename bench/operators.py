@@ -9,8 +9,8 @@
         --set fused.parts=1 fused.parts=2,pushers=8
 
 A case is a pattern of a layer at a token count. Its providers (``bench.providers``) compute it on random data. Each
-result is compared with one computed in fp32 (fp64 for fp32 operands), before the providers are timed and again after
-it. A wrong result ends the benchmark. The providers are timed in turn, round after round, together with the matmul
+result is compared with one computed in fp32 (fp64 for fp32 operands), before and after the providers are timed. A wrong
+result ends the benchmark. The providers are timed in turn, round after round, together with the matmul
 alone and the collective alone.
 
 There are two settings. In ``hidden``, the GPU sleeps before each call, so that the host's time does not count. In

@@ -46,7 +46,8 @@ ASYNC_TP = ("all_gather_matmul", "matmul_reduce_scatter")
 """The patterns that Inductor's async TP has ops for."""
 LIMIT_MIB = 1 << 16
 RING_PARTS = 1
-"""The number of sub-chunks of a shard. Over NCCL, one sub-chunk was fastest (bench/results/ring_nccl.jsonl)."""
+"""The number of sub-chunks of a shard. Over NCCL, one sub-chunk was the fastest in most cases of an MLP
+(bench/results/ring_nccl.jsonl)."""
 
 
 def provider_names() -> list[str]:
@@ -152,7 +153,7 @@ def _call(case: Case) -> OpCall:
 
 
 def request(case: Case, schedule: str, settings: str, site: str) -> Request | None:
-    """The workspace that a schedule with ``settings`` (JSON text) needs for a case."""
+    """The workspace that a schedule with ``settings`` (JSON text) needs for a case; ``None`` if it needs none."""
     op = schedule_named(schedule).single_op if schedule != "keep" else None
     return None if op is None else op.request_of(_call(case), settings, site)
 

@@ -29,7 +29,7 @@ def known_vector_instructions() -> None:
 
 @pytest.fixture(scope="session")
 def torch_base() -> Iterator[ForkBase]:
-    """For programs in which it matters that the package is there before Inductor."""
+    """For programs in which the package must be imported before Inductor is."""
     with ForkBase(TORCH) as base:
         yield base
 

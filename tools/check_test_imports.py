@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fails if a module imports a test module or a ``conftest``, or if ``bench`` imports anything from ``tests``.
+"""Fails if a module of ``tests`` or ``tools`` imports a test module or a ``conftest``, or if ``bench`` imports anything
+from ``tests``.
 
 If other files imported a test module, a change of its tests might break these files, and it could not be moved alone.
 Shared code belongs in ``tests/support`` or ``bench/support``.

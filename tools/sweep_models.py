@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs models and random programs without overlap and with it, and compares the results. Most of their sizes are not
-multiples of the number of ranks.
+"""Runs models and random programs without overlap and with it, and compares the results. Some of their sizes, such as
+the vocabulary, are not multiples of the number of ranks.
 
     python tools/sweep_models.py    # every part: some hours
     python tools/sweep_models.py --part hugging_face --families llama gemma2 --ranks 3 --train
@@ -124,7 +124,7 @@ def _arguments() -> argparse.Namespace:
         nargs="*",
         type=int,
         default=(2, 3),
-        help="numbers of tensor-parallel ranks; without one, only meshes of torchtitan",
+        help="numbers of tensor-parallel ranks; without a number, only torchtitan's 2-D meshes are run",
     )
     parser.add_argument(
         "--train", action="store_true", help="also compare gradients (torchtitan's models always train)"
@@ -154,7 +154,7 @@ def _arguments() -> argparse.Namespace:
         type=float,
         default=float("inf"),
         metavar="SECONDS",
-        help="end a part after its first case that ends later than this after the start",
+        help="begin no case later than this after the start, except the first of each part",
     )
     parser.add_argument("--out", type=Path, default=RESULTS / "uneven_sweep.jsonl", help="rows are appended here")
     return parser.parse_args()

@@ -18,8 +18,8 @@ def allow_sharing() -> None:
 
 
 def start_rank(seconds: float = 600.0, share_gpus: bool = False) -> tuple[int, int]:
-    """Choose the rank's GPU and make the default group, with NCCL. Returns ``(rank, world size)``. ``seconds`` is the
-    timeout of the group and of the waits in its kernels.
+    """Choose the rank's GPU and make the default group, with NCCL unless ``share_gpus`` is set. Returns ``(rank, world
+    size)``. ``seconds`` is the timeout of the group and of the waits in its kernels.
 
     ``share_gpus``: several ranks share a GPU, so that a test of many ranks needs only a few GPUs. NCCL refuses that, so
     the group uses gloo. Processes take turns on a GPU, milliseconds at a time, so kernels that wait for each other

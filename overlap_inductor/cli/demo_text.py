@@ -12,7 +12,7 @@ TITLES = {
 FASTER, SLOWER = 1.02, 0.98
 """A ratio of times between these two counts as no difference."""
 MEDIAN = 1
-"""Times are ``[first quartile, median, third quartile]``."""
+"""Index of the median in times, which are ``[first quartile, median, third quartile]``."""
 
 
 def overlapped(form: dict[str, Any]) -> int:
@@ -45,7 +45,8 @@ def part(result: dict[str, Any], shared_cpu: bool) -> str:
 
 
 def _checks(result: dict[str, Any]) -> list[str]:
-    """For each output, a line for every form that differs too much, or for the one that differs most if none does."""
+    """For each output, a line for every form that differs too much. If none differs too much, a line for the form that
+    differs most."""
     lines = []
     for index, noise in enumerate(result["plain_against_eager"]):
         found = [(form["name"], form["checks"][index]) for form in result["forms"]]
@@ -82,7 +83,7 @@ def verdict(result: dict[str, Any], shared_cpu: bool) -> str:
     fastest = min(timed, key=lambda form: form["ms"][MEDIAN], default=auto)
     if fastest is auto or compared(plain, fastest["ms"]) <= 1 or compared(auto["ms"] or plain, fastest["ms"]) <= 1:
         return text
-    return f"{text} {fastest['name']}, forced, is {plain[MEDIAN] / fastest['ms'][MEDIAN]:.2f}x faster."
+    return f"{text} {fastest['name']}, forced, is {plain[MEDIAN] / fastest['ms'][MEDIAN]:.2f}x faster than plain."
 
 
 def compared(plain: list[float], other: list[float]) -> float:

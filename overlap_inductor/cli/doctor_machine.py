@@ -103,7 +103,7 @@ def gpus() -> list[Check]:
         without = [f"{i}->{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
         if without:
             advice = (
-                "Transfers between these GPUs go through host memory and are slow. Overlap may hide more, or not pay."
+                "Transfers between these GPUs go through host memory and are slow. Overlap may gain more, or nothing."
             )
             checks.append(Check(section, "peer access", NOTE, f"missing: {', '.join(without)}", advice))
         else:

@@ -24,7 +24,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="run two models on this machine, plain and with overlap, and compare")
-    demo.add_argument("--ranks", type=int, help="processes to start: 2, 4 or 8 (default: one for each GPU, else 2)")
+    demo.add_argument(
+        "--ranks", type=int, help="processes to start: 2, 4 or 8 (default: the most that the GPUs allow, else 2)"
+    )
     demo.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -38,14 +40,18 @@ def build_parser() -> argparse.ArgumentParser:
         "--link",
         default="auto",
         metavar="MBITS",
-        help="link between CPU ranks: a rate in Mbit/s, none, or auto, which is 500 if run as root (default: auto)",
+        help="link between CPU ranks: a rate in Mbit/s, none, or auto: 500 if it can be made (as root), else none"
+        " (default: auto)",
     )
     demo.add_argument(
         "--parts", default="llama,block", help="models to run, separated by a comma (default: %(default)s)"
     )
     demo.add_argument("--keep-dir", metavar="DIR", help="folder for reports and logs (default: a new temporary one)")
     demo.add_argument(
-        "--timeout", type=float, default=900.0, help="seconds until hung ranks are stopped (default: %(default)s)"
+        "--timeout",
+        type=float,
+        default=900.0,
+        help="seconds after which ranks that still run are stopped (default: %(default)s)",
     )
     demo.set_defaults(run=_demo)
 

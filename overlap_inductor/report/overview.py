@@ -20,7 +20,7 @@ from overlap_inductor.report.html.environment import render
 PAGE = "index.html"
 _SHARE = 20
 """After a process has written the page, it waits before it writes the page again. The wait is this many times as long
-as the write took. So writing takes at most 5 % of a compile's time."""
+as the write took. So writing takes at most 5 % of the process's time."""
 _TRIES = 3
 """How often ``write_overview`` writes the page at most, if ranks add reports during each write."""
 

@@ -52,12 +52,13 @@ def activate(report: OverlapReport, config: OverlapConfig | None = None, *, from
     """Publish a graph's report, in the same way after a compile and after a load from a cache.
 
     Args:
-        config: the switches that are set now. They hold the dump folder, which is not part of a cached report.
+        config: the switches that are set now. They hold the dump folder, which is not part of a cached report. With
+            ``None``, no dump is written, and the log line is shown only if the user configured logging.
         from_cache: True if the graph was loaded from a cache; the log line says so.
 
     Raises:
-        StrictError: the report's mode is ``strict``, and a site was refused, or a rewrite or the pass failed. It is
-            raised last.
+        StrictError: the report's mode is ``strict``, and a site was refused, or a rewrite or the pass failed. The
+            report has been published by then.
     """
     with _lock:
         _reports.append(report)

@@ -53,13 +53,13 @@ class OverlapReport:
     Attributes:
         graph: name of the graph, equal on every rank (Dynamo's compile id such as ``0_0``).
         phase: ``forward`` | ``backward`` | ``inference``.
-        before / after: the FX graph's readable code before and after the pass.
+        before / after: the FX graph's readable code before and after the pass. Empty in a graph without collectives.
         plan_hash: identity of the plan; ranks compare it before they move data. Empty if the graph
             is as written.
         exchange: JSON text of the ``ExchangePlan`` that the ranks compare when the graph is called; empty in a graph
             without collectives.
-        groups: process groups of the graph's collectives, in the plan's order. Each has the workspace that its sites
-            need (JSON text) and its limit in MiB, or nothing.
+        groups: process groups of the graph's collectives, in the plan's order. Each has a list: the workspace that its
+            sites need (JSON text) and the limit of the workspace in MiB. The list is empty if they need none.
         workspaces: symmetric memory that the graph's sites hold on each rank: ``{"ranks", "bytes"}`` for each group
             that has any.
         notices: facts for the user that belong to no site (another pass took the sites, a limit was hit...).

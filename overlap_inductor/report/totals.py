@@ -71,7 +71,7 @@ def moves(decision: Decision) -> bool:
 
 def of_decision(decision: Decision) -> Times | None:
     """The times of one site at the example's token count. If the plan has several pieces, the one with the shortest
-    estimate counts."""
+    estimate counts. ``None`` if the plan only keeps the site, or if a piece was not estimated."""
     if not moves(decision):
         return None
     estimate = decision.moving.estimate_us

@@ -166,7 +166,7 @@ class Rank:
 
     def uneven(self) -> None:
         """The last rank makes its call after rank 0's wait has timed out, and before the waits of the other ranks
-        would. No rank may get a wrong result, and all ranks must get the error at once."""
+        would time out. No rank may get a wrong result, and all ranks must get the error at once."""
         self.site.calls(CALLS - 1)
         dist.barrier()
         start = time.monotonic()

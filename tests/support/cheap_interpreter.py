@@ -25,8 +25,8 @@ def interpret_cheaply() -> None:
 
 
 def rewrite_kernels() -> None:
-    """Rewrite the kernels and device functions that are defined by now. The interpreter parses and compiles each at its
-    first call, which would be in each rank again."""
+    """Rewrite the kernels and device functions that are defined by now. Otherwise the interpreter parses and compiles
+    each at its first call, again in every rank."""
     import gc
 
     from triton.runtime.interpreter import InterpretedFunction
@@ -98,8 +98,8 @@ def _look_up_dtypes_once() -> None:
 
 
 def _sleep_in_waits() -> None:
-    """A wait adds 0 to its flag until the flag has come. A rank that looks at a flag a second time sleeps, because the
-    rank that sets the flag needs the processor."""
+    """A wait adds 0 to its flag until the flag has the expected value. A rank that looks at a flag again sleeps,
+    because the rank that sets the flag needs the processor."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     atomic = InterpreterBuilder.create_atomic_rmw

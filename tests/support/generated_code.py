@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor's code of a function whose rings are rewritten, and the order of the steps in it."""
+"""Inductor's code of a function whose sites are rewritten as rings, and the order of the steps in it."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ Exchange = Callable[..., torch.Tensor]
 
 
 def by_counts(counts: torch.Tensor) -> Exchange:
-    """An exchange of ``counts[r]`` rows to each rank r, each of which learns its number from the sender. Traced with
-    ``capture_scalar_outputs``."""
+    """An exchange that sends ``counts[r]`` rows to rank r. The ranks exchange the counts first, so each knows how many
+    rows arrive. Tracing needs ``capture_scalar_outputs``."""
     arriving = funcol.wait_tensor(funcol.all_to_all_single(counts, None, None, dist.group.WORLD))
     return by_sizes(counts.tolist(), arriving.tolist())
 

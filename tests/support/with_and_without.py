@@ -86,7 +86,8 @@ def compared(
 
 
 def _all_ranks_close(found: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], close: float) -> bool:
-    """All ranks must take part, and all get the same answer."""
+    """Whether, on every rank, each result is off by less than ``close``. All ranks must call this together, and all get
+    the same answer."""
     far = found.keys() != exact.keys() or not all(off(found[name], exact[name]) < close for name in exact)
     count = torch.tensor(int(far))
     dist.all_reduce(count)

@@ -32,7 +32,7 @@ def table() -> str:
     own = [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]
     # Several machines, or GPUs of other vendors: the schedules that need no kernels of this package.
     several = [s.name for s in SCHEDULES if s.name in _on_gpus("NVIDIA A100")]
-    compare = "unknown: time your model with it and without"
+    compare = "unknown: time your model with and without overlap"
     lines.append(["other GPUs, and GPUs of several machines", _names(several), "not yet", compare])
     lines.append(
         [

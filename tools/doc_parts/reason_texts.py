@@ -18,7 +18,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "too_small": "No schedule is estimated to be fast enough. The text has the estimate of each.",
         "workspace": (
             "The sites of the group would hold more symmetric memory than `OVERLAP_INDUCTOR_WORKSPACE_LIMIT`. The"
-            " site with the largest request is left as it is first."
+            " sites with the largest requests are left as written until the others fit."
         ),
         "too_many_steps": (
             "The unrolled steps exceed `OVERLAP_INDUCTOR_STEP_NODE_BUDGET`, and no looping op computes this site:"
@@ -37,8 +37,8 @@ GROUPS: dict[str, dict[str, str]] = {
             " all-gathers of the sequence-parallel rewrite would cost more than the all-reduces."
         ),
         "uneven_tokens": (
-            "The number of tokens is symbolic, and in this graph it is not a multiple of the number of ranks. A number"
-            " that is one gets a graph of its own, which the sequence-parallel rewrite may take."
+            "The number of tokens is symbolic, and in this graph it is not a multiple of the number of ranks. Numbers"
+            " that are multiples get a graph of their own, which the sequence-parallel rewrite may take."
         ),
     },
     "There is no matmul to overlap with": {
@@ -59,8 +59,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "other_users": "An op outside the site needs the matmul's whole result before the collective.",
         "op_between": "An op between matmul and collective cannot be computed in pieces. The text names it.",
         "one_table": (
-            "Each rank exchanges the results of one embedding table, and they are not plain rows that can be looked up"
-            " rank by rank, or the gradients of one table arrive. So no other table's work is left to hide it."
+            "Each rank exchanges the results or the gradients of one embedding table, so no other table's work can hide"
+            " the exchange. One table is enough only if its results are plain rows that can be looked up rank by rank."
         ),
         "split_contraction": "The sharded dim is the contracted one (K), and the operands are scaled (fp8).",
         "matmul_form": (
@@ -95,8 +95,8 @@ GROUPS: dict[str, dict[str, str]] = {
         ),
         "not_divisible": "The number of rows of a reduce-scatter is not a multiple of the number of ranks.",
         "dynamic_shape": (
-            "A size is only known when the graph runs (unbacked), so that the pass can neither cut nor estimate, or no"
-            " single op can choose a schedule by this dynamic size at run time."
+            "A size is only known when the graph runs (unbacked), so the pass can neither cut nor estimate. Or a size"
+            " is dynamic, and no single op can choose a schedule by it at run time."
         ),
     },
     "The collective itself is not supported": {

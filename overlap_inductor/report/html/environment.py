@@ -12,7 +12,7 @@ import jinja2
 from overlap_inductor.report import words
 from overlap_inductor.report.advice import ADVICE
 
-# Forbids the page to load anything, even if a name in a graph contains markup.
+# Forbids the page from loading anything, even if a name in a graph contains markup.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 TONES = {"overlapped": "good", words.WOULD: "good", "kept": "wait", "refused": "warn", "failed": "bad"}
 """Status -> the CSS class that colours it."""

@@ -62,8 +62,8 @@ class Figure:
 
 
 def figures(groups: Sequence[SiteGroup]) -> tuple[list[Figure], int]:
-    """One figure for each kind of site and each piece that overlaps, up to ``MOST_FIGURES`` figures. Also returns the
-    number of figures that are left out.
+    """One figure for each kind of site and each piece of its plan that is not ``keep``, up to ``MOST_FIGURES`` figures.
+    Also returns the number of figures that are left out.
 
     Sites whose figures would be the same share one.
     """

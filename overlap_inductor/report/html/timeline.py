@@ -5,10 +5,10 @@ The lengths come from ``estimate_us``. It has the times of ``matmul`` and ``coll
 the row "as written") and of the piece's schedule (the end of the plan's row). The steps in between follow a simple
 model:
 
+- a piece that does not overlap (``PlanPiece.overlaps``) runs the transfer after the matmul;
 - a piece with parameter ``route`` (``transports.routes``) moves in sub-chunks, step by step;
 - any other piece runs matmul and transfer at the same time. The one that needs the other's result does not end before
-  the other;
-- a piece that does not ``overlap`` runs the transfer after the matmul.
+  the other.
 
 If the steps end before the estimate does, the rest is drawn as fixed costs: launches, steps, credits, waits, and the
 slowdown that the estimate adds because matmul and transfer run at the same time. If the steps end after the estimate,
@@ -37,7 +37,7 @@ _HALVINGS = 40
 
 @dataclass(frozen=True)
 class Row:
-    """One timeline. ``end`` is the estimate, at which the last bar ends."""
+    """One timeline. ``end``: the time at which the last bar ends, which is the estimate if there is one."""
 
     bars: tuple[Bar, ...]
     end: float
@@ -81,7 +81,7 @@ def sketch(facts: SiteFacts, piece: PlanPiece) -> Sketch:
 
 
 def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
-    """Whether the collective runs before the matmul. A pattern's name has the two in this order."""
+    """Whether the collective runs before the matmul. A pattern's name has the two in the order in which they run."""
     if "route" in piece.parameters:
         arrives = facts.pattern == "all_to_all_matmul" or facts.matmuls[0].kind == "embedding_gradient"
         return piece.parameters["route"] in _SHARDS_TRAVEL or arrives
@@ -99,7 +99,8 @@ def _in_turn(gathers_first: bool, matmul: float, keep: float) -> list[Bar]:
 
 
 def _shape(facts: SiteFacts, piece: PlanPiece) -> tuple[Callable[[float, float], list[Bar]], bool]:
-    """``(microseconds of the matmul, of the transfer) -> bars``, and whether these are fewer steps than the plan's."""
+    """A function that makes the bars from the microseconds of the matmul and of the transfer, and whether the bars have
+    fewer steps than the plan."""
     world_size, route = facts.collective.world_size, piece.parameters.get("route")
     gathers_first = _gathers_first(facts, piece)
     if not piece.overlaps:
