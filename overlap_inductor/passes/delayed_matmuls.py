@@ -15,6 +15,10 @@ and for a collective that is no site::
     y = wait_tensor(all_gather(e))                ->  dw = after(mm(dy^T, x), g)
                                                       y = wait_tensor(g)                  # ordered after dw
 
+The rows that experts return (``lowerings.ring.looped_experts_ops``) are under way while the graph computes what is
+between the op and the wait. There the gradients of the experts' weights need not move, but the wait must stay behind
+them.
+
 Contract: the pass runs on a rewritten graph, before its order is fixed. It moves a matmul only downwards, together with
 the views and casts of its result, and only if no other node and no write in place is affected. Ranks may move different
 matmuls, because the exchange of data does not change.
@@ -32,6 +36,7 @@ from torch import fx
 
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import matmuls
+from overlap_inductor.sites.grouped import is_grouped_operator
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.step_values import evaluated
 from overlap_inductor.torch_compat.step_values import mark
@@ -66,6 +71,7 @@ def delay(
     Returns:
         For each wait of ``kept`` under which matmuls were moved, these matmuls. The caller orders the wait after them.
     """
+    _hold_under_experts(graph)
     order: dict[fx.Node, set[fx.Node]] = {}
     free = [n for n in graph.nodes if _may_wait(n)]
     for transfer in sorted([*_scatters(graph, exposed), *kept], key=lambda t: t.wait):
@@ -101,6 +107,19 @@ def _scatters(graph: fx.Graph, exposed: Mapping[str, float]) -> Iterator[Transfe
     for site, found in waits.items():
         if len(found) == 1 and site in sends:
             yield Transfer(sends[site], found[0], exposed[site])
+
+
+def _hold_under_experts(graph: fx.Graph) -> None:
+    """Make the wait for the rows that experts return run after the matmuls that are between the experts and the wait:
+    gradients of the experts' weights, and a shared expert. Otherwise Inductor may order them after the wait."""
+    waits = graph.find_nodes(op="call_function", target=overlap.exchange_wait.default)
+    for experts in graph.find_nodes(op="call_function", target=overlap.all_to_all_experts.default):
+        for wait in (w for w in waits if w.meta.get(SITE) == experts.meta[SITE]):
+            between, node = [], experts.next
+            while node is not wait:
+                between += [node] if matmuls.parse(node) is not None or is_grouped_operator(node) else []
+                node = node.next
+            _wait_for(wait, between)
 
 
 def _may_wait(node: fx.Node) -> bool:
