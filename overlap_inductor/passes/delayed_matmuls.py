@@ -37,6 +37,8 @@ from torch import fx
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import matmuls
 from overlap_inductor.sites.grouped import is_grouped_operator
+from overlap_inductor.sites.placement import movable
+from overlap_inductor.sites.placement import needed_behind
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.step_values import evaluated
 from overlap_inductor.torch_compat.step_values import mark
@@ -110,16 +112,35 @@ def _scatters(graph: fx.Graph, exposed: Mapping[str, float]) -> Iterator[Transfe
 
 
 def _hold_under_experts(graph: fx.Graph) -> None:
-    """Make the wait for the rows that experts return run after the matmuls that are between the experts and the wait:
-    gradients of the experts' weights, and a shared expert. Otherwise Inductor may order them after the wait."""
+    """Make the wait for the rows that experts return run after the matmuls between the experts and the wait: gradients
+    of the experts' weights. Otherwise Inductor may order them after the wait. Matmuls behind the wait that do not need
+    the rows move up to it: a shared expert."""
     waits = graph.find_nodes(op="call_function", target=overlap.exchange_wait.default)
     for experts in graph.find_nodes(op="call_function", target=overlap.all_to_all_experts.default):
         for wait in (w for w in waits if w.meta.get(SITE) == experts.meta[SITE]):
+            for node in [n for n in graph.nodes if wait < n and _is_matmul(n)]:
+                for needed in _needed_ahead(node, wait):
+                    wait.prepend(needed)
             between, node = [], experts.next
             while node is not wait:
-                between += [node] if matmuls.parse(node) is not None or is_grouped_operator(node) else []
+                between += [node] if _is_matmul(node) else []
                 node = node.next
             _wait_for(wait, between)
+
+
+def _is_matmul(node: fx.Node) -> bool:
+    return matmuls.parse(node) is not None or is_grouped_operator(node)
+
+
+def _needed_ahead(node: fx.Node, wait: fx.Node) -> list[fx.Node]:
+    """The nodes that must move in front of ``wait`` with ``node``, in graph order. Empty if ``node`` must stay: it or
+    one of them needs what ``wait`` waits for, or reads what is written in between."""
+    found = needed_behind([node], wait)
+    buffer = wait.args[1]
+    if any(n is wait or not movable(n) or operators.is_mutable(n) or buffer in n.all_input_nodes for n in found):
+        return []
+    read = [i for n in found for i in n.all_input_nodes]
+    return [] if tools.written_between(wait, node, read) else found
 
 
 def _may_wait(node: fx.Node) -> bool:

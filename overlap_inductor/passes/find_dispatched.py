@@ -33,12 +33,12 @@ CODE = "grouped_matmul"
 def find_dispatched(
     dispatch: CollectiveNode, collectives: dict[fx.Node, CollectiveNode]
 ) -> tuple[DispatchedNodes | None, Reason | None]:
-    """``(site at the first exchange or None, obstacle or why there is none)``. Neither if no rows in the order of
-    experts are computed from the exchange. ``collectives``: all that may be part of a site."""
+    """``(site at the first exchange or None, obstacle or why there is none)``. Neither if no
+    grouped matmuls return rows from one exchange to another. ``collectives``: all that may be part of a site."""
     indexed = _indexed(dispatch)
     if indexed is None:
         return None, None
-    steps, stop = _steps(indexed)
+    steps = _steps(indexed)
     if not any(map(is_grouped, steps)):
         return None, None
     put = next((u for n in steps for u in n.users if u.target is aten.index_put.default), None)
@@ -46,7 +46,7 @@ def find_dispatched(
     if put is None or combine is None or combine.kind != "all_to_all" or combine.group_name != dispatch.group_name:
         return None, None
     nodes = DispatchedNodes(dispatch, combine, steps, put)
-    text = _why_not(nodes, indexed, stop)
+    text = _why_not(nodes, indexed)
     return (nodes, None) if text is None else (None, Reason(CODE, text))
 
 
@@ -62,23 +62,19 @@ def _indexed(dispatch: CollectiveNode) -> fx.Node | None:
     return readers[0] if whole and not tools.dtype(index[0]).is_floating_point else None
 
 
-def _steps(indexed: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
-    """The nodes that are computed from ``indexed`` row by row, in graph order, and the first one that is not."""
-    found, stop = {indexed}, []
+def _steps(indexed: fx.Node) -> list[fx.Node]:
+    """The nodes that compute the rows that are put back from ``indexed``, row by row, in graph order. Others may read
+    them, too: a weight's gradient does."""
+    found = {indexed}
 
     def visit(node: fx.Node) -> bool:
         if _by_rows(node, indexed, found):
             found.add(node)
             return True
-        if node.op == "call_function" and node.target is not aten.index_put.default:
-            stop.append(node)
         return False
 
     tools.walk([indexed], visit)
-    # A weight's gradient reads rows of the experts, too, and so may anything else. What leads to no result of the site
-    # is left to others.
-    needed = _needed(found)
-    return sorted(needed), min(stop, default=None)
+    return sorted(_needed(found))
 
 
 def _needed(found: set[fx.Node]) -> set[fx.Node]:
@@ -107,7 +103,7 @@ def _by_rows(node: fx.Node, indexed: fx.Node, found: set[fx.Node]) -> bool:
     return all(n in found or cut_by_rows(n, rows) is not None for n in tools.tensor_inputs(node))
 
 
-def _why_not(nodes: DispatchedNodes, indexed: fx.Node, stop: fx.Node | None) -> str | None:
+def _why_not(nodes: DispatchedNodes, indexed: fx.Node) -> str | None:
     """Why the nodes between the two exchanges cannot be computed for some rows at a time, or ``None``."""
     put, dispatch, combine = nodes.put, nodes.dispatch, nodes.combine
     index = indexed.args[1][0]

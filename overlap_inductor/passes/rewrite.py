@@ -232,8 +232,8 @@ class Rewriter:
                 pending += sources
 
     def _kept(self) -> list[delayed_matmuls.Transfer]:
-        """The collectives that are left in the graph, have a wait of their own and move a known number of rows, with their
-        estimated seconds."""
+        """The collectives that are left in the graph and have a wait of their own, with their estimated seconds. Those
+        whose number of rows is known only when the graph runs are left out."""
         found = [c for _, _, c in collectives.find_collectives(self.graph) if isinstance(c, CollectiveNode)]
         return [
             delayed_matmuls.Transfer(

@@ -52,7 +52,8 @@ def _told(found: _Way, collective: CollectiveNode, gather: str) -> Reason:
         return Reason(
             "grouped_matmul",
             f"the matmul next to the collective is {node.name} ({node.target}), which multiplies groups of rows; it can"
-            " be cut only if pointwise ops and one index by rows are between it and a reduction over its tokens",
+            " be cut only if pointwise ops and one index by rows are between it and a reduction over its tokens, or if one"
+            " all-to-all brings its rows and one returns them",
         )
     if kind == "vector":
         return Reason(

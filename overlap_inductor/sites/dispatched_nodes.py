@@ -193,7 +193,8 @@ class DispatchedNodes(SiteNodes):
             raise ValueError(f"an experts' op has the argument {value!r}; expected tensors, numbers and dtypes")
 
         ops = tuple(
-            (_name(n), [encoded(a) for a in n.args], {k: encoded(v) for k, v in n.kwargs.items()}) for n in steps
+            (operators.full_name(n), [encoded(a) for a in n.args], {k: encoded(v) for k, v in n.kwargs.items()})
+            for n in steps
         )
         result = self.put.args[2]
         out = tuple(
@@ -201,10 +202,3 @@ class DispatchedNodes(SiteNodes):
         )
         program = RowProgram(ops, numbers[result], tools.shape(result)[1], dtype_name(tools.dtype(result)), out)
         return Operands(program, rows, whole)
-
-
-def _name(node: fx.Node) -> str:
-    op = operators.operator(node)
-    assert op is not None, "the steps are operators, as the finder has checked"
-    namespace, name = operators.qualified_name(node)
-    return f"{namespace}.{name}.{op._overloadname}"

@@ -22,7 +22,6 @@ from tests.support.expert_layers import HIDDEN
 from tests.support.expert_layers import INNER
 from tests.support.expert_layers import LOADS
 
-
 Sizes = list[int]
 Weights = list[torch.Tensor]
 
@@ -72,9 +71,9 @@ class DispatchedExperts(torch.nn.Module):
         back = returned.new_empty(shape)
         back[places, :] = returned
         returned = _exchange(back, sent, received)
-        out = self._shared(x) if self.shared else torch.zeros_like(x)
         returned = (returned.float() * ordered_scores).to(returned.dtype)
-        return out.scatter_add(0, tokens.reshape(-1, 1).expand(-1, x.shape[-1]), returned)
+        out = torch.zeros_like(x).scatter_add(0, tokens.reshape(-1, 1).expand(-1, x.shape[-1]), returned)
+        return out + self._shared(x) if self.shared else out
 
     def _permute(self, rows: torch.Tensor, counts: torch.Tensor) -> tuple[Any, ...]:
         """``(shape of rows, rows in the order of the experts, their places in rows, rows of each expert)``. ``counts``:
