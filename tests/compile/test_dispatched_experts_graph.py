@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 
+from overlap_inductor.lowerings.ring import looped_experts_ops as ops
 from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.sites.row_program import RowProgram
 from tests.compile.readings import summary
 from tests.support.dispatched_experts import DispatchedExperts
 from tests.support.dispatched_experts import inputs
@@ -105,6 +107,47 @@ def test_order_in_the_generated_code() -> None:
     marks = {"all_to_all_experts.default(": "experts", "extern_kernels.mm(": "mm", "exchange_wait.default(": "wait"}
     found = [step for line in lines for mark, step in marks.items() if mark in line]
     assert found == ["experts", "mm", "wait"]
+
+
+class _Recorded:
+    """Takes the place of an exchange, and records what is done with it."""
+
+    def __init__(self, name: str, events: list[str], hops: int) -> None:
+        self.name, self.events, self.hop_count = name, events, hops
+
+    def post(self, hop: int, piece: torch.Tensor) -> None:
+        self.events.append(f"{self.name} {hop} of {piece.numel()}")
+
+    def wait(self, hop: int) -> None:
+        self.events.append(f"wait {hop}")
+
+
+def test_order_in_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is sent before the own rows are computed, and each piece is returned before the next one is awaited,
+    to the rank from which it came."""
+    events: list[str] = []
+    names = iter(["send", "return"])
+    monkeypatch.setattr(ops.exchanges, "open_uneven", lambda *given: _Recorded(next(names), events, 2))
+    compute = ops.Experts.compute
+
+    def recorded(experts: ops.Experts, start: int, stop: int) -> None:
+        events.append(f"rows {start} to {stop}")
+        compute(experts, start, stop)
+
+    monkeypatch.setattr(ops.Experts, "compute", recorded)
+    program = RowProgram((("aten.mul.Tensor", [{"row": 0}, 2], {}),), 1, 3, "float32", ())
+    x, index, ends = torch.randn(9, 3), torch.randperm(12), torch.tensor([12]).int()
+    with fake_group(3, rank=1) as group:
+        buffer, results, _, _ = torch.ops.overlap_inductor.all_to_all_experts(
+            torch.zeros(1), x, index, ends, [], [], program.to_text(), [2, 3, 4], [4, 3, 5], 1, group.group_name, "s"
+        )
+    # Ranks 0 and 2 send 4 and 5 rows. Hop 0 goes to rank 2 and comes from rank 0; hop 1 the other way round.
+    assert events == [
+        *("send 0 of 12", "send 1 of 6", "rows 4 to 7"),
+        *("wait 0", "rows 0 to 4", "return 1 of 12"),
+        *("wait 1", "rows 7 to 12", "return 0 of 15"),
+    ]
+    assert torch.equal(buffer[2:5], 2 * x[2:5]) and torch.equal(results[4:7], 2 * x[2:5])
 
 
 def _grouped(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -102,6 +102,8 @@ def _all_to_all_experts(
     arrived = x.new_empty(places[-1][-1], width)
     arrived[places[rank][0] : places[rank][-1]].copy_(x[cuts[rank][0] : cuts[rank][-1]])
     there = exchanges.open_uneven(arrived, in_elements(places, width), "direct", group, site, transport)
+    # No other op looks for this exchange. If no rows arrive and none return, both buffers have the same address.
+    exchanges.close_exchange(arrived, group)
     buffer = x.new_empty(cuts[-1][-1], parsed.width, dtype=getattr(torch, parsed.dtype))
     back = exchanges.open_uneven(buffer, in_elements(cuts, parsed.width), "direct", group, site, transport)
     # All hops of the first exchange start before any of the second, because a transport may move the messages between
@@ -120,7 +122,6 @@ def _all_to_all_experts(
         experts.compute(start, stop)
         # Route ``direct`` sends to rank r + 1 + i in step i, and these rows came from rank r - 1 - step.
         back.post((world_size - 2 - step) * parts + part, experts.results[start:stop].view(-1))
-    exchanges.close_exchange(arrived, group)
     return buffer, experts.results, experts.handed_out, chain.new_empty(1)
 
 
