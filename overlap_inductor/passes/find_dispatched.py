@@ -27,7 +27,6 @@ from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
-CODE = "grouped_matmul"
 
 
 def find_dispatched(
@@ -47,7 +46,7 @@ def find_dispatched(
         return None, None
     nodes = DispatchedNodes(dispatch, combine, steps, put)
     text = _why_not(nodes, indexed)
-    return (nodes, None) if text is None else (None, Reason(CODE, text))
+    return (nodes, None) if text is None else (None, Reason("grouped_matmul", text))
 
 
 def _indexed(dispatch: CollectiveNode) -> fx.Node | None:
