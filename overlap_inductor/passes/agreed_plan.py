@@ -35,6 +35,7 @@ from overlap_inductor.sites.layouts import Atom
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import product
 from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.torch_compat.distributed import group_ranks
 from overlap_inductor.version import __version__
@@ -70,9 +71,9 @@ class SiteFootprint:
         first = site.collectives[0]
         facts = site.facts
         self.group = first.group_name
-        self.added = len(site.collectives) - 1
-        op = f"({first.reduce_op})" if first.reduce_op else ""
-        self.what = f"{first.kind}{op} {str(tools.dtype(first.input)).removeprefix('torch.')}"
+        further = "added to" if site.nodes.is_sum else "returning rows of"
+        self.further = [f"{_what(c)} {further} the one before" for c in site.collectives[1:]]
+        self.what = _what(first)
         # Ranks cannot compare how many rows each of them sends to another. That both give the same number is a duty of
         # the program, with or without overlap.
         shape = tools.shape(first.input)
@@ -93,9 +94,9 @@ class SiteFootprint:
         self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""
 
     def lines(self, names: _Names) -> list[str]:
-        """The line of the site's transfer, then one line for each further all-reduce of the site, whose result is added
-        to that of the first."""
-        return [self._line(names), *([f"{names.group(self.group)}: {self.what} added to the one before"] * self.added)]
+        """The line of the site's transfer, then one line for each further collective of the site: an all-reduce whose
+        result is added to that of the first, or the exchange that returns the rows of the first."""
+        return [self._line(names), *(f"{names.group(self.group)}: {text}" for text in self.further)]
 
     def _line(self, names: _Names) -> str:
         cut = f" cut {names.shape(self.cut[0])}{self.cut[1]}" if self.cut is not None else ""
@@ -106,6 +107,12 @@ class SiteFootprint:
             f"{names.group(self.group)}: {self.what} {names.shape(self.shape)}{cut}{self.ahead} in {self.pattern} by"
             f" {how}{self.held}"
         )
+
+
+def _what(collective: CollectiveNode) -> str:
+    """Kind, reduction and dtype."""
+    op = f"({collective.reduce_op})" if collective.reduce_op else ""
+    return f"{collective.kind}{op} {str(tools.dtype(collective.input)).removeprefix('torch.')}"
 
 
 def _how(piece: PlanPiece, parameters: Mapping[str, Any]) -> str:

@@ -15,6 +15,10 @@ and for a collective that is no site::
     y = wait_tensor(all_gather(e))                ->  dw = after(mm(dy^T, x), g)
                                                       y = wait_tensor(g)                  # ordered after dw
 
+The rows that experts return (``lowerings.ring.looped_experts_ops``) are under way while the graph computes what is
+between the op and the wait. There the gradients of the experts' weights need not move, but the wait must stay behind
+them.
+
 Contract: the pass runs on a rewritten graph, before its order is fixed. It moves a matmul only downwards, together with
 the views and casts of its result, and only if no other node and no write in place is affected. Ranks may move different
 matmuls, because the exchange of data does not change.
@@ -32,6 +36,9 @@ from torch import fx
 
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import matmuls
+from overlap_inductor.sites.grouped import is_grouped_operator
+from overlap_inductor.sites.placement import movable
+from overlap_inductor.sites.placement import needed_behind
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.step_values import evaluated
 from overlap_inductor.torch_compat.step_values import mark
@@ -66,6 +73,7 @@ def delay(
     Returns:
         For each wait of ``kept`` under which matmuls were moved, these matmuls. The caller orders the wait after them.
     """
+    _hold_under_experts(graph)
     order: dict[fx.Node, set[fx.Node]] = {}
     free = [n for n in graph.nodes if _may_wait(n)]
     for transfer in sorted([*_scatters(graph, exposed), *kept], key=lambda t: t.wait):
@@ -101,6 +109,38 @@ def _scatters(graph: fx.Graph, exposed: Mapping[str, float]) -> Iterator[Transfe
     for site, found in waits.items():
         if len(found) == 1 and site in sends:
             yield Transfer(sends[site], found[0], exposed[site])
+
+
+def _hold_under_experts(graph: fx.Graph) -> None:
+    """Make the wait for the rows that experts return run after the matmuls between the experts and the wait: gradients
+    of the experts' weights. Otherwise Inductor may order them after the wait. Matmuls behind the wait that do not need
+    the rows move up to it: a shared expert."""
+    waits = graph.find_nodes(op="call_function", target=overlap.exchange_wait.default)
+    for experts in graph.find_nodes(op="call_function", target=overlap.all_to_all_experts.default):
+        for wait in (w for w in waits if w.meta.get(SITE) == experts.meta[SITE]):
+            for node in [n for n in graph.nodes if wait < n and _is_matmul(n)]:
+                for needed in _needed_ahead(node, wait):
+                    wait.prepend(needed)
+            between, node = [], experts.next
+            while node is not wait:
+                between += [node] if _is_matmul(node) else []
+                node = node.next
+            _wait_for(wait, between)
+
+
+def _is_matmul(node: fx.Node) -> bool:
+    return matmuls.parse(node) is not None or is_grouped_operator(node)
+
+
+def _needed_ahead(node: fx.Node, wait: fx.Node) -> list[fx.Node]:
+    """The nodes that must move in front of ``wait`` with ``node``, in graph order. Empty if ``node`` must stay: it or
+    one of them needs what ``wait`` waits for, or reads what is written in between."""
+    found = needed_behind([node], wait)
+    buffer = wait.args[1]
+    if any(n is wait or not movable(n) or operators.is_mutable(n) or buffer in n.all_input_nodes for n in found):
+        return []
+    read = [i for n in found for i in n.all_input_nodes]
+    return [] if tools.written_between(wait, node, read) else found
 
 
 def _may_wait(node: fx.Node) -> bool:

@@ -6,14 +6,16 @@ which exchanges a shard of the sequence for a shard of the heads.
 
     wait_tensor(all_to_all_single(f(mm(x, w))))      matmul_all_to_all      f: views, permutes, pointwise ops
     mm(f(wait_tensor(all_to_all_single(x))), w)      all_to_all_matmul
+    all_to_all_single(f(wait_tensor(all_to_all_single(x))))    all_to_all_experts    f: grouped matmuls of the rows
 
-``find_reduce`` follows the input backward, ``find_received`` the result forward. The ranks' parts may have different
-sizes (``sites.uneven_nodes``).
+``find_dispatched`` follows the rows from one exchange to the other. ``find_reduce`` follows the input backward,
+``find_received`` the result forward. The ranks' parts may have different sizes (``sites.uneven_nodes``).
 """
 
 from __future__ import annotations
 
 from overlap_inductor.passes import examples
+from overlap_inductor.passes.find_dispatched import find_dispatched
 from overlap_inductor.passes.find_received import find_received
 from overlap_inductor.passes.find_reduce import find_reduce
 from overlap_inductor.passes.pattern import Match
@@ -21,6 +23,24 @@ from overlap_inductor.passes.pattern import Miss
 from overlap_inductor.passes.pattern import Search
 from overlap_inductor.sites.all_to_all import refusal
 from overlap_inductor.sites.nodes import CollectiveNode
+
+
+class AllToAllExperts:
+    """Pattern ``all-to-all -> experts -> all-to-all`` (see ``Pattern``). It is asked first, because both exchanges
+    belong to it."""
+
+    name = "all_to_all_experts"
+    kind = "all_to_all"
+    early = False
+    example = None
+
+    def find(self, collective: CollectiveNode, search: Search) -> Match | Miss:
+        alike = {n: c for n, _, c in search.collectives.values() if isinstance(c, CollectiveNode)}
+        nodes, reason = find_dispatched(collective, alike)
+        if nodes is None:
+            return Miss([] if reason is None else [reason])
+        search.merged.add(nodes.combine.node)
+        return Match(nodes, 0, "M")
 
 
 class MatmulAllToAll:

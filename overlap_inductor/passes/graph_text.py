@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import json
+import re
 
 import torch
 from torch import fx
 
 from overlap_inductor.torch_compat import operators
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""The address in the text of a plain Python function, for example ``sym_sum``."""
 
 
 def readable(graph: fx.Graph) -> str:
@@ -20,7 +24,7 @@ def readable(graph: fx.Graph) -> str:
         kind = ""
         if isinstance(value, torch.Tensor):
             kind = f": {str(value.dtype).removeprefix('torch.')}[{', '.join(str(s) for s in value.shape)}]"
-        target = operators.lowering_name(node) or str(node.target).removeprefix("torch.ops.")
+        target = operators.lowering_name(node) or _ADDRESS.sub("", str(node.target)).removeprefix("torch.ops.")
         arguments = ", ".join(
             [*(_argument(a) for a in node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())]
         )

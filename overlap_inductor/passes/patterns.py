@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from overlap_inductor.facts import names
 from overlap_inductor.passes.embedding_patterns import EmbeddingAllToAll
+from overlap_inductor.passes.exchange_patterns import AllToAllExperts
 from overlap_inductor.passes.exchange_patterns import AllToAllMatmul
 from overlap_inductor.passes.exchange_patterns import MatmulAllToAll
 from overlap_inductor.passes.find_gather import AllGatherMatmul
@@ -40,5 +41,6 @@ register(MatmulReduceScatter())
 register(MatmulAllReduce())
 register(MatmulAllGather())
 register(EmbeddingAllToAll())
+register(AllToAllExperts())
 register(MatmulAllToAll())
 register(AllToAllMatmul())

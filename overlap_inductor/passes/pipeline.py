@@ -5,6 +5,7 @@
 
     slot       runs on
     JOINT      the joint graph, before the partitioner chooses what is saved for backward; also inference graphs
+               pass "permutations": notes indices that hold each row once, for the backward graph
                pass "sequence_parallel": all-reduces become reduce-scatters, work behind them runs on a rank's rows
     POST_GRAD  forward, backward and inference graphs, each on its own
                pass "overlap": collectives and the matmuls beside them become overlap ops
@@ -95,7 +96,22 @@ class SequenceParallel:
         sequence_parallel.run_sequence_parallel(graph, context.config, context.refusal)
 
 
-PIPELINE: list[tuple[str, GraphPass]] = [(JOINT, SequenceParallel()), (POST_GRAD, Overlap())]
+class Permutations:
+    """Runs ``sites.permutations``: notes which index tensors hold each index once. The graph does not change."""
+
+    name, version = "permutations", ""
+
+    def run(self, graph: fx.Graph, context: GraphContext) -> None:
+        from overlap_inductor.sites import permutations
+
+        permutations.note(graph)
+
+
+PIPELINE: list[tuple[str, GraphPass]] = [
+    (JOINT, Permutations()),
+    (JOINT, SequenceParallel()),
+    (POST_GRAD, Overlap()),
+]
 
 
 def passes_in(slot: str) -> list[GraphPass]:

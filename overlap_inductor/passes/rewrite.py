@@ -31,6 +31,7 @@ from overlap_inductor.lowerings.registry import schedule_named
 from overlap_inductor.passes import agreed_plan as exchange_steps
 from overlap_inductor.passes import delayed_matmuls
 from overlap_inductor.passes import plan as planner
+from overlap_inductor.sites import all_to_all
 from overlap_inductor.sites import collectives
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import same_size
@@ -181,6 +182,9 @@ class Rewriter:
         module = {k: site.matmuls[0].node.meta[k] for k in _STACK if k in site.matmuls[0].node.meta}
         piece = site.decision.moving
         ends = {n for c in site.collectives for n in c.chain()}
+        for collective in site.collectives:
+            if collective.kind == "all_to_all":
+                all_to_all.write_row_counts(collective)
         with self.graph.inserting_before(anchor):
             group = site.facts.collective
             emit = StepEmitter(
@@ -228,7 +232,8 @@ class Rewriter:
                 pending += sources
 
     def _kept(self) -> list[delayed_matmuls.Transfer]:
-        """The collectives that are left in the graph and have a wait of their own, with their estimated seconds."""
+        """The collectives that are left in the graph and have a wait of their own, with their estimated seconds. Those
+        whose number of rows is known only when the graph runs are left out."""
         found = [c for _, _, c in collectives.find_collectives(self.graph) if isinstance(c, CollectiveNode)]
         return [
             delayed_matmuls.Transfer(
@@ -236,7 +241,7 @@ class Rewriter:
             )
             for c in found
             # An op that waits itself leaves nothing between its start and its wait.
-            if c.world_size > 1 and c.wait is not c.node
+            if c.world_size > 1 and c.wait is not c.node and not tools.has_unbacked(tools.shape(c.input))
         ]
 
     def _chain_kept_collectives(self) -> None:

@@ -18,7 +18,7 @@ ADVICE = {
     "few_tokens": "Nothing to do: with so few tokens, an all-reduce is faster than what could replace it.",
     "fsdp_weight_gather": "Nothing to do: Inductor moves the gathers of weights under earlier work.",
     "group_not_resolved": "Create the process group in this process before the model is compiled.",
-    "grouped_matmul": "Nothing to do: only the experts' matmul before an all-reduce or a reduce-scatter is cut.",
+    "grouped_matmul": "Between two all-to-alls, compute each row by itself and return it to its place.",
     "hoist": "Move the op that the reason names before the collective, if the model allows it.",
     "layout": "Gather or scatter along one whole dim, and leave reshapes across that dim to other places.",
     "matmul_form": "Write the product as a matmul of matrices, for example with torch.nn.functional.linear.",

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -68,6 +69,21 @@ class Splits:
     def __str__(self) -> str:
         sent, received = (", ".join(map(str, _sizes(sizes))) for sizes in (self.sent, self.received))
         return f"sends [{sent}] rows and receives [{received}]"
+
+
+def write_row_counts(collective: CollectiveNode) -> None:
+    """Replace each node that reads the number of rows of the collective's result by the sum of the parts' sizes. Then
+    the collective can be moved down or erased."""
+    if changes_shards(collective.node):
+        return
+    received = Splits.of(collective.node).received
+    for source in collective.chain():
+        for user in [u for u in source.users if u.target is torch.ops.aten.sym_size.int and u.args[1] == 0]:
+            with user.graph.inserting_before(user):
+                count = user.graph.call_function(torch.sym_sum, (received,))
+            count.meta["val"] = tools.value(user)
+            user.replace_all_uses_with(count)
+            user.graph.erase_node(user)
 
 
 def is_uneven(collective: CollectiveNode) -> bool:

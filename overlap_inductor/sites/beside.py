@@ -53,7 +53,8 @@ def _told(found: _Way, collective: CollectiveNode, gather: str) -> Reason:
         return Reason(
             "grouped_matmul",
             f"the matmul next to the collective is {node.name} ({node.target}), which multiplies groups of rows; it can"
-            " be cut only if pointwise ops and one index by rows are between it and a reduction over its tokens",
+            " be cut only if pointwise ops and one index by rows are between it and a reduction over its tokens, or"
+            " between two all-to-alls that bring and return its rows",
         )
     if kind == "vector":
         return Reason(

@@ -160,7 +160,7 @@ def _wait_of(node: fx.Node) -> fx.Node | Reason:
     if changes_shards(node):
         return node
     waits = [u for u in node.users if operators.is_wait(u)]
-    others = [u for u in node.users if u not in waits and u.op != "output"]
+    others = [u for u in node.users if u not in waits and u.op != "output" and not _reads_rows(u, node)]
     if len(waits) != 1 or others:
         return Reason(
             "no_wait",
@@ -171,6 +171,13 @@ def _wait_of(node: fx.Node) -> fx.Node | Reason:
     while len(wait.users) == 1 and operators.is_wait(next(iter(wait.users))):
         wait = next(iter(wait.users))
     return wait
+
+
+def _reads_rows(user: fx.Node, node: fx.Node) -> bool:
+    """Whether ``user`` only reads how many rows the all-to-all ``node`` receives. They are arguments of the node, too
+    (``all_to_all.write_row_counts``)."""
+    is_exchange = _NAMES.get(operators.qualified_name(node)[1]) == "all_to_all"
+    return is_exchange and user.target is torch.ops.aten.sym_size.int and user.args[1] == 0
 
 
 def find_collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, CollectiveNode | Reason]]:

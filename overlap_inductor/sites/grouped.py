@@ -37,7 +37,41 @@ STEPS = 16
 
 
 @dataclass(frozen=True)
-class GroupedMatmul(MatmulNode):
+class GroupedNode(MatmulNode):
+    """A grouped matmul alone. Its rows are in the order of their experts."""
+
+    @property
+    def grouped(self) -> fx.Node:
+        return self.node
+
+    @property
+    def lhs(self) -> fx.Node:
+        return self.grouped.args[0]
+
+    @property
+    def rhs(self) -> fx.Node:
+        return self.grouped.args[1]
+
+    @property
+    def ends(self) -> fx.Node:
+        """For each expert, the end of its rows."""
+        return operators.argument(self.grouped, "offs")
+
+    @property
+    def bias(self) -> None:
+        return None
+
+    def describe(self, role: str | None) -> facts.Matmul:
+        m, k = map(tools.size_text, tools.shape(self.lhs))
+        experts, _, n = map(tools.size_text, tools.shape(self.rhs))
+        return facts.Matmul(KIND, m, n, k, str(tools.dtype(self.lhs)).removeprefix("torch."), experts, role)
+
+    def refusal(self) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class GroupedMatmul(GroupedNode):
     """See the module. ``node`` is the index, or the view of it that splits its rows.
 
     All nodes are read from the graph each time, because the rewrite of an earlier site may have replaced them.
@@ -81,23 +115,6 @@ class GroupedMatmul(MatmulNode):
         return next(n for n in self.inner if is_grouped(n))
 
     @property
-    def lhs(self) -> fx.Node:
-        return self.grouped.args[0]
-
-    @property
-    def rhs(self) -> fx.Node:
-        return self.grouped.args[1]
-
-    @property
-    def ends(self) -> fx.Node:
-        """For each expert, the end of its rows."""
-        return operators.argument(self.grouped, "offs")
-
-    @property
-    def bias(self) -> None:
-        return None
-
-    @property
     def is_masked(self) -> bool:
         """Whether a ``where`` follows the grouped matmul. It is taken as the mask of rows of other ranks' experts,
         which are not multiplied."""
@@ -105,14 +122,6 @@ class GroupedMatmul(MatmulNode):
 
     def output_role(self, dim: int) -> str:
         return "N" if dim == len(tools.shape(self.node)) - 1 else "M"
-
-    def describe(self, role: str | None) -> facts.Matmul:
-        m, k = map(tools.size_text, tools.shape(self.lhs))
-        experts, _, n = map(tools.size_text, tools.shape(self.rhs))
-        return facts.Matmul(KIND, m, n, k, str(tools.dtype(self.lhs)).removeprefix("torch."), experts, role)
-
-    def refusal(self) -> str | None:
-        return None
 
 
 def parse(node: fx.Node) -> GroupedMatmul | None:
@@ -132,12 +141,17 @@ def parse(node: fx.Node) -> GroupedMatmul | None:
 
 def is_grouped(node: fx.Node) -> bool:
     """Whether ``node`` multiplies groups of rows of a matrix, each by a matrix of its own."""
-    if operators.qualified_name(node) not in _OPERATORS or not tools.is_tensor(node):
+    if not is_grouped_operator(node):
         return False
     lhs, rhs, *_ = node.args
     if operators.argument(node, "offs") is None or operators.argument(node, "bias") is not None:
         return False
     return len(tools.shape(lhs)) == 2 and len(tools.shape(rhs)) == 3
+
+
+def is_grouped_operator(node: fx.Node) -> bool:
+    """Whether ``node`` multiplies groups in any way: of rows, of columns, or of the contracted dim."""
+    return operators.qualified_name(node) in _OPERATORS and tools.is_tensor(node)
 
 
 def _is_order(node: fx.Node) -> bool:

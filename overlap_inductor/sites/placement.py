@@ -36,7 +36,7 @@ class Placement:
     def obstacle(self) -> fx.Node | None:
         """A node among ``hoisted`` that may not be moved or reads a sunk node; ``None`` if there is none."""
         sunk = set(self.sunk)
-        return next((n for n in self.hoisted if not _movable(n) or not sunk.isdisjoint(n.all_input_nodes)), None)
+        return next((n for n in self.hoisted if not movable(n) or not sunk.isdisjoint(n.all_input_nodes)), None)
 
     def apply(self) -> None:
         """Move ``hoisted``, then ``sunk``, to right before ``anchor``."""
@@ -44,7 +44,8 @@ class Placement:
             self.anchor.prepend(node)
 
 
-def _movable(node: fx.Node) -> bool:
+def movable(node: fx.Node) -> bool:
+    """Whether ``node`` has no effect besides its result, and is no collective."""
     return node.op != "call_function" or not (node.is_impure() or operators.is_functional_collective(node))
 
 

@@ -27,6 +27,12 @@ def qualified_name(node: fx.Node) -> tuple[str, str]:
     return namespace, name
 
 
+def full_name(node: fx.Node) -> str:
+    """``aten.mm.default``; empty if ``node`` calls no operator."""
+    op = operator(node)
+    return ".".join((*qualified_name(node), op._overloadname)) if op is not None else ""
+
+
 def is_functional_collective(node: fx.Node) -> bool:
     """Whether ``node`` is a functional collective or its ``wait_tensor``."""
     return qualified_name(node)[0] in FUNCTIONAL_COLLECTIVES

@@ -27,6 +27,7 @@ PATTERNS = (
     "matmul_all_reduce",
     "matmul_all_gather",
     "embedding_all_to_all",
+    "all_to_all_experts",
     "matmul_all_to_all",
     "all_to_all_matmul",
 )

@@ -29,6 +29,7 @@ ROUTES = {
     "matmul_all_gather": ("broadcast", "all_gather"),
     "matmul_all_to_all": ("direct", "all_to_all"),
     "all_to_all_matmul": ("direct", "all_to_all"),
+    "all_to_all_experts": ("direct", "all_to_all"),
     "embedding_all_to_all": ("direct", "all_to_all"),
 }
 """The route of each pattern's ring, and the kind of its collective."""

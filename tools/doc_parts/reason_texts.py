@@ -51,7 +51,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "grouped_matmul": (
             "The matmul beside the collective is grouped, as in a mixture of experts. It is cut into blocks of tokens"
             " only if one index brings its rows back to the tokens, with pointwise ops before it, and a reduction"
-            " follows."
+            " follows. Between two all-to-alls it is cut by ranks only if the second one returns the rows of the first"
+            " to where they came from, and each row is computed by itself."
         ),
         "fsdp_weight_gather": "A weight is gathered for use (FSDP), and a setting of Inductor hides the gather.",
     },

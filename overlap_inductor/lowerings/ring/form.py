@@ -18,6 +18,7 @@ from torch import fx
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.ring.exchange_form import ReceivedRing
 from overlap_inductor.lowerings.ring.exchange_form import SentRing
+from overlap_inductor.lowerings.ring.experts_form import ExpertsRing
 from overlap_inductor.lowerings.ring.gather_form import GatherRing
 from overlap_inductor.lowerings.ring.reduce_form import ReduceRing
 from overlap_inductor.lowerings.ring.table_form import GradientRing
@@ -25,6 +26,7 @@ from overlap_inductor.lowerings.ring.table_form import PooledRing
 from overlap_inductor.lowerings.ring.uneven_form import UnevenReceivedRing
 from overlap_inductor.lowerings.ring.uneven_form import UnevenSentRing
 from overlap_inductor.lowerings.schedule import Replaced
+from overlap_inductor.sites.dispatched_nodes import DispatchedNodes
 from overlap_inductor.sites.exchange_nodes import ReceivedNodes
 from overlap_inductor.sites.exchange_nodes import SentNodes
 from overlap_inductor.sites.gather_nodes import GatherNodes
@@ -88,6 +90,7 @@ FORMS: dict[type[SiteNodes], RingForm] = {
     ReceivedNodes: ReceivedRing(),
     UnevenSentNodes: UnevenSentRing(),
     UnevenReceivedNodes: UnevenReceivedRing(),
+    DispatchedNodes: ExpertsRing(),
     PooledNodes: PooledRing(),
     GradientNodes: GradientRing(),
 }

@@ -27,7 +27,7 @@ from overlap_inductor.transports import routes
 Tensors = list[torch.Tensor]
 
 
-def _check(rows: int, sent: Sequence[int], received: Sequence[int], rank: int, site: str) -> None:
+def check_parts(rows: int, sent: Sequence[int], received: Sequence[int], rank: int, site: str) -> None:
     """Raises ``ValueError`` if ``sent`` and ``received`` do not describe an all-to-all of ``rows`` rows."""
     if sum(sent) != rows or sent[rank] != received[rank] or min(*sent, *received) < 0:
         raise ValueError(
@@ -36,7 +36,7 @@ def _check(rows: int, sent: Sequence[int], received: Sequence[int], rank: int, s
         )
 
 
-def _in_elements(places: Sequence[Sequence[int]], width: int) -> list[list[int]]:
+def in_elements(places: Sequence[Sequence[int]], width: int) -> list[list[int]]:
     return [[row * width for row in place] for place in places]
 
 
@@ -55,10 +55,10 @@ def _matmul_all_to_all_uneven(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = resolve_group(group_name)
     rank, width = group.rank(), rhs[0].shape[1]
-    _check(lhs[0].shape[0], sent, received, rank, site)
+    check_parts(lhs[0].shape[0], sent, received, rank, site)
     cuts, places = routes.places(sent, parts), routes.places(received, parts)
     buffer = lhs[0].new_empty(places[-1][-1], width, dtype=dtype)
-    exchange = exchanges.open_uneven(buffer, _in_elements(places, width), "direct", group, site, transport)
+    exchange = exchanges.open_uneven(buffer, in_elements(places, width), "direct", group, site, transport)
 
     def rows(start: int, stop: int) -> torch.Tensor:
         return sum_of_products(lhs, rhs, biases, slice(start, stop), dtype)
@@ -107,12 +107,12 @@ def _all_to_all_uneven_matmul(
 ) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     group = resolve_group(group_name)
     world_size, rank, width = group.size(), group.rank(), x.shape[1]
-    _check(x.shape[0], sent, received, rank, site)
+    check_parts(x.shape[0], sent, received, rank, site)
     cuts, places = routes.places(sent, parts), routes.places(received, parts)
     x = x.contiguous()
     buffer = x.new_empty(places[-1][-1], width)
     buffer[places[rank][0] : places[rank][-1]].copy_(x[cuts[rank][0] : cuts[rank][-1]])
-    exchange = exchanges.open_uneven(buffer, _in_elements(places, width), "direct", group, site, transport)
+    exchange = exchanges.open_uneven(buffer, in_elements(places, width), "direct", group, site, transport)
 
     def piece(hop: int) -> torch.Tensor:
         step, part = divmod(hop, parts)

@@ -56,6 +56,7 @@ class RingSchedule:
         "matmul_all_to_all",
         "all_to_all_matmul",
         "embedding_all_to_all",
+        "all_to_all_experts",
     )
     noun = "ring"
     called = "as a ring"
@@ -68,6 +69,7 @@ class RingSchedule:
             "looped_grouped_ops",
             "looped_exchange_ops",
             "looped_uneven_ops",
+            "looped_experts_ops",
         )
     )
     called_by_others = False

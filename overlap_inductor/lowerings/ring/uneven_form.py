@@ -34,8 +34,8 @@ from overlap_inductor.sites.uneven_nodes import UnevenSentNodes
 overlap = torch.ops.overlap_inductor
 
 
-class _UnevenRing:
-    """What both directions share."""
+class UnevenRing:
+    """What all forms of uneven parts share."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         return {"sub_chunks": config.sub_chunks, "route": unrolled_exchange.ROUTE}
@@ -60,7 +60,7 @@ class _UnevenRing:
         return None
 
 
-class UnevenSentRing(_UnevenRing):
+class UnevenSentRing(UnevenRing):
     """See ``form.RingForm``. The parts for the other ranks are computed first, and each piece is sent once it is
     computed."""
 
@@ -94,7 +94,7 @@ class UnevenSentRing(_UnevenRing):
         return chain, {end.wait: result, end.node: result}
 
 
-class UnevenReceivedRing(_UnevenRing):
+class UnevenReceivedRing(UnevenRing):
     """See ``form.RingForm``. This rank's own rows are multiplied first, and those of each other rank when they
     arrive."""
 

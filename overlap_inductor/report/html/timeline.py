@@ -83,7 +83,10 @@ def sketch(facts: SiteFacts, piece: PlanPiece) -> Sketch:
 def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
     """Whether the collective runs before the matmul. A pattern's name has the two in the order in which they run."""
     if "route" in piece.parameters:
-        arrives = facts.pattern == "all_to_all_matmul" or facts.matmuls[0].kind == "embedding_gradient"
+        arrives = (
+            facts.pattern in ("all_to_all_matmul", "all_to_all_experts")
+            or facts.matmuls[0].kind == "embedding_gradient"
+        )
         return piece.parameters["route"] in _SHARDS_TRAVEL or arrives
     return not facts.collective.reduce_op and not facts.pattern.startswith("matmul")
 

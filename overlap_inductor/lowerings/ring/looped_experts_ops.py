@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The looping op of experts between two exchanges (Comet, arXiv:2502.19811): rows arrive, are computed by their experts
+and return, piece by piece.
+
+All rows that this rank sends start at once. The rank computes its own rows while they travel, then each other rank's
+rows when they have arrived, and returns each piece once it is computed::
+
+    start all hops of the first exchange
+    experts(own rows)
+    for each hop: wait for it; experts(its rows); start the hop of the second exchange that returns them
+
+The op returns while the last pieces are under way. Step ``exchange_wait`` waits for them.
+
+The rows of a piece are computed in the order of their experts. ``index`` says where each row in this order lies among
+those that arrived, so its inverse, sorted for the piece, gives this order, and counting gives the ends of the piece's
+experts. So the op needs no counts, and the host reads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from overlap_inductor.lowerings.library import define
+from overlap_inductor.lowerings.ring.looped_uneven_ops import check_parts
+from overlap_inductor.lowerings.ring.looped_uneven_ops import in_elements
+from overlap_inductor.sites.row_program import RowProgram
+from overlap_inductor.sites.row_program import from_text
+from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.transports import exchange as exchanges
+from overlap_inductor.transports import routes
+
+Tensors = list[torch.Tensor]
+Results = tuple[torch.Tensor, torch.Tensor, Tensors, torch.Tensor]
+
+
+class Experts:
+    """Computes the rows of ``arrived`` by their experts, some at a time.
+
+    Attributes:
+        results: the results of all rows, in the order of ``arrived``.
+        handed_out: the values of ``RowProgram.handed_out``, in the order of the experts.
+    """
+
+    def __init__(
+        self,
+        arrived: torch.Tensor,
+        index: torch.Tensor,
+        ends: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        whole: Sequence[torch.Tensor],
+        program: RowProgram,
+    ) -> None:
+        self.arrived, self.rows, self.whole, self.program = arrived, rows, whole, program
+        count = arrived.shape[0]
+        self.index = torch.where(index < 0, index + count, index)
+        self.inverse = torch.empty_like(self.index)
+        self.inverse[self.index] = torch.arange(count, device=index.device, dtype=index.dtype)
+        self.ends = ends.to(index.dtype)
+        self.results, *self.handed_out = _outputs(arrived, program)
+
+    def compute(self, start: int, stop: int) -> None:
+        """Compute the rows ``start, start + 1, ... stop - 1`` of ``arrived``."""
+        if start == stop:
+            return
+        ordered = self.inverse[start:stop].sort().values
+        places = self.index[ordered]
+        ends = torch.searchsorted(ordered, self.ends, out_int32=True)
+        values = self.program.run([self.arrived[places], *(r[ordered] for r in self.rows)], self.whole, ends)
+        self.results[places] = values[self.program.result]
+        for shared, one in zip(self.handed_out, self.program.handed_out, strict=True):
+            shared[ordered] = values[one.value]
+
+
+def _outputs(arrived: torch.Tensor, program: RowProgram) -> Tensors:
+    """The results of all rows, then what the program hands out."""
+    sizes = [((program.width,), program.dtype), *((h.sizes, h.dtype) for h in program.handed_out)]
+    return [arrived.new_empty(arrived.shape[0], *size, dtype=getattr(torch, dtype)) for size, dtype in sizes]
+
+
+def _all_to_all_experts(
+    chain: torch.Tensor,
+    x: torch.Tensor,
+    index: torch.Tensor,
+    ends: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    whole: Sequence[torch.Tensor],
+    program: str,
+    sent: Sequence[int],
+    received: Sequence[int],
+    parts: int,
+    group_name: str,
+    site: str,
+    transport: str = "",
+) -> Results:
+    group, parsed = resolve_group(group_name), from_text(program)
+    world_size, rank, width = group.size(), group.rank(), x.shape[1]
+    check_parts(x.shape[0], sent, received, rank, site)
+    cuts, places = routes.places(sent, parts), routes.places(received, parts)
+    x = x.contiguous()
+    arrived = x.new_empty(places[-1][-1], width)
+    arrived[places[rank][0] : places[rank][-1]].copy_(x[cuts[rank][0] : cuts[rank][-1]])
+    there = exchanges.open_uneven(arrived, in_elements(places, width), "direct", group, site, transport)
+    # No other op looks for this exchange. If no rows arrive and none return, both buffers have the same address.
+    exchanges.close_exchange(arrived, group)
+    buffer = x.new_empty(cuts[-1][-1], parsed.width, dtype=getattr(torch, parsed.dtype))
+    back = exchanges.open_uneven(buffer, in_elements(cuts, parsed.width), "direct", group, site, transport)
+    # All hops of the first exchange start before any of the second, because a transport may move the messages between
+    # two ranks in the order in which they were started.
+    for hop in range(there.hop_count):
+        step, part = divmod(hop, parts)
+        to = cuts[(rank + 1 + step) % world_size]
+        there.post(hop, x[to[part] : to[part + 1]].view(-1))
+    experts = Experts(arrived, index, ends, rows, whole, parsed)
+    experts.compute(places[rank][0], places[rank][-1])
+    buffer[cuts[rank][0] : cuts[rank][-1]].copy_(experts.results[places[rank][0] : places[rank][-1]])
+    for hop in range(there.hop_count):
+        step, part = divmod(hop, parts)
+        start, stop = places[(rank - 1 - step) % world_size][part : part + 2]
+        there.wait(hop)
+        experts.compute(start, stop)
+        # Route ``direct`` sends to rank r + 1 + i in step i, and these rows came from rank r - 1 - step.
+        back.post((world_size - 2 - step) * parts + part, experts.results[start:stop].view(-1))
+    return buffer, experts.results, experts.handed_out, chain.new_empty(1)
+
+
+def _all_to_all_experts_fake(
+    chain: torch.Tensor,
+    x: torch.Tensor,
+    index: torch.Tensor,
+    ends: torch.Tensor,
+    rows: object,
+    whole: object,
+    program: str,
+    sent: Sequence[int],
+    received: Sequence[int],
+    *args: object,
+) -> Results:
+    parsed = from_text(program)
+    results, *handed_out = _outputs(x.new_empty(sum(received), x.shape[1]), parsed)
+    buffer = x.new_empty(sum(sent), parsed.width, dtype=results.dtype)
+    return buffer, results, handed_out, chain.new_empty(1)
+
+
+# Returns ``(buffer of the returned rows, results that are being sent, what the program hands out, next token of the
+# chain)``. ``sent`` and ``received``: the parts of the first exchange. ``parts``: pieces of a part.
+define(
+    "all_to_all_experts(Tensor chain, Tensor x, Tensor index, Tensor ends, Tensor[] rows, Tensor[] whole, str program,"
+    " SymInt[] sent, SymInt[] received, int parts, str group_name, str site, str transport='') -> (Tensor, Tensor,"
+    " Tensor[], Tensor)",
+    _all_to_all_experts,
+    _all_to_all_experts_fake,
+)

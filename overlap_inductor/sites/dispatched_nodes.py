@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``DispatchedNodes``: all-to-all -> index -> experts -> index put -> all-to-all.
+
+The first exchange brings rows to the ranks of their experts, and the second returns them. In between, an index brings
+the rows into the order of the experts and back, and the experts compute each row by itself::
+
+    x = wait_tensor(all_to_all(...))[index]      # rows in the order of the experts
+    y = experts(x, rows of other tensors)        # grouped matmuls and pointwise ops
+    all_to_all(index_put(empty, [index], y))     # rows in the order in which they arrived
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.all_to_all import Splits
+from overlap_inductor.sites.grouped import KIND
+from overlap_inductor.sites.grouped import GroupedNode
+from overlap_inductor.sites.grouped import cut_by_rows
+from overlap_inductor.sites.grouped import is_grouped
+from overlap_inductor.sites.layouts import Atom
+from overlap_inductor.sites.layouts import Layout
+from overlap_inductor.sites.layouts import ShardedDim
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.matmuls import MatmulNode
+from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.sites.nodes import MatmulSizes
+from overlap_inductor.sites.nodes import SiteNodes
+from overlap_inductor.sites.placement import Placement
+from overlap_inductor.sites.row_program import HandedOut
+from overlap_inductor.sites.row_program import RowProgram
+from overlap_inductor.sites.row_program import dtype_name
+from overlap_inductor.torch_compat import operators
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a site's ``program`` reads besides the rows that arrived: tensors with a row for each of them, and tensors
+    that serve all rows."""
+
+    program: RowProgram
+    rows: list[fx.Node]
+    whole: list[fx.Node]
+
+
+@dataclass
+class DispatchedNodes(SiteNodes):
+    """See the module.
+
+    Attributes:
+        dispatch, combine: the two exchanges.
+        steps: the nodes that compute the experts' rows, in graph order, from the index on.
+        put: the node that brings the rows back.
+    """
+
+    dispatch: CollectiveNode
+    combine: CollectiveNode
+    steps: list[fx.Node]
+    put: fx.Node
+
+    @property
+    def index(self) -> fx.Node:
+        """For each row in the order of the experts, its place among the rows that arrived."""
+        return self.put.args[1][0]
+
+    @property
+    def ends(self) -> fx.Node:
+        """For each expert, the end of its rows."""
+        return self.grouped[0].ends
+
+    @property
+    def grouped(self) -> list[GroupedNode]:
+        return [GroupedNode(n, KIND) for n in self.steps if is_grouped(n)]
+
+    @property
+    def splits(self) -> Splits:
+        """The parts of the first exchange. The second one returns them."""
+        return Splits.of(self.dispatch.node)
+
+    @property
+    def collectives(self) -> list[CollectiveNode]:
+        return [self.dispatch, self.combine]
+
+    @property
+    def matmuls(self) -> list[MatmulNode]:
+        return list(self.grouped)
+
+    @property
+    def sharded_dims(self) -> list[ShardedDim]:
+        rows = tools.shape(self.dispatch.wait)[0]
+        return [ShardedDim.of(Layout.uneven(rows, [Atom(tools.shape(m.node)[1])])) for m in self.grouped]
+
+    @property
+    def roles(self) -> list[str]:
+        return ["M"] * len(self.grouped)
+
+    @property
+    def tokens(self) -> Size:
+        """The number of rows that this rank sends. How many arrive is known when the graph runs."""
+        return tools.shape(self.dispatch.input)[0]
+
+    def matmul_sizes(self) -> list[MatmulSizes]:
+        return [
+            MatmulSizes([], tools.shape(m.lhs)[0], tools.shape(m.rhs)[-1], tools.shape(m.lhs)[-1], own="MNK")
+            for m in self.grouped
+        ]
+
+    @property
+    def is_sum(self) -> bool:
+        return False
+
+    def hands_out_gathered(self) -> bool:
+        return bool(self.handed_out())
+
+    def handed_out(self) -> list[fx.Node]:
+        """The steps that others read, too: what is saved for the backward graph, and operands of weights' gradients."""
+        members = {*self.steps, self.put}
+        return [n for n in self.steps if any(user not in members for user in n.users)]
+
+    def others(self) -> list[fx.Node]:
+        return [*self.steps, self.put, *self._readers()]
+
+    def places(self) -> list[Placement]:
+        """At the second exchange, where everything that the experts read has been computed. What reads the steps'
+        results before it moves down to it."""
+        return [Placement(self.combine.node, self._readers(), [], [])]
+
+    def _readers(self) -> list[fx.Node]:
+        """The nodes in front of the second exchange that are computed from the steps and belong to others."""
+        members, found = {*self.steps, self.put}, set[fx.Node]()
+
+        def visit(node: fx.Node) -> bool:
+            if node in members or not node < self.combine.node:
+                return False
+            found.add(node)
+            return True
+
+        tools.walk(self.steps, visit)
+        return sorted(found)
+
+    def immovable(self) -> fx.Node | None:
+        """A node that would have to move down, but may not; ``None`` if there is none."""
+        return next((n for n in self._readers() if n.is_impure() or operators.is_functional_collective(n)), None)
+
+    def read_in_place(self) -> bool:
+        return True
+
+    def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+        return set()
+
+    def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
+        """Does nothing: what the steps read is taken from their arguments, which are up to date in the graph."""
+
+    def cut(self) -> tuple[list[Size], str] | None:
+        return None
+
+    def order_sent(self) -> tuple[Layout, Layout] | None:
+        return None
+
+    def computed_ahead(self) -> list[str]:
+        return []
+
+    def uneven_rows(self) -> list[Size]:
+        return [tools.shape(end)[0] for end in (self.dispatch.input, self.dispatch.wait)]
+
+    def operands(self) -> Operands:
+        """The steps as a program, and what it reads. Raises ``ValueError`` if an argument cannot be written as text."""
+        first, *steps = self.steps
+        read = [n for step in steps for n in tools.tensor_inputs(step) if n not in self.steps and n is not self.ends]
+        read = list(dict.fromkeys(read))
+        count = tools.shape(first)[0]
+        rows = [n for n in read if cut_by_rows(n, count)]
+        whole = [n for n in read if n not in rows]
+        numbers = {n: i for i, n in enumerate([first, *rows, *steps])}
+
+        def encoded(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                if value in numbers:
+                    return {"row": numbers[value]}
+                return {"ends": 0} if value is self.ends else {"whole": whole.index(value)}
+            if isinstance(value, torch.dtype):
+                return {"dtype": dtype_name(value)}
+            if value is None or isinstance(value, (bool, int, float, str)):
+                return value
+            if isinstance(value, (list, tuple)):
+                return [encoded(v) for v in value]
+            raise ValueError(f"an experts' op has the argument {value!r}; expected tensors, numbers and dtypes")
+
+        ops = tuple(
+            (operators.full_name(n), [encoded(a) for a in n.args], {k: encoded(v) for k, v in n.kwargs.items()})
+            for n in steps
+        )
+        result = self.put.args[2]
+        out = tuple(
+            HandedOut(numbers[n], tuple(tools.shape(n)[1:]), dtype_name(tools.dtype(n))) for n in self.handed_out()
+        )
+        program = RowProgram(ops, numbers[result], tools.shape(result)[1], dtype_name(tools.dtype(result)), out)
+        return Operands(program, rows, whole)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an index tensor holds each index once, proved from the nodes that compute it.
+
+Dispatchers of experts bring rows from the order of their ranks into the order of their experts by an index that holds
+each row once. They compute it from the counts ``v`` of rows, by rank and expert, and from the same counts in another
+order, ``f(v)``::
+
+    segment = repeat_interleave(f(v))                       # for each row, the number of its run of rows
+    index   = f(cumsum(v) - v)[segment] + arange(rows) - (cumsum(f(v)) - f(v))[segment]
+
+Run ``i`` of the result is run ``f(i)`` of the source, and ``f`` (views and permutations) holds each run once.
+
+The backward graph gets the index as an input. So the pass on the joint graph notes what it proved in the node's
+metadata, which the partitioner hands on to both graphs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.grouped import is_grouped_operator
+from overlap_inductor.sites.layouts import same_size
+
+aten = torch.ops.aten
+PERMUTATION = "overlap_permutation"
+"""Metadata of an index tensor: true if it holds each index once."""
+
+
+def note(graph: fx.Graph) -> None:
+    """Note the permutations among the index tensors by which ``graph`` brings rows into another order."""
+    if not any(map(is_grouped_operator, graph.nodes)):
+        return
+    for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        index = node.args[1][0]
+        if tools.is_tensor(index) and is_permutation(index):
+            index.meta[PERMUTATION] = True
+
+
+def is_permutation(node: fx.Node) -> bool:
+    """Whether the vector ``node`` is known to hold each of ``0, 1, ... len - 1`` once."""
+    if node.meta.get(PERMUTATION):
+        return True
+    if len(tools.shape(node)) != 1 or node.target is not aten.sub.Tensor or node.kwargs:
+        return False
+    total, starts = node.args
+    if getattr(total, "target", None) is not aten.add.Tensor or total.kwargs:
+        return False
+    terms = list(total.args)
+    counted = next((t for t in terms if _counts(t, tools.shape(node)[0])), None)
+    if counted is None or len(terms) != 2:
+        return False
+    terms.remove(counted)
+    sources, results = _at_segments(terms[0]), _at_segments(starts)
+    if sources is None or results is None or sources[1] is not results[1]:
+        return False
+    lengths = sources[1]
+    return _starts_of(results[0]) is lengths and _moved_alike(sources[0], lengths)
+
+
+def _counts(node: object, rows: object) -> bool:
+    """Whether ``node`` is ``arange(rows)``."""
+    if not isinstance(node, fx.Node) or node.target is not torch.ops.prims.iota.default:
+        return False
+    return node.kwargs.get("start") == 0 and node.kwargs.get("step") == 1 and same_size(tools.shape(node)[0], rows)
+
+
+def _at_segments(node: object) -> tuple[fx.Node, fx.Node] | None:
+    """``(x, lengths)`` if ``node`` is ``x[repeat_interleave(lengths)]``."""
+    if not isinstance(node, fx.Node) or node.target is not aten.index.Tensor or len(node.args[1]) != 1:
+        return None
+    segments = node.args[1][0]
+    if segments.target is aten.index.Tensor and len(segments.args[1]) == 1:
+        numbers, segments = segments.args[0], segments.args[1][0]
+        if not _counts(numbers, tools.shape(numbers)[0]):
+            return None
+    if segments.target is not aten.repeat_interleave.Tensor:
+        return None
+    return node.args[0], segments.args[0]
+
+
+def _starts_of(node: fx.Node) -> fx.Node | None:
+    """``lengths`` if ``node`` is ``cumsum(lengths) - lengths``, where each run of rows starts."""
+    if node.target is not aten.sub.Tensor or node.kwargs:
+        return None
+    summed, lengths = node.args
+    exact = getattr(summed, "target", None) is aten.cumsum.default and summed.args == (lengths, 0)
+    return lengths if exact and not summed.kwargs and len(tools.shape(lengths)) == 1 else None
+
+
+def _moved_alike(starts: fx.Node, lengths: fx.Node) -> bool:
+    """Whether ``starts`` are the starts of some runs and ``lengths`` their lengths, both brought into the same other
+    order by views and permutations."""
+    while _starts_of(starts) is not lengths:
+        moves = all(
+            tools.is_reshape(n) or tools.permutation(n) is not None or n.target in tools.SAME for n in (starts, lengths)
+        )
+        if not moves or not tools.same_shape(starts, lengths):
+            return False
+        if tools.permutation(starts) != tools.permutation(lengths):
+            return False
+        starts, lengths = starts.args[0], lengths.args[0]
+    return True

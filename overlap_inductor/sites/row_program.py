@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``RowProgram`` describes how experts compute rows: grouped matmuls and pointwise ops, written as text.
+
+A pass finds the ops between the exchange that brings rows to their experts and the one that returns them. An op of the
+library gets the text and runs the same operators on some of the rows at a time. As text, ``_grouped_mm(x, w0, ends) *
+r0`` is::
+
+    {"ops": [["aten._grouped_mm.default", [{"row": 0}, {"whole": 0}, {"ends": 0}], {}],
+             ["aten.mul.Tensor", [{"row": 2}, {"row": 1}], {}]],
+     "result": 3, "handed_out": []}
+
+``row 0`` are the rows that arrived, ``row 1 ...`` those of other tensors. The ops' results follow, in order. ``whole``
+tensors serve all rows. ``ends`` says where the rows of each expert end. This module does not use FX.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class HandedOut:
+    """A value that others read, too: its number, the sizes of its dims after the rows, and its dtype's name."""
+
+    value: int
+    sizes: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class RowProgram:
+    """See the module. ``ops``: name, arguments and keyword arguments of each op. ``result``: the number of the value
+    that is returned. ``width`` and ``dtype``: its row size and dtype."""
+
+    ops: tuple[tuple[str, Any, Any], ...]
+    result: int
+    width: int
+    dtype: str
+    handed_out: tuple[HandedOut, ...]
+
+    def to_text(self) -> str:
+        handed_out = [[h.value, h.sizes, h.dtype] for h in self.handed_out]
+        return json.dumps(
+            {
+                "ops": self.ops,
+                "result": self.result,
+                "width": self.width,
+                "dtype": self.dtype,
+                "handed_out": handed_out,
+            }
+        )
+
+    def run(self, rows: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], ends: torch.Tensor) -> list[Any]:
+        """All values, by number, computed for some rows that are in the order of their experts."""
+        values = list(rows)
+        given = {"row": values, "whole": whole, "ends": [ends]}
+        for name, arguments, keywords in self.ops:
+            args, kwargs = _decoded(arguments, given), _decoded(keywords, given)
+            values.append(_operator(name)(*args, **kwargs))
+        return values
+
+
+@functools.cache
+def from_text(text: str) -> RowProgram:
+    """The program that ``to_text`` wrote as ``text``."""
+    read = json.loads(text)
+    handed_out = tuple(HandedOut(value, tuple(sizes), dtype) for value, sizes, dtype in read["handed_out"])
+    return RowProgram(tuple(map(tuple, read["ops"])), read["result"], read["width"], read["dtype"], handed_out)
+
+
+def encoded_dtype(dtype: torch.dtype) -> dict[str, str]:
+    return {"dtype": dtype_name(dtype)}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _operator(name: str) -> Any:
+    namespace, operator, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+
+
+def _decoded(value: Any, given: dict[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(v, given) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        (kind, number), *_ = value.items()
+        if kind == "dtype":
+            return getattr(torch, number)
+        if kind in given:
+            return given[kind][number]
+    return {key: _decoded(v, given) for key, v in value.items()}

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graphs of experts between two exchanges of rows: a golden graph, what ranks compare, what runs under the
+exchange of the results, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as funcol
+
+from overlap_inductor.lowerings.ring import looped_experts_ops as ops
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.sites.row_program import RowProgram
+from tests.compile.readings import summary
+from tests.support.dispatched_experts import DispatchedExperts
+from tests.support.dispatched_experts import inputs
+from tests.support.expert_layers import HIDDEN
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import report_of
+from tests.support.fake_group import reports_of
+from tests.support.generated_code import lines_of
+from tests.support.golden import check_golden
+from tests.support.graph_text import waste
+from tests.support.uneven_exchanges import by_counts
+from tests.support.uneven_exchanges import by_sizes
+
+SITE = ("all_to_all_experts", 0, ["grouped_mm M"] * 3, "overlapped")
+Rows = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _scalars() -> Iterator[None]:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        yield
+
+
+def _reports(rank: int, world_size: int = 2, **fields: Any) -> list[OverlapReport]:
+    """The reports of a layer's forward and backward graph. Ranks have different numbers of tokens."""
+    x, ids, scores = inputs(16 + rank, "random", rank, torch.bfloat16)
+    with fake_group(world_size, rank):
+        layer = DispatchedExperts(rank, world_size, shared=True)
+        return reports_of(layer, x.requires_grad_(), ids, scores.requires_grad_(), **fields)
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the golden file is for torch 2.13")
+def test_golden() -> None:
+    """Catches any change of the graphs."""
+    check_golden("\n".join(f"{r.phase}\n{r.after}" for r in _reports(0)), "dispatched_experts.txt")
+
+
+def test_both_graphs_are_rewritten() -> None:
+    """Ranks agree although they send different numbers of rows, and the host reads no more than before. The shared
+    expert's first matmul, and in the backward graph the gradients of all experts' weights, run before the wait for the
+    results."""
+    found = [_reports(rank) for rank in (0, 1)]
+    how = "by ring/p2p (route=direct, sub_chunks=4)"
+    for reports in found:
+        assert [summary(r) for r in reports] == [[SITE], [SITE]]
+        assert [text for r in reports for text in (*waste(r), *r.notices)] == []
+        for report in reports:
+            assert report.before.count("_local_scalar_dense.default") == report.after.count(
+                "_local_scalar_dense.default"
+            )
+            assert json.loads(report.exchange)["steps"][-2:] == [
+                f"g0: all_to_all bfloat16 [uneven, 16] in all_to_all_experts {how}",
+                "g0: all_to_all bfloat16 returning rows of the one before",
+            ]
+        held = [_held(report) for report in reports]
+        assert held == [["mm"], ["_grouped_mm"] * 3]
+    assert [r.exchange for r in found[0]] == [r.exchange for r in found[1]]
+
+
+def _held(report: OverlapReport) -> list[str]:
+    """The ops of the matmuls that the wait for the results has to follow."""
+    (wait,) = (line for line in report.after.splitlines() if "exchange_wait.default(" in line)
+    names = wait.split("[", 2)[2].split("]")[0].split(", ")
+    lines = {line.split(":")[0].split(" =")[0]: line for line in report.after.splitlines()}
+    return [lines[name].split("aten.")[1].split(".")[0] for name in names if "aten." in lines.get(name, "")]
+
+
+def test_without_the_pattern_the_graph_stays_as_written() -> None:
+    for report in _reports(0, patterns=("all_to_all_matmul",)):
+        assert [s.decision.reasons[0].code for s in report.sites] == ["switched_off"]
+        assert report.after == report.before
+
+
+def test_the_planner_keeps_what_it_cannot_estimate() -> None:
+    for report in _reports(0, schedule="auto"):
+        assert [(s.decision.status, s.decision.reasons[0].code) for s in report.sites] == [("kept", "dynamic_shape")]
+
+
+@pytest.mark.usefixtures("alone")
+def test_order_in_the_generated_code() -> None:
+    """The first matmul of the shared expert runs after the experts' op, while the results return. The second one is an
+    ``addmm`` that adds them."""
+    layer = DispatchedExperts(0, 2, shared=True)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return layer(x.bfloat16(), (x[:, :2].abs() * 100).long() % 8, x[:, 2:4])
+
+    lines = lines_of(run, (16, HIDDEN), world_size=2, rank=0)
+    marks = {"all_to_all_experts.default(": "experts", "extern_kernels.mm(": "mm", "exchange_wait.default(": "wait"}
+    found = [step for line in lines for mark, step in marks.items() if mark in line]
+    assert found == ["experts", "mm", "wait"]
+
+
+class _Recorded:
+    """Takes the place of an exchange, and records what is done with it."""
+
+    def __init__(self, name: str, events: list[str], hops: int) -> None:
+        self.name, self.events, self.hop_count = name, events, hops
+
+    def post(self, hop: int, piece: torch.Tensor) -> None:
+        self.events.append(f"{self.name} {hop} of {piece.numel()}")
+
+    def wait(self, hop: int) -> None:
+        self.events.append(f"wait {hop}")
+
+
+def test_order_in_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is sent before the own rows are computed, and each piece is returned before the next one is awaited,
+    to the rank from which it came."""
+    events: list[str] = []
+    names = iter(["send", "return"])
+    monkeypatch.setattr(ops.exchanges, "open_uneven", lambda *given: _Recorded(next(names), events, 2))
+    compute = ops.Experts.compute
+
+    def recorded(experts: ops.Experts, start: int, stop: int) -> None:
+        events.append(f"rows {start} to {stop}")
+        compute(experts, start, stop)
+
+    monkeypatch.setattr(ops.Experts, "compute", recorded)
+    program = RowProgram((("aten.mul.Tensor", [{"row": 0}, 2], {}),), 1, 3, "float32", ())
+    x, index, ends = torch.randn(9, 3), torch.randperm(12), torch.tensor([12]).int()
+    with fake_group(3, rank=1) as group:
+        buffer, results, _, _ = torch.ops.overlap_inductor.all_to_all_experts(
+            torch.zeros(1), x, index, ends, [], [], program.to_text(), [2, 3, 4], [4, 3, 5], 1, group.group_name, "s"
+        )
+    # Ranks 0 and 2 send 4 and 5 rows. Hop 0 goes to rank 2 and comes from rank 0; hop 1 the other way round.
+    assert events == [
+        *("send 0 of 12", "send 1 of 6", "rows 4 to 7"),
+        *("wait 0", "rows 0 to 4", "return 1 of 12"),
+        *("wait 1", "rows 7 to 12", "return 0 of 15"),
+    ]
+    assert torch.equal(buffer[2:5], 2 * x[2:5]) and torch.equal(results[4:7], 2 * x[2:5])
+
+
+def _grouped(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return torch._grouped_mm(x, w, offs=ends)
+
+
+def _back(y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(y).index_put((index,), y)
+
+
+def _added(y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(y).index_put((index,), y, accumulate=True)
+
+
+EXCHANGE = by_sizes([5, 11], [9, 7])
+
+
+def _there(x: torch.Tensor) -> torch.Tensor:
+    return EXCHANGE(x)
+
+
+def _home(x: torch.Tensor) -> torch.Tensor:
+    return EXCHANGE(x, back=True)
+
+
+def _twice(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return _home(_back(_grouped(_grouped(_there(x)[i], w, ends), w, ends + 0), i))
+
+
+MISSES: dict[str, tuple[Rows, str]] = {
+    "another index": (lambda x, w, e, i: _home(_back(_grouped(_there(x)[i], w, e), i.flip(0))), "different indices"),
+    "sums": (lambda x, w, e, i: _home(_added(_grouped(_there(x)[i], w, e), i)), "not known to hold each row once"),
+    "read elsewhere": (
+        lambda x, w, e, i: _home(y := _back(_grouped(_there(x)[i], w, e), i)).sum() + y.sum(),
+        "is read by others",
+    ),
+    "other parts": (
+        lambda x, w, e, i: by_sizes([8, 8], [8, 8])(_back(_grouped(_there(x)[i], w, e), i)),
+        "same parts to return",
+    ),
+    "other experts": (lambda x, w, e, i: _twice(x, w, e, i), "different ends"),
+    "rows of others": (
+        lambda x, w, e, i: _home(_back((y := _grouped(_there(x)[i], w, e)) * y.cumsum(0), i)),
+        "not computed row by row",
+    ),
+    "fewer rows": (lambda x, w, e, i: _home(_back(_grouped(_there(x)[i[:8]], w, e), i[:8])[:16]), ""),
+}
+
+
+def _arguments() -> tuple[torch.Tensor, ...]:
+    x, w = torch.randn(16, 16).bfloat16(), torch.randn(4, 16, 16).bfloat16()
+    return x, w, torch.tensor([4, 4, 9, 16]).int(), torch.randperm(16)
+
+
+@pytest.mark.parametrize("name", MISSES)
+@pytest.mark.usefixtures("two")
+def test_a_near_miss(name: str) -> None:
+    function, words = MISSES[name]
+    report = report_of(function, *_arguments())
+    assert summary(report) == [] and report.after == report.before
+    assert any(words in m.reason.text for m in report.near_misses) and not report.failures
+
+
+def _index(rows: int, starts: torch.Tensor, lengths: torch.Tensor, first: int = 0) -> torch.Tensor:
+    segments = torch.arange(lengths.shape[0]).repeat_interleave(lengths, output_size=rows)
+    return starts[segments] + torch.arange(first, rows + first) - (lengths.cumsum(0) - lengths)[segments]
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    return x.view(2, 4).t().reshape(-1)
+
+
+INDICES: dict[str, tuple[Callable[[torch.Tensor, int], torch.Tensor], bool]] = {
+    "by experts": (lambda c, n: _index(n, _turned(c.cumsum(0) - c), _turned(c)), True),
+    "as they are": (lambda c, n: _index(n, c.cumsum(0) - c, c), True),
+    "ends for starts": (lambda c, n: _index(n, _turned(c.cumsum(0)), _turned(c)), False),
+    "starts in another order": (lambda c, n: _index(n, c.cumsum(0) - c, _turned(c)), False),
+    "starts of other runs": (lambda c, n: _index(n, _turned((c + 1).cumsum(0) - (c + 1)), _turned(c)), False),
+    "from one on": (lambda c, n: _index(n, _turned(c.cumsum(0) - c), _turned(c), 1), False),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+@pytest.mark.usefixtures("two")
+def test_an_index_that_holds_each_row_once_is_proved(name: str) -> None:
+    """Rows that are added at an index which may hold a row twice cannot be computed by the rank that sent them."""
+    index, proved = INDICES[name]
+
+    def run(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        exchange = by_counts(counts.view(2, 4).sum(1))
+        there = exchange(x)
+        i = index(counts, there.shape[0])
+        return exchange(_added(_grouped(there[i], w, ends), i), back=True)
+
+    x, w, ends, _ = _arguments()
+    report = report_of(run, x, w, ends, torch.full((8,), 2))
+    assert proved or any("not known to hold" in m.reason.text for m in report.near_misses)
+    assert [s.facts.pattern for s in report.sites] == ["all_to_all_experts"] * proved
+
+
+def _loop(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    """One matmul for each expert. The second expert has no rows."""
+    return torch.cat([x[a:b] @ one for a, b, one in zip([0, 3, 3, 10], [3, 3, 10, 16], w)])
+
+
+@pytest.mark.usefixtures("two")
+def test_a_loop_over_experts_is_left_as_written() -> None:
+    """The rows of an expert are not those of a rank, so no cut by ranks fits. A reason names the ``cat``."""
+    for function in (
+        lambda *given: _home(_loop(*given)),
+        lambda *given: funcol.all_reduce(_loop(*given), "sum", torch.distributed.group.WORLD),
+    ):
+        torch._dynamo.reset()
+        report = report_of(function, *_arguments())
+        assert summary(report) == [] and report.after == report.before
+        assert "cat" in report.near_misses[0].reason.text

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts between two exchanges of rows on gloo ranks, forward and backward against fp64, whatever the experts'
+loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report.publish import all_reports
+from overlap_inductor.report.report import OverlapReport
+from tests.support.dispatched_experts import DispatchedExperts
+from tests.support.dispatched_experts import inputs
+from tests.support.expert_layers import LOADS
+from tests.support.gloo_ranks import compile_anew
+from tests.support.gloo_ranks import run_ranks
+from tests.support.graph_text import waste
+from tests.support.interpreted import interpreted
+
+TOLERANCE = 8e-2
+"""The experts compute in bf16, the only dtype in which ``torch.compile`` traces ``_grouped_mm``. A wrong row is off by
+about 1."""
+PATTERN = "all_to_all_experts"
+
+
+def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).abs().max() / exact.abs().max().clamp(min=1))
+
+
+def _errors(layer: DispatchedExperts, compiled: Any, rank: int, ranks: int, *given: Any) -> dict[str, float]:
+    """The largest errors of the output and of the gradients on this rank, relative to the largest value of each."""
+    tokens, loads, dtype = given
+    x, ids, scores = inputs(tokens + rank, loads, rank, dtype)
+    layer.zero_grad()
+    out = compiled(x.requires_grad_(), ids, scores.requires_grad_())
+    out.float().sin().sum().backward()
+    weights = [w.double().requires_grad_() for w in layer.all_weights]
+    # A weight's gradient is the sum over the tokens of all ranks. The shared expert's weights see the rank's own only.
+    for other in sorted(range(ranks), key=lambda r: r == rank):
+        other_x, other_ids, other_scores = inputs(tokens + other, loads, other, dtype)
+        other_x, other_scores = other_x.double().requires_grad_(), other_scores.double().requires_grad_()
+        for w in weights[3:]:
+            w.grad = None
+        exact = layer.whole(other_x, other_ids, other_scores, weights)
+        exact.sin().sum().backward()
+    pairs = {"output": (out, exact), "x": (x.grad, other_x.grad), "scores": (scores.grad, other_scores.grad)}
+    own = [w.grad[layer.own] for w in weights[:3]] + [w.grad for w in weights[3:]]
+    pairs |= {n: (p.grad, g) for (n, p), g in zip(layer.named_parameters(), own)}
+    return {name: _off(found.detach(), wanted.detach()) for name, (found, wanted) in pairs.items()}
+
+
+def _every_load(
+    rank: int, world_size: int, tokens: int, dtype: torch.dtype, shared: bool, sub_chunks: int
+) -> tuple[list[str], dict[str, float], list[str]]:
+    """``(patterns of the overlapped sites, errors that are too large, problems)`` of one pair of graphs."""
+    torch._dynamo.config.capture_scalar_outputs = True
+    layer = DispatchedExperts(rank, world_size, shared)
+    reports: list[OverlapReport] = []
+    config = OverlapConfig(schedule="ring", sequence_parallel="off", sub_chunks=sub_chunks)
+    compiled = torch.compile(layer, backend=interpreted(config, reports, compared=True), fullgraph=True)
+    errors = {}
+    for loads in LOADS:
+        found = _errors(layer, compiled, rank, world_size, tokens, loads, dtype)
+        errors.update({f"{loads}: {name}": off for name, off in found.items() if not off < TOLERANCE})
+    sites = [s.facts.pattern for r in reports for s in r.sites if s.decision.status == "overlapped"]
+    return sites, errors, [text for r in reports for text in (*waste(r), *r.notices)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tokens", "dtype", "shared", "sub_chunks"),
+    [(2, 13, torch.bfloat16, False, 3), (4, 6, torch.float32, True, 2), (2, 1, torch.float32, False, 1)],
+)
+def test_every_load(world_size: int, tokens: int, dtype: torch.dtype, shared: bool, sub_chunks: int) -> None:
+    """Catches rows that are computed by another expert, returned to a wrong rank or place, or saved in a wrong order
+    for the backward graph, and a rank that waits for a piece without rows."""
+    for rank, (sites, errors, problems) in enumerate(
+        run_ranks(world_size, _every_load, tokens, dtype, shared, sub_chunks, timeout=300)
+    ):
+        assert (sites, errors, problems) == ([PATTERN] * 2, {}, []), f"rank {rank}"
+
+
+def _generated(rank: int, world_size: int) -> tuple[list[list[str]], dict[str, float], list[str]]:
+    """As ``_every_load``, with the sites of each graph, for two loads and Inductor's generated code."""
+    compile_anew()
+    torch._dynamo.config.capture_scalar_outputs = True
+    layer = DispatchedExperts(rank, world_size, shared=True)
+    options = {"schedule": "ring", "sequence_parallel": "off", "mode": "strict"}
+    compiled = torch.compile(layer, backend="overlap_inductor", options=options, fullgraph=True)
+    errors = {}
+    for loads in ("random", "all tokens on one expert"):
+        found = _errors(layer, compiled, rank, world_size, 16, loads, torch.bfloat16)
+        errors.update({f"{loads}: {name}": off for name, off in found.items() if not off < TOLERANCE})
+    reports = all_reports()
+    sites = [[s.facts.pattern for s in r.sites if s.decision.status == "overlapped"] for r in reports]
+    return sites, errors, [text for r in reports for text in (*waste(r), *r.notices)]
+
+
+def test_generated_code() -> None:
+    """Catches a buffer that Inductor reuses while rows travel, a size that it cannot print, and a recompile for other
+    loads."""
+    for rank, found in enumerate(run_ranks(2, _generated, timeout=400)):
+        assert found == ([[PATTERN]] * 2, {}, []), f"rank {rank}"
