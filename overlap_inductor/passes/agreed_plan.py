@@ -35,6 +35,7 @@ from overlap_inductor.sites.layouts import Atom
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import product
 from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.torch_compat.distributed import group_ranks
 from overlap_inductor.version import __version__
@@ -70,9 +71,9 @@ class SiteFootprint:
         first = site.collectives[0]
         facts = site.facts
         self.group = first.group_name
-        self.added = len(site.collectives) - 1
-        op = f"({first.reduce_op})" if first.reduce_op else ""
-        self.what = f"{first.kind}{op} {str(tools.dtype(first.input)).removeprefix('torch.')}"
+        self.what, *also = map(_moves, site.nodes.moved)
+        self.also = [(what, tools.shape(c.input)) for what, c in zip(also, site.nodes.moved[1:], strict=True)]
+        self.added = len(site.collectives) - len(site.nodes.moved)
         # Ranks cannot compare how many rows each of them sends to another. That both give the same number is a duty of
         # the program, with or without overlap.
         shape = tools.shape(first.input)
@@ -93,9 +94,11 @@ class SiteFootprint:
         self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""
 
     def lines(self, names: _Names) -> list[str]:
-        """The line of the site's transfer, then one line for each further all-reduce of the site, whose result is added
-        to that of the first."""
-        return [self._line(names), *([f"{names.group(self.group)}: {self.what} added to the one before"] * self.added)]
+        """The line of the site's transfer, then one line for each further collective of the site: its tensor moves with
+        that of the first, or its result is added to that of the first."""
+        first, group = self._line(names), names.group(self.group)
+        also = [f"{group}: {what} {names.shape(shape)} with the one before" for what, shape in self.also]
+        return [first, *also, *([f"{group}: {self.what} added to the one before"] * self.added)]
 
     def _line(self, names: _Names) -> str:
         cut = f" cut {names.shape(self.cut[0])}{self.cut[1]}" if self.cut is not None else ""
@@ -106,6 +109,11 @@ class SiteFootprint:
             f"{names.group(self.group)}: {self.what} {names.shape(self.shape)}{cut}{self.ahead} in {self.pattern} by"
             f" {how}{self.held}"
         )
+
+
+def _moves(collective: CollectiveNode) -> str:
+    op = f"({collective.reduce_op})" if collective.reduce_op else ""
+    return f"{collective.kind}{op} {str(tools.dtype(collective.input)).removeprefix('torch.')}"
 
 
 def _how(piece: PlanPiece, parameters: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from overlap_inductor.facts import names
 from overlap_inductor.passes.embedding_patterns import EmbeddingAllToAll
 from overlap_inductor.passes.exchange_patterns import AllToAllMatmul
 from overlap_inductor.passes.exchange_patterns import MatmulAllToAll
+from overlap_inductor.passes.find_attention import AllGatherAttention
 from overlap_inductor.passes.find_gather import AllGatherMatmul
 from overlap_inductor.passes.pattern import Pattern
 from overlap_inductor.passes.reduce_patterns import MatmulAllGather
@@ -36,6 +37,7 @@ def unregister(pattern: Pattern) -> None:
 
 
 register(AllGatherMatmul())
+register(AllGatherAttention())
 register(MatmulReduceScatter())
 register(MatmulAllReduce())
 register(MatmulAllGather())

@@ -56,6 +56,7 @@ class RingSchedule:
         "matmul_all_to_all",
         "all_to_all_matmul",
         "embedding_all_to_all",
+        "all_gather_attention",
     )
     noun = "ring"
     called = "as a ring"
