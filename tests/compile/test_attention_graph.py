@@ -210,9 +210,9 @@ def _planned(own: int) -> OverlapReport:
 
 def test_the_planner_counts_keys_and_values() -> None:
     """On a slow link, long sequences are overlapped and short ones are not."""
-    (many,), (few,) = _planned(4096).sites, _planned(8).sites
+    (many,), (few,) = _planned(1024).sites, _planned(8).sites
     estimate = many.decision.moving.estimate_us
-    moved = 2 * 2 * 4 * 4096 * 16 * 4  # keys and values of one rank
+    moved = 2 * 2 * 4 * 1024 * 16 * 4  # keys and values of one rank
     assert many.decision.status == "overlapped" and many.decision.source == "analytic"
     assert max(estimate["matmul"], moved / 62.5) <= estimate["ring"] < estimate["keep"]
     assert estimate["collective"] >= moved / 62.5

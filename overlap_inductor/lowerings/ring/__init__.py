@@ -8,7 +8,7 @@ loops over them.
   ``matmul_all_reduce`` and ``matmul_all_gather`` in ``looped_gather_ops`` and ``looped_reduce_ops``;
   ``grouped_matmul_reduce_scatter`` and ``grouped_matmul_all_reduce`` in ``looped_grouped_ops``;
   ``matmul_all_to_all`` and ``all_to_all_matmul`` in ``looped_exchange_ops``, and in ``looped_uneven_ops`` if the parts
-  are not equal. Lookups in tables have no looping op.
+  are not equal. Lookups in tables and attention have no looping op.
 - Kernels: none. Inductor's own matmul computes each piece of an unrolled ring, and the vendor's matmul each piece of a
   looping op.
 - Tests: ``tests/compile/test_spellings.py`` (graphs), ``tests/numerics/test_random_programs.py`` (numbers),
