@@ -72,7 +72,7 @@ class AttentionNode(MatmulNode):
 
     def results(self) -> dict[fx.Node, int]:
         """For each node that takes one of the op's results: the number of the result. 0 is the output."""
-        return {user: user.args[1] for user in self.node.users if user.target is getitem}  # type: ignore[misc]
+        return {user: user.args[1] for user in self.node.users if user.target is getitem}
 
     def refusal(self) -> str | None:
         name = self.node.name
