@@ -58,7 +58,7 @@ class AttentionNode(MatmulNode):
 
     @property
     def mask_name(self) -> str:
-        return _CUT.get(self.node.target, "attn_bias")
+        return _CUT[self.node.target]
 
     @property
     def factors(self) -> tuple[fx.Node, ...]:
