@@ -71,9 +71,8 @@ class SiteFootprint:
         first = site.collectives[0]
         facts = site.facts
         self.group = first.group_name
-        further = "added to" if site.nodes.is_sum else "returning rows of"
-        self.further = [f"{_what(c)} {further} the one before" for c in site.collectives[1:]]
         self.what = _what(first)
+        self.further = [(_what(c), *_beside(site, c)) for c in site.collectives[1:]]
         # Ranks cannot compare how many rows each of them sends to another. That both give the same number is a duty of
         # the program, with or without overlap.
         shape = tools.shape(first.input)
@@ -94,9 +93,12 @@ class SiteFootprint:
         self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""
 
     def lines(self, names: _Names) -> list[str]:
-        """The line of the site's transfer, then one line for each further collective of the site: an all-reduce whose
-        result is added to that of the first, or the exchange that returns the rows of the first."""
-        return [self._line(names), *(f"{names.group(self.group)}: {text}" for text in self.further)]
+        """The line of the site's transfer, then one line for each further collective of the site (``_beside``)."""
+        further = [
+            f"{names.group(self.group)}: {what}{'' if shape is None else f' {names.shape(shape)}'} {how} the one before"
+            for what, how, shape in self.further
+        ]
+        return [self._line(names), *further]
 
     def _line(self, names: _Names) -> str:
         cut = f" cut {names.shape(self.cut[0])}{self.cut[1]}" if self.cut is not None else ""
@@ -107,6 +109,15 @@ class SiteFootprint:
             f"{names.group(self.group)}: {self.what} {names.shape(self.shape)}{cut}{self.ahead} in {self.pattern} by"
             f" {how}{self.held}"
         )
+
+
+def _beside(site: DecidedSite, collective: CollectiveNode) -> tuple[str, list[Any] | None]:
+    """What a further collective of a site does, in words that complete "... the one before", and its shape if it moves
+    a tensor of its own that all ranks know: its result is added to that of the first, or it returns the rows of the
+    first, or its tensor moves together with that of the first."""
+    if collective in site.nodes.moved:
+        return "with", tools.shape(collective.input)
+    return ("added to" if site.nodes.is_sum else "returning rows of"), None
 
 
 def _what(collective: CollectiveNode) -> str:

@@ -9,6 +9,7 @@ from overlap_inductor.passes.embedding_patterns import EmbeddingAllToAll
 from overlap_inductor.passes.exchange_patterns import AllToAllExperts
 from overlap_inductor.passes.exchange_patterns import AllToAllMatmul
 from overlap_inductor.passes.exchange_patterns import MatmulAllToAll
+from overlap_inductor.passes.find_attention import AllGatherAttention
 from overlap_inductor.passes.find_gather import AllGatherMatmul
 from overlap_inductor.passes.pattern import Pattern
 from overlap_inductor.passes.reduce_patterns import MatmulAllGather
@@ -37,6 +38,7 @@ def unregister(pattern: Pattern) -> None:
 
 
 register(AllGatherMatmul())
+register(AllGatherAttention())
 register(MatmulReduceScatter())
 register(MatmulAllReduce())
 register(MatmulAllGather())

@@ -82,6 +82,11 @@ class SiteNodes(ABC):
         the site its group and its id."""
 
     @property
+    def moved(self) -> list[CollectiveNode]:
+        """The collectives whose tensors move. The inputs of the others are added to that of the first."""
+        return self.collectives[:1]
+
+    @property
     @abstractmethod
     def matmuls(self) -> list[MatmulNode]:
         """The matmuls that the site computes in pieces."""

@@ -93,15 +93,15 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         its_tiles = -(-rows // 128) * -(-columns // 256) * math.prod(batches)
         # Matmuls of a sum run one after the other, so only the largest counts.
         tiles = max(tiles, its_tiles) if site.nodes.is_sum else tiles + its_tiles
-    collective = site.collectives[0]
-    moved = moved_by(collective)
+    moved = moved_by(site.nodes.moved[0])
+    sent = sum(moved_by(collective).bytes_sent for collective in site.nodes.moved)
     itemsize = tools.dtype(site.matmuls[0].factors[0]).itemsize
-    gathered = _local_bytes(collective) * (moved.world_size if moved.gathers else 1)
+    gathered = sum(map(_local_bytes, site.nodes.moved)) * (moved.world_size if moved.gathers else 1)
     handed_out = gathered if site.nodes.hands_out_gathered() else 0.0
     return dataclasses.replace(
         moved,
         flops=flops * scale,
-        bytes_sent=moved.bytes_sent * scale,
+        bytes_sent=sent * scale,
         itemsize=itemsize,
         tiles=tiles,
         handed_out=handed_out * scale,

@@ -55,15 +55,13 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     return node.kwargs.get(name, default)
 
 
-def with_argument(node: fx.Node, name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of ``node``, positional and by keyword, with ``value`` for the one that the schema calls
-    ``name``."""
+def with_arguments(node: fx.Node, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of ``node``, positional and by keyword. Those that the schema calls by the names in ``values`` have
+    these values."""
     op = operator(node)
-    names = [a.name for a in op._schema.arguments] if op is not None else []
-    position = names.index(name) if name in names else len(node.args)
-    if position >= len(node.args):
-        return tuple(node.args), {**node.kwargs, name: value}
-    return (*node.args[:position], value, *node.args[position + 1 :]), dict(node.kwargs)
+    names = [a.name for a in op._schema.arguments][: len(node.args)] if op is not None else []
+    args = tuple(values.get(name, given) for name, given in zip(names, node.args, strict=True))
+    return args, {**node.kwargs, **{name: value for name, value in values.items() if name not in names}}
 
 
 def has_tag(node: fx.Node, tag: torch.Tag) -> bool:

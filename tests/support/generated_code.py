@@ -29,6 +29,7 @@ EVENTS = {
     "cpp_fused": "pointwise",
     "aten._embedding_bag.default(": "lookup",
     "aten._embedding_bag_backward.default(": "gradient",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default(": "attention",
 }
 
 

@@ -23,6 +23,7 @@ SCHEDULES = ("auto", "keep", "ring", "chunked", "fused", "wave_groups", "small_m
 TRANSPORTS = ("auto", "p2p", "copy_engine", "sm_push", "nccl")
 PATTERNS = (
     "all_gather_matmul",
+    "all_gather_attention",
     "matmul_reduce_scatter",
     "matmul_all_reduce",
     "matmul_all_gather",

@@ -31,6 +31,7 @@ ROUTES = {
     "all_to_all_matmul": ("direct", "all_to_all"),
     "all_to_all_experts": ("direct", "all_to_all"),
     "embedding_all_to_all": ("direct", "all_to_all"),
+    "all_gather_attention": ("ring", "all_gather"),
 }
 """The route of each pattern's ring, and the kind of its collective."""
 

@@ -57,7 +57,10 @@ GROUPS: dict[str, dict[str, str]] = {
         "fsdp_weight_gather": "A weight is gathered for use (FSDP), and a setting of Inductor hides the gather.",
     },
     "The matmul or the ops beside it cannot be cut": {
-        "other_users": "An op outside the site needs the matmul's whole result before the collective.",
+        "other_users": (
+            "An op outside the site needs the matmul's whole result before the collective, or a result of attention"
+            " other than its output."
+        ),
         "op_between": "An op between matmul and collective cannot be computed in pieces. The text names it.",
         "one_table": (
             "Each rank exchanges the results or the gradients of one embedding table, so no other table's work can hide"
@@ -66,7 +69,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "split_contraction": "The sharded dim is the contracted one (K), and the operands are scaled (fp8).",
         "matmul_form": (
             "This form of matmul is not cut: a product with a vector, `alpha` or `beta` other than 1, or a kind that"
-            " is not known."
+            " is not known. Attention is cut on CPU, without dropout and without `is_causal`."
         ),
         "layout": ("A reshape splits the sharded dim, or no cut of the matmul matches the collective's shards."),
         "not_plain_gather": "The gathered shards are joined out of order, with gaps or with overlaps.",

@@ -9,7 +9,8 @@ loops over them.
   ``grouped_matmul_reduce_scatter`` and ``grouped_matmul_all_reduce`` in ``looped_grouped_ops``;
   ``matmul_all_to_all`` and ``all_to_all_matmul`` in ``looped_exchange_ops``; for parts of different sizes,
   ``matmul_all_to_all_uneven`` and ``all_to_all_uneven_matmul`` in ``looped_uneven_ops``;
-  ``all_to_all_experts`` in ``looped_experts_ops``. Lookups in tables have no looping op.
+  ``all_to_all_experts`` in ``looped_experts_ops``. Lookups in tables and attention have no
+  looping op.
 - Kernels: none. Inductor's own matmul computes each piece of an unrolled ring, and the vendor's matmul each piece of a
   looping op.
 - Tests: ``tests/compile/test_spellings.py`` (graphs), ``tests/numerics/test_random_programs.py`` (numbers),

@@ -16,6 +16,7 @@ from typing import Protocol
 from torch import fx
 
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.lowerings.ring.attention_form import AttentionRing
 from overlap_inductor.lowerings.ring.exchange_form import ReceivedRing
 from overlap_inductor.lowerings.ring.exchange_form import SentRing
 from overlap_inductor.lowerings.ring.experts_form import ExpertsRing
@@ -26,6 +27,7 @@ from overlap_inductor.lowerings.ring.table_form import PooledRing
 from overlap_inductor.lowerings.ring.uneven_form import UnevenReceivedRing
 from overlap_inductor.lowerings.ring.uneven_form import UnevenSentRing
 from overlap_inductor.lowerings.schedule import Replaced
+from overlap_inductor.sites.attention_nodes import AttentionNodes
 from overlap_inductor.sites.dispatched_nodes import DispatchedNodes
 from overlap_inductor.sites.exchange_nodes import ReceivedNodes
 from overlap_inductor.sites.exchange_nodes import SentNodes
@@ -93,6 +95,7 @@ FORMS: dict[type[SiteNodes], RingForm] = {
     DispatchedNodes: ExpertsRing(),
     PooledNodes: PooledRing(),
     GradientNodes: GradientRing(),
+    AttentionNodes: AttentionRing(),
 }
 
 

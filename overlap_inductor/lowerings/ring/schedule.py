@@ -57,6 +57,7 @@ class RingSchedule:
         "all_to_all_matmul",
         "embedding_all_to_all",
         "all_to_all_experts",
+        "all_gather_attention",
     )
     noun = "ring"
     called = "as a ring"

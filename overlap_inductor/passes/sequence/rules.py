@@ -130,7 +130,7 @@ class _Reduction:
         source: Any = node.args[0]
         dims = [d - rows.lead + 1 for d in reduced_dims(node, len(tools.shape(source)))]
         given = operators.argument(node, "dim")
-        args, kwargs = operators.with_argument(node, "dim", dims[0] if isinstance(given, int) else dims)
+        args, kwargs = operators.with_arguments(node, {"dim": dims[0] if isinstance(given, int) else dims})
         return writer.call(node.target, writer.rows(source), *args[1:], **kwargs)
 
 
@@ -315,7 +315,7 @@ def on_dim(node: fx.Node, dim: int, writer: Writer) -> fx.Node:
     source: Any = node.args[0]
     local = writer.rows(source)
     fewer = len(tools.shape(source)) - len(tools.shape(local))
-    args, kwargs = operators.with_argument(node, "dim", dim - fewer)
+    args, kwargs = operators.with_arguments(node, {"dim": dim - fewer})
     return writer.call(node.target, local, *args[1:], **kwargs)
 
 

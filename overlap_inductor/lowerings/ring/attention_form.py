@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ring cuts and writes the gathers of keys and values before attention (``form.RingForm``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.lowerings.ring import unrolled_attention
+from overlap_inductor.lowerings.schedule import Replaced
+from overlap_inductor.sites.attention_nodes import AttentionNodes
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.nodes import OverlapSite
+from overlap_inductor.sites.nodes import nodes_of
+from overlap_inductor.sites.step_emitter import StepEmitter
+from overlap_inductor.transports import routes
+
+
+class AttentionRing:
+    """See ``form.RingForm``. Shards of keys and values travel round the ring. Each rank attends to each shard when it
+    arrives."""
+
+    def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
+        return {"sub_chunks": 1, "route": "ring" if config.ring_direction == "unidirectional" else "bidirectional"}
+
+    def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
+        return {"K": site.facts.collective.world_size}
+
+    def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
+        """For each shard: two slices with a view each, attention and its two results, and what merges them."""
+        world_size, masked = site.facts.collective.world_size, nodes_of(site, AttentionNodes).attention.mask is not None
+        return 8 + 2 * routes.hop_count(route, world_size, parts) + world_size * (16 + (4 if masked else 0))
+
+    def loopable(self, site: OverlapSite) -> bool:
+        return False
+
+    def chooses_at_run_time(self, site: OverlapSite) -> bool:
+        return False
+
+    def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:
+        return emit.chain, unrolled_attention.rewrite(emit, nodes_of(site, AttentionNodes), route)
+
+    def looping(
+        self, emit: StepEmitter, site: OverlapSite, parts: int, route: str, floor: int
+    ) -> tuple[fx.Node, Replaced]:
+        raise RuntimeError("no looping op computes attention")
+
+    def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
+        return None

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write ``all-gathers of keys and values -> attention`` as a ring of unrolled steps (Ring Attention, arXiv:2310.01889,
+section 3): keys and values travel while attention reads the shards that are here. ``r``: the rank::
+
+    keys, values = gather_start(own keys), gather_start(own values)
+    y[r], l[r]   = attention(q, keys[r], values[r], mask[:, r])           # under the first hop
+    for step: gather_step(keys); gather_step(values)
+              y[r - step - 1], l[r - step - 1] = attention(...)           # under the next hop
+    m   = max(l)                                                          # l: log-sum-exp of each query's scores
+    out = sum(exp(l[s] - m) * y[s] for s) / sum(exp(l[s] - m) for s)      # arXiv:1805.02867, in fp32
+
+In real arithmetic, ``out`` is the attention to all keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from operator import getitem
+
+import torch
+from torch import fx
+
+from overlap_inductor.lowerings.schedule import Replaced
+from overlap_inductor.sites import attention
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.attention_nodes import AttentionNodes
+from overlap_inductor.sites.attention_nodes import GatheredOperand
+from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.sites.step_emitter import StepEmitter
+from overlap_inductor.transports import routes
+
+aten = torch.ops.aten
+overlap = torch.ops.overlap_inductor
+
+
+def rewrite(emit: StepEmitter, nodes: AttentionNodes, route: str) -> Replaced:
+    """Write the ring's steps at the insertion point. Returns ``{old node: its replacement}``. ``route``: ``ring`` or
+    ``bidirectional`` (``transports.routes``)."""
+    operands = (nodes.key, nodes.value)
+    bounds = [[0, tools.numel(tools.shape(o.collective.input))] for o in operands]
+    where = (route, emit.group_name, emit.site)
+    buffers = [
+        emit.communicate(overlap.gather_start.default, emit.chain, o.collective.input, b, *where, *emit.transport)
+        for o, b in zip(operands, bounds, strict=True)
+    ]
+    pieces = [_attend(emit, nodes, buffers, 0)]
+    for hop, shifts in enumerate(routes.distances(route, emit.world_size)):
+        for buffer, bound in zip(buffers, bounds, strict=True):
+            emit.communicate(overlap.gather_step.default, emit.chain, buffer, bound, hop, *where)
+        pieces += [_attend(emit, nodes, buffers, shift) for shift in shifts]
+    out = _merged(emit, pieces, tools.dtype(nodes.attention.lhs), masked=nodes.attention.mask is not None)
+    replaced = {node: out for node, number in nodes.attention.results().items() if number == 0}
+    for operand, buffer in zip(operands, buffers, strict=True):
+        replaced |= {operand.collective.wait: buffer, operand.collective.node: buffer}
+    return replaced
+
+
+def _attend(emit: StepEmitter, nodes: AttentionNodes, buffers: list[fx.Node], shift: int) -> tuple[fx.Node, fx.Node]:
+    """``(output, log-sum-exp)`` of the attention to the keys of rank ``r + shift``. The log-sum-exp is ``-inf`` for a
+    query that sees none of these keys."""
+    key, value = (
+        _shard(emit, operand, buffer, shift) for operand, buffer in zip((nodes.key, nodes.value), buffers, strict=True)
+    )
+    mask = _mask_of(emit, nodes, shift)
+    args, kwargs = attention.arguments_of_piece(nodes.attention, key, value, mask)
+    results = emit.call(nodes.attention.node.target, *args, **kwargs)
+    output, log_sum_exp = (emit.call(getitem, results, i) for i in range(2))
+    if mask is not None:
+        # The op returns 0 in place of -inf for these queries. 0 may also be a true result.
+        sees_none = emit.call(aten.eq.Scalar, emit.call(aten.amax.default, mask, [-1]), -math.inf)
+        log_sum_exp = emit.call(aten.where.ScalarSelf, sees_none, -math.inf, log_sum_exp)
+    return output, log_sum_exp
+
+
+def _shard(emit: StepEmitter, operand: GatheredOperand, buffer: fx.Node, shift: int) -> fx.Node:
+    size = tools.shape(operand.collective.input)[0]
+    shard = emit.take(buffer, 0, shift, size, 0, size)
+    return emit.convert(shard, operand.raw.without_rank(), operand.layout.without_rank())
+
+
+def _mask_of(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> fx.Node | None:
+    """The columns of the mask that belong to the keys of rank ``r + shift``; ``None`` if there is no mask."""
+    mask = nodes.attention.mask
+    if mask is None or same_size(tools.shape(mask)[-1], 1):
+        return mask
+    whole, keys = tools.shape(mask), nodes.sharded_dims[0].chunk
+    source = mask.args[0] if mask.target is aten.expand.default else mask
+    if not same_size(tools.shape(source)[-1], whole[-1]):
+        source = mask
+    # To cut an expanded mask, Inductor would first write it to memory.
+    columns = emit.take(source, len(tools.shape(source)) - 1, shift, keys, 0, keys)
+    return columns if source is mask else emit.call(aten.expand.default, columns, [*whole[:-1], keys])
+
+
+def _merged(emit: StepEmitter, pieces: list[tuple[fx.Node, fx.Node]], dtype: torch.dtype, masked: bool) -> fx.Node:
+    """The attention to all keys, from ``(output, log-sum-exp)`` of the attention to each rank's keys. ``masked``:
+    whether a query may see none of the keys. Its output is 0."""
+    added = functools.partial(functools.reduce, lambda a, b: emit.call(aten.add.Tensor, a, b))
+    sums = [log_sum_exp for _, log_sum_exp in pieces]
+    wide = tools.dtype(sums[0])
+    largest = functools.reduce(lambda a, b: emit.call(aten.maximum.default, a, b), sums)
+    if masked:
+        nothing = emit.call(aten.eq.Scalar, largest, -math.inf)
+        largest = emit.call(aten.where.ScalarSelf, nothing, 0.0, largest)
+    weights = [emit.call(aten.exp.default, emit.call(aten.sub.Tensor, s, largest)) for s in sums]
+    total = added(weights)
+    if masked:
+        total = emit.call(aten.where.ScalarSelf, nothing, 1.0, total)
+    convert = torch.ops.prims.convert_element_type.default
+    outputs = [y if tools.dtype(y) is wide else emit.call(convert, y, wide) for y, _ in pieces]
+    scaled = [
+        emit.call(aten.mul.Tensor, y, emit.call(aten.unsqueeze.default, w, -1))
+        for y, w in zip(outputs, weights, strict=True)
+    ]
+    out = emit.call(aten.div.Tensor, added(scaled), emit.call(aten.unsqueeze.default, total, -1))
+    return out if dtype is wide else emit.call(convert, out, dtype)

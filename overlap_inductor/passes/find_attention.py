@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find ``all-gathers of keys and values -> attention``: context parallelism, in which each rank has the queries, keys
+and values of its own tokens.
+
+::
+
+    k = cat(split(wait_tensor(all_gather(own keys))), dim=2)         # [batch, heads, R s, width]
+    v = cat(split(wait_tensor(all_gather(own values))), dim=2)
+    y = scaled_dot_product_attention(q, k, v, mask)[0]
+    ->  y merged from the attention to each rank's keys              # while the next rank's keys and values move
+
+Contract: the graph does not change. Views may stand between the gathers and the attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.passes.follow import Follower
+from overlap_inductor.passes.pattern import Match
+from overlap_inductor.passes.pattern import Miss
+from overlap_inductor.passes.pattern import Search
+from overlap_inductor.sites import attention
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.attention import KEYS
+from overlap_inductor.sites.attention import AttentionNode
+from overlap_inductor.sites.attention_nodes import AttentionNodes
+from overlap_inductor.sites.attention_nodes import GatheredOperand
+from overlap_inductor.sites.layouts import Layout
+from overlap_inductor.sites.layouts import LayoutError
+from overlap_inductor.sites.layouts import ShardedDim
+from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.torch_compat import operators
+
+STEPS = 12
+"""The most nodes on the way from the gather to the attention."""
+
+
+class AllGatherAttention:
+    """Pattern ``all-gathers of keys and values -> attention`` (see ``Pattern``). The site starts at the first of the
+    two gathers."""
+
+    name = "all_gather_attention"
+    kind = "all_gather"
+    early = False
+    example = None
+
+    def find(self, collective: CollectiveNode, search: Search) -> Match | Miss:
+        reader = next(_readers(collective.wait), None)
+        if reader is None:
+            return Miss()
+        nodes = _site(reader, search)
+        if isinstance(nodes, Reason):
+            return Miss([nodes], anchor=reader.node)
+        search.merged.update(c.node for c in nodes.collectives)
+        return Match(nodes, KEYS, "K", _other_results(reader))
+
+
+def _readers(wait: fx.Node) -> Iterator[AttentionNode]:
+    """The attention ops whose keys or values are computed from ``wait``, in at most ``STEPS`` nodes, nearest first."""
+    frontier, seen = [wait], {wait}
+    for _ in range(STEPS):
+        reached: list[fx.Node] = []
+        for node in frontier:
+            for user in node.users:
+                found = attention.parse(user)
+                if found is not None and node in (found.rhs, found.value):
+                    yield found
+                elif user not in seen and user.op == "call_function" and not operators.is_functional_collective(user):
+                    seen.add(user)
+                    reached += [] if found is not None else [user]
+        frontier = reached
+
+
+def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:
+    """The site at an attention op, or why there is none."""
+    if (refusal := reader.refusal()) is not None:
+        return Reason("matmul_form", refusal)
+    operands = []
+    for what, node in (("keys", reader.rhs), ("values", reader.value)):
+        collective = _gather_behind(node, search)
+        if collective is None:
+            return Reason("layout", f"{node.name}, the {what} of {reader.node.name}, is not one gathered tensor")
+        operand = _operand(collective, node, reader)
+        if isinstance(operand, Reason):
+            return operand
+        operands.append(operand)
+    key, value = operands
+    if key.collective.group_name != value.collective.group_name:
+        return Reason("layout", f"keys and values of {reader.node.name} are gathered in different groups")
+    outside = [reader.lhs, reader.mask, key.collective.input, value.collective.input]
+    for wait in (key.collective.wait, value.collective.wait):
+        known: dict[fx.Node, bool] = {}
+        needy = next((n for n in outside if n is not None and tools.depends_on(n, wait, known)), None)
+        if needy is not None:
+            text = f"{needy.name}, which {reader.node.name} also reads, is computed from {wait.name}"
+            return Reason("weight_depends_on_collective", f"{text}; expected keys and values only to depend on it")
+    mask, keys = reader.mask, tools.shape(reader.rhs)[KEYS]
+    if mask is not None and not any(same_size(tools.shape(mask)[-1], size) for size in (keys, 1)):
+        return Reason("layout", f"the mask {mask.name} has {tools.shape(mask)[-1]} columns for {keys} keys")
+    return AttentionNodes(reader, key, value)
+
+
+def _gather_behind(node: fx.Node, search: Search) -> CollectiveNode | None:
+    """The all-gather of which ``node`` is a form, through each node's first input; ``None`` if there is none."""
+    for _ in range(STEPS):
+        if operators.is_wait(node):
+            while operators.is_wait(node):
+                node = node.all_input_nodes[0]
+            _, kind, found = search.collectives.get(node, (None, "", None))
+            return found if kind == "all_gather" and isinstance(found, CollectiveNode) else None
+        if not node.all_input_nodes:
+            return None
+        node = node.all_input_nodes[0]
+    return None
+
+
+def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -> GatheredOperand | Reason:
+    """Keys or values ``node`` as a form of the gathered tensor, or why it is none whose shards are runs of keys."""
+    follower = Follower(collective, Layout.gathered(tools.shape(collective.input), collective.world_size))
+    follower.run()
+    views = {collective.wait, *follower.through}
+    if node not in views:
+        return next(iter(follower.obstacles), None) or _between(node, views, reader)
+    try:
+        sharded = ShardedDim.of(follower.layouts[node])
+    except LayoutError as error:
+        return Reason("layout", f"{node.name}: {error}")
+    if sharded.dim != KEYS or not same_size(sharded.outer, 1):
+        text = f"dim {sharded.dim} of {node.name} is gathered; expected dim {KEYS}, which counts the keys, and one run"
+        return Reason("layout", f"{text} of keys for each rank")
+    if sharded.short or same_size(sharded.chunk, 0):
+        return Reason("layout", f"the ranks' shards of {node.name} are not of one size; expected equal numbers of keys")
+    return GatheredOperand(collective, follower.raw, follower.layouts[node])
+
+
+def _between(node: fx.Node, views: set[fx.Node], reader: AttentionNode) -> Reason:
+    """The op between the views of a gathered tensor and ``node``, which is computed from it."""
+    while views.isdisjoint(node.all_input_nodes):
+        node = node.all_input_nodes[0]
+    text = f"{node.name} ({node.target}) is between the all-gather and {reader.node.name}"
+    return Reason("op_between", f"{text}; expected only views of the keys and values that were gathered")
+
+
+def _other_results(reader: AttentionNode) -> Reason | None:
+    """Why the site must stay if another result of the op than the output is read; ``None`` if none is."""
+    others = [node for node, number in reader.results().items() if number and node.users]
+    if not others:
+        return None
+    text = f"{others[0].name}, result {reader.results()[others[0]]} of {reader.node.name}, is read or saved for the"
+    return Reason("other_users", f"{text} backward graph; expected only the output of the attention to be read")

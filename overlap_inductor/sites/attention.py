@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``AttentionNode`` gives PyTorch's scaled dot-product attention the form of a matmul whose contracted dim is the keys.
+
+::
+
+    out[b, h, M, N] = softmax(query[b, h, M, D] @ key[b, h, K, D]^T + mask[b, h, M, K]) @ value[b, h, K, N]
+    log_sum_exp[b, h, M]: the logarithm of the sum by which the softmax divides
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+from torch import fx
+
+from overlap_inductor.facts import site as facts
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.matmuls import MatmulNode
+from overlap_inductor.torch_compat import operators
+
+aten = tools.aten
+KEYS = 2
+"""The dim of key and value that counts the keys."""
+_CUT = {aten._scaled_dot_product_flash_attention_for_cpu.default: "attn_mask"}
+"""The ops that a piece of the keys can be given to: each returns ``(output, log-sum-exp)``. The name of its mask."""
+_KNOWN = {
+    *_CUT,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+@dataclass(frozen=True)
+class AttentionNode(MatmulNode):
+    """An attention op. Its operands are read from ``node`` each time, as those of a matmul."""
+
+    @property
+    def lhs(self) -> fx.Node:
+        return self._operand("query")
+
+    @property
+    def rhs(self) -> fx.Node:
+        return self._operand("key")
+
+    @property
+    def value(self) -> fx.Node:
+        return self._operand("value")
+
+    @property
+    def mask(self) -> fx.Node | None:
+        """What is added to the scores, ``-inf`` for a key that a query does not see."""
+        found: fx.Node | None = operators.argument(self.node, self.mask_name)
+        return found
+
+    @property
+    def mask_name(self) -> str:
+        return _CUT[self.node.target]
+
+    @property
+    def factors(self) -> tuple[fx.Node, ...]:
+        return self.lhs, self.rhs, self.value
+
+    @property
+    def sizes(self) -> tuple[list[Size], Size, Size, Size, Size]:
+        """``([batch, heads], queries, keys, width of a key, width of a value)``."""
+        *batch, queries, width = tools.shape(self.lhs)
+        return batch, queries, tools.shape(self.rhs)[KEYS], width, tools.shape(self.value)[-1]
+
+    def results(self) -> dict[fx.Node, int]:
+        """For each node that takes one of the op's results: the number of the result. 0 is the output."""
+        return {user: user.args[1] for user in self.node.users if user.target is getitem}
+
+    def refusal(self) -> str | None:
+        name = self.node.name
+        if self.node.target not in _CUT:
+            return f"{name} ({self.node.target}) is a kind of attention that this version cannot cut"
+        if any(len(tools.shape(n)) != 4 for n in self.factors):
+            return f"{name} reads tensors of {len(tools.shape(self.lhs))} dims; expected batch, heads, tokens and width"
+        if dropout := operators.argument(self.node, "dropout_p"):
+            return f"{name} drops weights at random (dropout_p={dropout}); expected no dropout"
+        if operators.argument(self.node, "is_causal"):
+            return (
+                f"is_causal of {name} counts queries and keys from 0, so this rank's queries see only the keys of the"
+                " first ranks; write the mask of the rank's own queries as attn_mask"
+            )
+        return None
+
+    def describe(self, role: str | None) -> facts.Matmul:
+        batch, queries, keys, _, width = self.sizes
+        text = tools.size_text
+        name = str(tools.dtype(self.lhs)).removeprefix("torch.")
+        return facts.Matmul(self.kind, text(queries), text(width), text(keys), name, text(tools.numel(batch)), role)
+
+    def _operand(self, name: str) -> fx.Node:
+        found: fx.Node = operators.argument(self.node, name)
+        return found
+
+
+def parse(node: fx.Node) -> AttentionNode | None:
+    """``node`` as attention, or ``None``."""
+    return AttentionNode(node, "attention") if node.op == "call_function" and node.target in _KNOWN else None
+
+
+def arguments_of_piece(
+    attention: AttentionNode, key: fx.Node, value: fx.Node, mask: fx.Node | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The op's arguments, positional and by keyword, for some of its keys."""
+    masked = {} if mask is None else {attention.mask_name: mask}
+    return operators.with_arguments(attention.node, {"key": key, "value": value, **masked})

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graphs and the generated code of attention behind gathers of keys and values: where steps stand, what is refused,
+and what the planner chooses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+
+from overlap_inductor.report.report import OverlapReport
+from tests.compile.readings import summary
+from tests.support.context_parallel import gathered
+from tests.support.context_parallel import heads_first
+from tests.support.context_parallel import tokens_first
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import report_of
+from tests.support.fake_group import reports_of
+from tests.support.generated_code import events
+from tests.support.generated_code import lines_of
+from tests.support.golden import check_golden
+from tests.support.golden import report_text
+from tests.support.graph_text import waste
+
+PATTERN = "all_gather_attention"
+SITE = (PATTERN, 2, ["attention K"], "overlapped")
+SLOW = json.dumps({"link_bytes": 6.25e7, "step_seconds": 3e-4})
+attention = F.scaled_dot_product_attention
+
+
+def _own(*, heads: int = 4, own: int = 8, count: int = 3) -> list[torch.Tensor]:
+    return [torch.randn(2, heads, own, 16) for _ in range(count)]
+
+
+def _mask(own: int = 8, world_size: int = 2) -> torch.Tensor:
+    return torch.ones(own, own * world_size, dtype=torch.bool)
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="golden files are for torch 2.13")
+@pytest.mark.parametrize("masked", [False, True])
+def test_golden(masked: bool) -> None:
+    """Catches any change of the site, decision and graph, and a text that differs between ranks."""
+    texts = set()
+    for rank in (0, 1):
+        with fake_group(2, rank), torch.no_grad():
+            report = report_of(heads_first, *_own(), *([_mask()] if masked else []))
+        assert not waste(report)
+        texts.add(f"{report_text(report)}\nbefore\n{report.before}\nafter\n{report.after}")
+    (text,) = texts
+    check_golden(text.rstrip() + "\n", f"attention/{'masked' if masked else 'plain'}.txt")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("layer", [heads_first, tokens_first])
+def test_every_spelling_is_one_site(world_size: int, masked: bool, layer: Callable[..., Any]) -> None:
+    """The gathers of keys and values are one site, and no gathered tensor is joined again."""
+    own = [x.transpose(1, 2).contiguous() if layer is tokens_first else x for x in _own()]
+    with fake_group(world_size, world_size - 1), torch.no_grad():
+        report = report_of(layer, *own, *([_mask(8, world_size)] if masked else []))
+    assert summary(report) == [SITE] and report.near_misses == []
+    assert report.after.count("aten._scaled_dot_product") == world_size and "aten.cat" not in report.after
+
+
+@pytest.mark.parametrize("kind", ["self", "projected"])
+def test_projections_before_the_gathers(kind: str) -> None:
+    """The projection of the queries stands behind the gathers, and moves before them. Matmul and gather of the keys are
+    no site of their own."""
+
+    def layer(x: torch.Tensor, wk: torch.Tensor, wv: torch.Tensor, wq: torch.Tensor) -> torch.Tensor:
+        def heads(y: torch.Tensor) -> torch.Tensor:
+            return y.view(2, 8, 4, 16).transpose(1, 2)
+
+        k, v = gathered(heads(x @ wk), 2), gathered(heads(x @ wv), 2)
+        q = heads(x @ wq) if kind == "projected" else heads(x)
+        return attention(q, k, v).transpose(1, 2).reshape(2, 8, 64)
+
+    with fake_group(2), torch.no_grad():
+        report = report_of(layer, torch.randn(2, 8, 64), *(torch.randn(64, 64) for _ in range(3)))
+    assert summary(report) == [SITE] and not waste(report)
+
+
+@pytest.mark.usefixtures("two")
+def test_other_readers_get_the_gathered_tensor() -> None:
+    """Another node reads the gathered keys, and a view of them stands before the gather of the values."""
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k = gathered(k, 2)
+        return attention(q, k, gathered(v, 2)), k.sin()
+
+    report = report_of(layer, *_own())
+    assert summary(report) == [SITE]
+    joined = next(line for line in report.after.splitlines() if "aten.cat" in line)
+    assert report.after.index(joined) > report.after.rindex("gather_step")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_attention_runs_while_the_next_keys_travel(world_size: int) -> None:
+    """In the generated code, both transfers start before the attention to the own keys. Each shard is read once it has
+    arrived, and nothing is copied in between."""
+    lines = lines_of(heads_first, *[(2, 4, 8, 16)] * 3, world_size=world_size, rank=1)
+    expected = ["start", "start", "attention", *["step", "step", "attention"] * (world_size - 1), "pointwise"]
+    assert events(lines) == expected
+
+
+def _miss(fn: Callable[..., Any], *args: torch.Tensor, **fields: Any) -> tuple[str, str]:
+    report = report_of(fn, *args, **fields)
+    assert summary(report) == []
+    assert len({n.reason for n in report.near_misses}) == 1
+    return report.near_misses[0].reason.code, report.near_misses[0].reason.text
+
+
+@pytest.mark.usefixtures("two")
+def test_what_is_no_site_has_a_reason() -> None:
+    q, k, v = _own()
+
+    def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, gathered(k, 2), gathered(v, 2), is_causal=True)
+
+    code, text = _miss(causal, q, k, v)
+    assert code == "matmul_form" and "is_causal" in text
+
+    def turned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = gathered(k, 2), gathered(v, 2)
+        return attention(q, k.roll(1, 2), v)
+
+    code, text = _miss(turned, q, k, v)
+    assert code == "op_between" and "is between the all-gather and" in text
+
+    def by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, gathered(k, 1), gathered(v, 1))
+
+    code, text = _miss(by_heads, *_own(heads=8)[:1], k, v)
+    assert code == "layout" and "dim 1" in text
+
+    def values_only(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, gathered(v, 2))
+
+    code, text = _miss(values_only, q, *_own(own=16)[:1], v)
+    assert code == "layout" and "not one gathered tensor" in text
+
+    def cut(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, gathered(k, 2)[:, :, :15], gathered(v, 2)[:, :, :15])
+
+    code, text = _miss(cut, q, k, v)
+    assert code == "layout" and "not of one size" in text, (code, text)
+
+    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k = gathered(k, 2)
+        return attention(q, k, gathered(v, 2), attn_mask=k[0, 0, :, 0].expand(8, 16))
+
+    code, text = _miss(masked, q, k, v)
+    assert code == "weight_depends_on_collective" and "expected keys and values only" in text
+
+
+@pytest.mark.usefixtures("two")
+def test_keys_and_values_of_different_groups() -> None:
+    other = dist.new_group([0, 1])
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, gathered(k, 2), funcol.all_gather_tensor(v, 2, other))
+
+    code, text = _miss(layer, *_own())
+    assert code == "layout" and "different groups" in text
+
+
+def test_training_graphs_are_kept_with_a_reason() -> None:
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = (funcol.all_gather_tensor_autograd(x, 2, dist.group.WORLD) for x in (k, v))
+        return attention(q, k, v)
+
+    with fake_group(2):
+        forward, backward = reports_of(layer, *(x.requires_grad_() for x in _own()))
+    (site,) = forward.sites
+    assert site.facts.pattern == PATTERN and site.decision.status == "refused"
+    (reason,) = site.decision.reasons
+    assert reason.code == "other_users" and "saved for the backward graph" in reason.text
+    assert backward.sites == [] and len(backward.near_misses) == 2
+
+
+@pytest.mark.usefixtures("two")
+def test_dropout_has_a_reason() -> None:
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return op(q, gathered(k, 2), gathered(v, 2), 0.5)[0]
+
+    code, text = _miss(layer, *_own())
+    assert code == "matmul_form" and "dropout_p=0.5" in text
+
+
+def test_other_schedules_compute_no_attention() -> None:
+    with fake_group(2), torch.no_grad():
+        report = report_of(heads_first, *_own(), schedule="fused")
+    (site,) = report.sites
+    assert site.decision.status == "refused" and "computes all_gather_attention" in site.decision.reasons[0].text
+
+
+def _planned(own: int) -> OverlapReport:
+    with fake_group(2), torch.no_grad():
+        report = report_of(heads_first, *_own(own=own), schedule="auto", machine=SLOW)
+    torch._dynamo.reset()
+    return report
+
+
+def test_the_planner_counts_keys_and_values() -> None:
+    """On a slow link, long sequences are overlapped and short ones are not."""
+    (many,), (few,) = _planned(1024).sites, _planned(8).sites
+    estimate = many.decision.moving.estimate_us
+    moved = 2 * 2 * 4 * 1024 * 16 * 4  # keys and values of one rank
+    assert many.decision.status == "overlapped" and many.decision.source == "analytic"
+    assert max(estimate["matmul"], moved / 62.5) <= estimate["ring"] < estimate["keep"]
+    assert estimate["collective"] >= moved / 62.5
+    assert (few.decision.status, few.decision.reasons[0].code) == ("kept", "too_small")
+
+
+def test_ranks_compare_both_gathers() -> None:
+    with fake_group(2), torch.no_grad():
+        report = report_of(heads_first, *_own()[:1], *_own(heads=2)[:1], torch.randn(2, 2, 8, 16))
+    assert json.loads(report.exchange)["steps"] == [
+        f"g0: all_gather float32 [2, 2, 8, 16] in {PATTERN} by ring/p2p (route=ring, sub_chunks=1)",
+        "g0: all_gather float32 [2, 2, 8, 16] with the one before",
+    ]
+
+
+def test_symbolic_sizes() -> None:
+    """The batch is symbolic, and so are the bounds of what travels."""
+    with fake_group(2), torch.no_grad():
+        report = report_of(heads_first, *_own(), dynamic=True)
+    assert summary(report) == [SITE]
