@@ -28,7 +28,8 @@ _SIZES = {
 }
 
 # Only the first llama and the first mixtral have two layers: an all-reduce of one layer comes before matmuls of the
-# next. Starcoder2 has a bias in every projection. Cohere computes attention and MLP in parallel. Olmo2 gathers whole activations for a norm.
+# next. Starcoder2 has a bias in every projection. Cohere computes attention and MLP in parallel. Olmo2 gathers whole
+# activations for a norm.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, one layer": ("Llama", {"num_hidden_layers": 1}),
