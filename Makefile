@@ -18,12 +18,13 @@ $(VENV)/ready: pyproject.toml
 demo: $(VENV)/ready
 	$(BIN)/overlap-inductor demo
 
-# Two workers each. Tests of kernels, numerics and models start a process for every rank. Long tests come first, and a
+# Tests of kernels, numerics and models start a process for every rank. The last stage has three workers, because some of
+# its tests only wait for a deadline. Long tests come first, and a
 # worker that has none left takes tests of the other one.
 test: $(VENV)/ready
 	$(BIN)/python -m pytest tests/unit tests/compile -n 2
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -n 2
-	$(BIN)/python -m pytest tests/models tests/examples tests/numerics -n 2 --dist worksteal
+	$(BIN)/python -m pytest tests/models tests/examples tests/numerics -n 3 --dist worksteal
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check overlap_inductor tests bench tools examples

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
@@ -85,7 +86,8 @@ def _trained_code(kind: str, tables: int, **fields: Any) -> list[list[str]]:
         compiled(*batch.arguments()).sum().backward()
 
     with (
-        inductor_config.patch(force_disable_caches=True),
+        inductor_config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
         overlap_inductor.overlap(schedule="ring", sequence_parallel="off", **fields),
     ):
         _, codes = run_and_get_code(step)

@@ -38,7 +38,7 @@ def test_families(generated: bool, tmp_path: Path) -> None:
         assert not found, f"rank {rank}: " + "\n".join(found)
 
 
-STEPS, BATCHES = 200, 8
+STEPS, BATCHES = 200, 4
 
 
 def _losses(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float], int]:

@@ -42,8 +42,8 @@ def _check(
     refused = sorted(WITHOUT_LOOPING_OP)[1:] if "step_node_budget" in fields else []
     for name in names or [n for n in cases(world_size, 4) if n not in refused]:
         reports: list[OverlapReport] = []
-        # Cases with shards of one row take as much time as the others, so only one setting runs them.
-        for size in (6, 1) if not fields and world_size == 2 else (6,):
+        # Shards of one row take as much time as the others, so they run in one setting, and only in a sample of cases.
+        for size in (6, 1) if not fields and world_size == 2 and not generated and name in SAMPLE else (6,):
             torch._dynamo.reset()
             function, shapes, expected = cases(world_size, size)[name]
             generator = torch.Generator().manual_seed(7 + rank)
@@ -69,8 +69,6 @@ def _check(
                 expected = 0
             if counts["sites_overlapped"] != expected:
                 problems.append(f"{name} size {size}: {dict(counts)}, expected {expected} sites")
-            if generated:
-                break
     return problems
 
 

@@ -71,8 +71,7 @@ def _check(world_size: int, *arguments: Any, sites: list[tuple[str, bool]]) -> N
         assert {loads: error for loads, error in errors.items() if not error < TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(("world_size", "spelling"), [(4, "put"), *((2, spelling) for spelling in SPELLINGS)])
 def test_blocks_of_tokens(world_size: int, spelling: str) -> None:
     """Catches rows of a block that are multiplied by another expert's weights, weighted by another row's share, or
     summed for another token. One or three tokens are left over
@@ -82,8 +81,7 @@ def test_blocks_of_tokens(world_size: int, spelling: str) -> None:
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("spelling", ["put", "negative places"])
+@pytest.mark.parametrize(("world_size", "spelling"), [(2, "put"), (4, "negative places")])
 def test_looping_op(world_size: int, spelling: str) -> None:
     """Catches an op that computes something else than the unrolled steps."""
     layer, options = SPELLINGS[spelling], {"step_node_budget": 1}

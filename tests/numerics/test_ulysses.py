@@ -78,7 +78,7 @@ def test_inference(world_size: int, batch: int) -> None:
 
 def test_training() -> None:
     """Catches a gradient that is wrong or is exchanged outside of a site."""
-    _check(4, 2, True, False, {}, patterns=[FORWARD, BACKWARD])
+    _check(3, 2, True, False, {}, patterns=[FORWARD, BACKWARD])
 
 
 @pytest.mark.parametrize("budget", [1, 100])

@@ -27,9 +27,9 @@ _SIZES = {
     "eos_token_id": 2,
 }
 
-# Of the models without experts, only the first llama has two layers. It tests an all-reduce of one layer before the
-# matmuls of the next. Starcoder2 has a bias in every projection. Cohere computes attention and MLP in parallel. Olmo2
-# gathers whole activations for a norm.
+# Only the first llama and the first mixtral have two layers. They test an all-reduce of one layer before the matmuls of
+# the next. Starcoder2 has a bias in every projection. Cohere computes attention and MLP in parallel. Olmo2 gathers whole
+# activations for a norm.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, one layer": ("Llama", {"num_hidden_layers": 1}),
@@ -60,18 +60,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Experts. Qwen2 also has an expert that all tokens share.
     "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
-    "qwen2_moe": (
+    "mixtral, one layer": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 1}),
+    "qwen2_moe, one layer": (
         "Qwen2Moe",
         {
+            "num_hidden_layers": 1,
             "num_experts": 8,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 24,
         },
     ),
-    "qwen3_moe": (
+    "qwen3_moe, one layer": (
         "Qwen3Moe",
-        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 4},
+        {
+            "num_hidden_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "head_dim": 4,
+        },
     ),
 }
 

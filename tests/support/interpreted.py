@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Dynamo backend that runs the rewritten graph node by node. Tests can so check the output of the pass without
+"""A Dynamo backend that runs the rewritten graph's own Python code. Tests can so check the output of the pass without
 waiting for Inductor to generate and compile code."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def interpreted(config: OverlapConfig, reports: list[OverlapReport], compared: b
     """Returns the backend. It appends the reports of its graphs to ``reports``.
 
     ``compared``: each call first compares the ranks' plans, as generated code does. If ranks differ, the call
-    interprets the graph as it was before any pass. Without ``compared`` the first overlap op compares, and raises if
+    runs the graph as it was before any pass. Without ``compared`` the first overlap op compares, and raises if
     ranks differ."""
 
     def compile_one(gm: torch.fx.GraphModule, example_inputs: Any, **keywords: Any) -> Any:
@@ -63,26 +63,24 @@ class _Untouched:
 
 def _call_of(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     _bind_symbols(gm)
+    for node in gm.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() == "control_deps":
+            node.target = _subgraph_of
     gm.recompile()
 
     def run(args: list[Any]) -> Any:
         inputs = list(args)
         args.clear()
-        return _Interpreter(gm).run(*inputs)
+        return gm(*inputs)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
-class _Interpreter(torch.fx.Interpreter):
-    """Runs the subgraph of a ``control_deps`` node in place of the node. An interpreter already runs nodes in the
-    demanded order, and some torch versions have no kernel for ``control_deps``."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "control_deps":
-            _, subgraph, *operands = args
-            return subgraph(*operands)
-        return super().call_function(target, args, kwargs)
+def _subgraph_of(before: Any, subgraph: Callable[..., Any], *operands: Any) -> Any:
+    """Takes the place of a ``control_deps`` node. The graph's code already runs nodes in the demanded order, and some
+    torch versions have no kernel for ``control_deps``."""
+    return subgraph(*operands)
 
 
 def _number(function: Callable[..., Any]) -> Callable[..., int]:
@@ -96,7 +94,7 @@ def _number(function: Callable[..., Any]) -> Callable[..., int]:
 
 def _bind_symbols(gm: torch.fx.GraphModule) -> None:
     """Replace each symbolic size in the arguments by a node that computes it. Inductor can print a symbol into its
-    code, but an interpreter needs a number."""
+    code, but the graph's own code needs a number."""
     import sympy
 
     symbols = {
