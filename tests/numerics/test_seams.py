@@ -18,7 +18,7 @@ LIMIT = 1e-5
 
 
 def _trained(model: torch.nn.Module, called: object, x: torch.Tensor) -> list[torch.Tensor]:
-    x = x.clone().requires_grad_()
+    x = x.detach().clone().requires_grad_()
     result = called(x)  # type: ignore[operator]
     result.square().mean().backward()
     return [result.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]  # type: ignore[list-item]
