@@ -145,14 +145,22 @@ def _with_remaining_edges(lower: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gather_step(*args: Any) -> Any:
-    """Call the op, scheduled after the kernels that compute its last argument ``computed``.
+    return _after_computed(torch.ops.overlap_inductor.gather_step.default, args, 7)
+
+
+def _exchange_wait(*args: Any) -> Any:
+    return _after_computed(torch.ops.overlap_inductor.exchange_wait.default, args, 8)
+
+
+def _after_computed(op: Any, args: tuple[Any, ...], plain: int) -> Any:
+    """Call ``op`` with its first ``plain`` arguments, scheduled after the kernels that compute its last argument
+    ``computed``.
 
     The tensors in ``computed`` are not inputs of the generated call. So their layouts stay flexible, and ``assemble``
     can place them.
     """
-    op = torch.ops.overlap_inductor.gather_step.default
-    plain, computed = args[:7], args[7] if len(args) > 7 else ()
-    token = lowering.fallback_handler(op, add_to_fallback_set=False)(*plain)
+    computed = args[plain] if len(args) > plain else ()
+    token = lowering.fallback_handler(op, add_to_fallback_set=False)(*args[:plain])
     kernel = V.graph.get_buffer(token.get_name())
     if isinstance(kernel, ir.MultiOutput):
         kernel = kernel.inputs[0]
@@ -182,7 +190,7 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
         # Other users of the matmul must read it before the assembled tensor is complete, because that tensor may be
         # freed afterwards. ``after`` ensures this order.
         if same and (
-            len(node.users) == 1
+            sum(u.target is not torch.ops.overlap_inductor.exchange_wait.default for u in node.users) == 1
             or any(u.target is torch.ops.overlap_inductor.after.default for u in V.graph.current_node.users)
         ):
             buffer.layout = ir.NonOwningLayout(view)
@@ -238,6 +246,7 @@ def register_lowerings() -> None:
         (ops.packed.default, _packed),
         (ops.after.default, _after),
         (ops.gather_step.default, _gather_step),
+        (ops.exchange_wait.default, _exchange_wait),
         (ops.assemble.default, _assemble),
     ):
         if op not in lowering.lowerings:

@@ -49,6 +49,7 @@ from overlap_inductor.passes.choose import Choice
 from overlap_inductor.passes.choose import find_and_choose
 from overlap_inductor.passes.graph_text import readable
 from overlap_inductor.passes.rewrite import Rewriter
+from overlap_inductor.passes.sequence.seams.join import join
 from overlap_inductor.passes.snapshot import rewrite_or_restore
 from overlap_inductor.report.failure import BUG_REPORT
 from overlap_inductor.report.failure import Failure
@@ -154,11 +155,12 @@ def _choose_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, refu
     while True:
         failed = {site: Reason("rewrite_failed", f.error) for f in failures for site in f.sites}
         choice = find_and_choose(graph, config, phase, refusal, failed)
+        seams = join(choice.chosen, config)
         if not choice.chosen or config.mode not in ("on", "strict"):
             return _Outcome(choice, None, failures)
         # Computed before the rewrite, which erases the sites' nodes.
         workspaces, requests = planner.workspace_bytes(choice.chosen), planner.workspace(choice.chosen)
-        written = rewrite_or_restore(graph, choice.chosen, Rewriter(graph, config))
+        written = rewrite_or_restore(graph, choice.chosen, Rewriter(graph, config, seams))
         if not isinstance(written, Failure):
             return _Outcome(choice, _Rewritten(*written, workspaces, requests), failures)
         failures.append(written)

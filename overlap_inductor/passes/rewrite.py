@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from operator import getitem
 
 import torch
@@ -31,6 +32,8 @@ from overlap_inductor.lowerings.registry import schedule_named
 from overlap_inductor.passes import agreed_plan as exchange_steps
 from overlap_inductor.passes import delayed_matmuls
 from overlap_inductor.passes import plan as planner
+from overlap_inductor.passes.sequence.seams.find import Seam
+from overlap_inductor.passes.sequence.seams.write import write as write_seams
 from overlap_inductor.sites import all_to_all
 from overlap_inductor.sites import collectives
 from overlap_inductor.sites import graph_tools as tools
@@ -52,10 +55,10 @@ _STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
 
 class Rewriter:
-    """Rewrites the sites of one graph in graph order."""
+    """Rewrites the sites of one graph in graph order. ``seams``: pairs of sites that are written in bands."""
 
-    def __init__(self, graph: fx.Graph, config: OverlapConfig) -> None:
-        self.graph, self.config = graph, config
+    def __init__(self, graph: fx.Graph, config: OverlapConfig, seams: Sequence[Seam] = ()) -> None:
+        self.graph, self.config, self.seams = graph, config, seams
         self.plan: ExchangePlan | None = None
         self.groups: list[str] = []
         self.chains: dict[str, fx.Node] = {}
@@ -91,6 +94,7 @@ class Rewriter:
                 for later, _ in placed[index + 1 :]:
                     later.nodes.rename(replaced)
             self.current = None
+            write_seams(self.graph, self.seams, [n for nodes in self.emitted.values() for n in nodes], self.values)
         self.graph.eliminate_dead_code()
         self.order |= delayed_matmuls.delay(self.graph, exposed, self._kept(), flops)
         self._chain_kept_collectives()

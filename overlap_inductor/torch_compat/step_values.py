@@ -21,6 +21,8 @@ from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.guards import without_guards
 
 _MARK = "overlap_inductor_valued"
+NOT_COPIED = ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "from_node", "original_aten")
+"""Metadata that describes the value or the operator of the old node, so it is not copied to a new node."""
 
 
 class StepValues:

@@ -237,6 +237,7 @@ def _exchange_wait(
     route: str,
     group_name: str,
     site: str,
+    computed: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     done = chain.new_empty(1)
     if bounds[-1] == 0:
@@ -251,12 +252,13 @@ def _exchange_wait(
 
 
 # Waits for ``hops``. ``sent``: the pieces that these hops send, and tensors that must be computed before the op waits.
-# As arguments of this op, they are not freed before it.
+# As arguments of this op, they are not freed before it. ``computed`` is as in ``gather_step``.
 define(
     "exchange_wait(Tensor(a!) chain, Tensor(b!) buffer, Tensor[] sent, SymInt[] bounds, int[] hops, str route, "
-    "str group_name, str site) -> Tensor",
+    "str group_name, str site, Tensor[]? computed=None) -> Tensor",
     _exchange_wait,
     _token_fake,
+    torch.Tag.flexible_layout,
 )
 
 

@@ -18,6 +18,7 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts.decision import Decision
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.facts.decision import Reason
+from overlap_inductor.lowerings.ring import bands_form
 from overlap_inductor.lowerings.ring import cost as cost_of_ring
 from overlap_inductor.lowerings.ring.form import form_of
 from overlap_inductor.lowerings.schedule import ExchangeTerms
@@ -137,6 +138,8 @@ class RingSchedule:
         # The default transport is the first one. It is not named in the graph, so that the graph's text does not depend
         # on which transport is the default.
         emit.transport = () if transport in (None, self.transports[0]) else (transport,)
+        if "bands" in parameters:
+            return bands_form.rewrite(emit, site, parameters["bands"])
         if parameters["unrolled"]:
             return form.unrolled(emit, site, parts, route)
         return form.looping(emit, site, parts, route, parameters.get("min_rows", 0))

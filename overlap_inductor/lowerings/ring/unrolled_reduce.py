@@ -52,7 +52,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def _sum(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, dtype: torch.dtype) -> fx.Node:
+def summed(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, dtype: torch.dtype) -> fx.Node:
     """``own + received.sum(0)``, divided by the world size if ``reduce_op`` is ``avg``. It is computed in
     ``_wide(dtype)`` and rounded once to ``dtype``, the collective's."""
     wide = _wide(dtype)
@@ -141,7 +141,7 @@ def _sum_parts(
     lead = sharded.dim == 0 and isinstance(sharded.outer, int) and sharded.outer == 1
     if lead or len(blocks) == 1:
         received = emit.reshape(buffer, [emit.world_size - 1, *tools.shape(own)])
-        return _sum(emit, own, received, reduce_op, dtype)
+        return summed(emit, own, received, reduce_op, dtype)
     # A slot of the buffer has the sub-chunks one after the other, but in the slice their rows are interleaved. So each
     # sub-chunk is summed separately, and the sums are joined.
     dim = sharded.dim
@@ -152,7 +152,7 @@ def _sum_parts(
         mine = emit.narrow(split, dim + 1, block.start, block.length)
         received = emit.narrow(buffer, 1, bounds[part], bounds[part + 1] - bounds[part])
         received = emit.reshape(received, [emit.world_size - 1, *tools.shape(mine)])
-        parts.append(_sum(emit, mine, received, reduce_op, dtype))
+        parts.append(summed(emit, mine, received, reduce_op, dtype))
     return emit.reshape(emit.call(aten.cat.default, parts, dim + 1), shape)
 
 
@@ -240,7 +240,7 @@ def rewrite_all_reduce(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.
         emit.communicate(overlap.exchange_wait.default, emit.chain, partials, closing, bounds, hops, *tail)
         received = emit.narrow(partials, 1, bounds[band], bounds[band + 1] - bounds[band])
         received = emit.reshape(received, [world_size - 1, *tools.shape(own)])
-        total = _sum(emit, own, received, reduce_op, dtype)
+        total = summed(emit, own, received, reduce_op, dtype)
         slices.after = emit.communicate(overlap.exchange_send.default, emit.chain, result, total, bounds, band, *back)
 
     waiting: tuple[int, fx.Node, list[fx.Node]] | None = None
@@ -308,4 +308,4 @@ def rewrite_gathered_output(emit: StepEmitter, nodes: ReduceNodes, parts: int) -
     return buffer
 
 
-__all__ = ["rewrite_all_reduce", "rewrite_gathered_output", "rewrite_reduce_scatter"]
+__all__ = ["rewrite_all_reduce", "rewrite_gathered_output", "rewrite_reduce_scatter", "summed"]

@@ -25,6 +25,7 @@ from overlap_inductor.facts import cost_model
 from overlap_inductor.passes.choose import Choice
 from overlap_inductor.passes.choose import find_and_choose
 from overlap_inductor.passes.sequence.find import Stretch
+from overlap_inductor.passes.sequence.seams.join import join
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import sizes
 from overlap_inductor.sites.nodes import CollectiveNode
@@ -55,7 +56,9 @@ class Cost:
 
 def plan(graph: fx.Graph, config: OverlapConfig, refusal: str | None) -> Choice:
     """The sites of ``graph`` as the overlap pass would choose them. ``graph`` is a copy, which may change."""
-    return find_and_choose(graph, config, "forward", refusal, {})
+    choice = find_and_choose(graph, config, "forward", refusal, {})
+    join(choice.chosen, config)
+    return choice
 
 
 def costs(

@@ -49,14 +49,13 @@ from overlap_inductor.passes.sequence.sums import write_partial
 from overlap_inductor.passes.sequence.sums import write_result
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.torch_compat.step_values import NOT_COPIED
 from overlap_inductor.torch_compat.step_values import evaluated
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 overlap = torch.ops.overlap_inductor
 _TO_A_SHAPE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
-NOT_COPIED = ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "from_node", "original_aten")
-"""Metadata that describes the value or the operator of the old node, so it is not copied to a new node."""
 
 
 class RowWriter:

@@ -84,7 +84,7 @@ def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
     """Whether the collective runs before the matmul. A pattern's name has the two in the order in which they run."""
     if "route" in piece.parameters:
         arrives = (
-            facts.pattern in ("all_to_all_matmul", "all_to_all_experts")
+            facts.pattern in ("all_to_all_matmul", "all_gather_matmul", "all_to_all_experts")
             or facts.matmuls[0].kind == "embedding_gradient"
         )
         return piece.parameters["route"] in _SHARDS_TRAVEL or arrives
@@ -111,7 +111,9 @@ def _shape(facts: SiteFacts, piece: PlanPiece) -> tuple[Callable[[float, float],
     if route is None or world_size < 2:
         return (steps.beside_gather if gathers_first else steps.beside), False
     parts = int(piece.parameters.get("sub_chunks", 1))
-    bands = route == "broadcast" or (facts.pattern == "embedding_all_to_all" and not gathers_first)
+    bands = (route == "broadcast" and not gathers_first) or (
+        facts.pattern == "embedding_all_to_all" and not gathers_first
+    )
     slices = 1 if bands else min(world_size, MOST_STEPS)
     drawn = max(1, min(parts, MOST_STEPS // slices))
     merged = drawn != parts or slices not in (1, world_size)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a seam may be written in bands. The answer depends only on facts that all ranks share."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from overlap_inductor.lowerings.ring import gather_cuts
+from overlap_inductor.passes.sequence.rows import NotRowWise
+from overlap_inductor.passes.sequence.seams.find import Seam
+from overlap_inductor.passes.sequence.seams.find import held_rows
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.collectives import kept_kind
+from overlap_inductor.sites.gather_nodes import GatherNodes
+from overlap_inductor.sites.grouped import GroupedMatmul
+from overlap_inductor.sites.reduce_nodes import ReduceNodes
+from overlap_inductor.torch_compat import operators
+
+
+def bands_of(seam: Seam) -> int | None:
+    """The number of bands into which the seam may be cut: the number of sub-chunks of both sites. ``None`` if it may
+    not be cut."""
+    plans = [s.decision.moving for s in (seam.scatter, seam.gather)]
+    if any(p.schedule != "ring" or not p.parameters.get("unrolled") or "min_rows" in p.parameters for p in plans):
+        return None
+    bands, parts = (p.parameters["sub_chunks"] for p in plans)
+    rows = tools.shape(seam.scattered)[0]
+    if bands != parts or bands < 2 or not isinstance(rows, int) or rows % bands:
+        return None
+    legal = (
+        plans[0].parameters["route"] == "owner"
+        and plans[0].transport == plans[1].transport
+        and _scatters_rows(seam, rows)
+        and _gathers_rows(seam, rows)
+        and _row_wise(seam, bands)
+        and _independent(seam)
+        and _may_move(seam)
+    )
+    return bands if legal else None
+
+
+def _scatters_rows(seam: Seam, rows: int) -> bool:
+    """Whether the scatter gives each rank ``rows`` consecutive rows of plain matmuls' results."""
+    nodes = seam.scatter.nodes
+    if not isinstance(nodes, ReduceNodes) or nodes.region is not None or len(nodes.collectives) > 1:
+        return False
+    sharded, target = nodes.sharded, nodes.layouts[nodes.computed[0]].without_rank()
+    return (
+        (sharded.dim, sharded.outer, sharded.chunk, sharded.short) == (0, 1, rows, False)
+        and nodes.padding is None
+        and not any(isinstance(m, GroupedMatmul) for m in nodes.leaves)
+        and nodes.leaf_layout.without_rank().same_elements(target)
+        and tools.shape(nodes.collectives[0].node) == [rows, *nodes.shape[1:]]
+    )
+
+
+def _gathers_rows(seam: Seam, rows: int) -> bool:
+    """Whether each rank gives ``rows`` rows, which the matmuls may read in bands."""
+    nodes = seam.gather.nodes
+    if not isinstance(nodes, GatherNodes):
+        return False
+    lead = gather_cuts.leading_atom(nodes)
+    if lead is None or lead.size != rows or nodes.shard_shape[0] != rows or not gather_cuts.can_cut(nodes):
+        return False
+    axes = [gather_cuts.axis_of(c, lead) for c in nodes.consumers]
+    return all(axis is not None and axis[0] == "chunk" for axis in axes) and not any(
+        c.sharded.short for c in nodes.consumers
+    )
+
+
+def _row_wise(seam: Seam, bands: int) -> bool:
+    """Whether each band of the gathered rows is computed from the same band of the scattered rows."""
+    try:
+        held = held_rows(seam.scattered, seam.region, seam.scatter.facts.collective.group_name, bands)
+    except NotRowWise:
+        return False
+    return held[seam.gathered].lead == 1 and all(
+        tools.value(n).is_contiguous() for n in seam.region if tools.is_tensor(n)
+    )
+
+
+def _independent(seam: Seam) -> bool:
+    """Whether the gather's matmuls read nothing that is computed from the scattered rows but the gathered tensor."""
+    nodes, known = seam.gather.nodes, dict[fx.Node, bool]()
+    known[seam.gather.collectives[0].node] = False
+    inside = {*nodes.others(), *(m.node for m in nodes.matmuls)}
+    read = {i for n in inside for i in n.all_input_nodes}
+    return not any(tools.depends_on(n, seam.scattered, known) for n in read)
+
+
+def _may_move(seam: Seam) -> bool:
+    """Whether the nodes between the two collectives may move: none of them is a collective or writes in place."""
+    node = seam.scattered.next
+    while node is not seam.gather.collectives[0].node:
+        if kept_kind(node) is not None or operators.is_mutable(node):
+            return False
+        node = node.next
+    return True

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimate the time of a seam as two rings one after the other, and in bands.
+
+A clock of the matmuls and one of the link step through the sends, matmuls and waits of both sites. The link carries one
+piece at a time. Token-wise work is left out, because it is the same in both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts import cost_model
+from overlap_inductor.passes.sequence.seams.find import Seam
+from overlap_inductor.sites.nodes import DecidedSite
+from overlap_inductor.sites.sizes import machine_of
+from overlap_inductor.sites.sizes import sizes_at
+
+MARGIN = 1.02
+"""Bands are chosen only if the seam is then estimated to be more than this many times as fast."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of one site: its matmuls, and the bytes that a rank sends."""
+
+    matmul: float
+    wire: float
+
+
+class Clocks:
+    """``compute``: when the matmuls so far end. ``link``: when the sends so far end. ``waited``: how long the matmuls
+    waited for a transfer, for each site."""
+
+    def __init__(self) -> None:
+        self.compute = self.link = 0.0
+        self.waited = [0.0, 0.0]
+
+    def multiply(self, seconds: float) -> None:
+        self.compute += seconds
+
+    def send(self, seconds: float) -> float:
+        """Returns when the piece has arrived. All ranks send at the same time, so its receipt takes as long."""
+        self.link = max(self.link, self.compute) + seconds
+        return self.link
+
+    def wait(self, site: int, arrival: float) -> None:
+        self.waited[site] += max(arrival - self.compute, 0.0)
+        self.compute = max(self.compute, arrival)
+
+
+def in_turn(scatter: Work, gather: Work, world_size: int, parts: int) -> Clocks:
+    """The gather starts when the whole scatter has arrived."""
+    clocks, others = Clocks(), (world_size - 1) * parts
+    arrivals = []
+    for _ in range(others):
+        clocks.multiply(scatter.matmul / (world_size * parts))
+        arrivals.append(clocks.send(scatter.wire / others))
+    clocks.multiply(scatter.matmul / world_size)
+    clocks.wait(0, arrivals[-1])
+    arrivals = [clocks.send(gather.wire / others) for _ in range(others)]
+    clocks.multiply(gather.matmul / world_size)
+    for arrival in arrivals:
+        clocks.wait(1, arrival)
+        clocks.multiply(gather.matmul / (world_size * parts))
+    return clocks
+
+
+def in_bands(scatter: Work, gather: Work, world_size: int, bands: int) -> Clocks:
+    """Each band is gathered when it has arrived from the scatter (``lowerings.ring.unrolled_bands``)."""
+    clocks, scattered = Clocks(), []
+    for _ in range(bands):
+        for _ in range(world_size - 1):
+            clocks.multiply(scatter.matmul / (world_size * bands))
+            arrival = clocks.send(scatter.wire / (world_size - 1) / bands)
+        scattered.append(arrival)
+    clocks.multiply(scatter.matmul / world_size)
+    gathered = []
+    for arrival in scattered:
+        clocks.wait(0, arrival)
+        gathered.append(clocks.send(gather.wire / bands))
+        clocks.multiply(gather.matmul / (world_size * bands))
+    for arrival in gathered:
+        clocks.wait(1, arrival)
+        clocks.multiply(gather.matmul * (world_size - 1) / (world_size * bands))
+    return clocks
+
+
+def saved(seam: Seam, bands: int, config: OverlapConfig) -> tuple[float, float] | None:
+    """``(seconds that bands save at the scatter, at the gather)``, or ``None`` if they do not pay."""
+    works = [_work(site, config) for site in (seam.scatter, seam.gather)]
+    world_size = seam.scatter.facts.collective.world_size
+    turn, banded = (run(works[0], works[1], world_size, bands) for run in (in_turn, in_bands))
+    # In bands, this rank's own rows are multiplied in pieces, and the scatter has a wait for each band.
+    steps = (bands - 1) * machine_of(seam.gather, config).step_seconds
+    if turn.compute <= MARGIN * (banded.compute + 2 * steps):
+        return None
+    found = [before - after - steps for before, after in zip(turn.waited, banded.waited, strict=True)]
+    return found[0], found[1]
+
+
+def _work(site: DecidedSite, config: OverlapConfig) -> Work:
+    sizes, machine = sizes_at(site), machine_of(site, config)
+    matmul = cost_model.matmul_seconds(sizes, machine) / machine.overlapped_efficiency
+    return Work(matmul, sizes.bytes_sent / machine.link_bytes)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write seams in bands, after the steps of their sites were written. A band of rows goes through the token-wise work
+and into the gather while later bands still travel to this rank.
+
+Before and after, for two bands (``lowerings.ring.unrolled_bands`` wrote the steps)::
+
+    wait 0; s0 = ...; wait 1; s1 = ...              wait 0; s0 = ...; n0 = norm(s0 + x[band 0])
+    s = cat(s0, s1); r = s + x; n = norm(r)         send n0; y0 = gathered[band 0] @ w
+    send n[band 0]; y0 = gathered[band 0] @ w   ->  wait 1 (after y0); s1 = ...; n1 = norm(s1 + x[band 1])
+    send n[band 1]; y1 = gathered[band 1] @ w       send n1; y1 = gathered[band 1] @ w
+    wait 0; ...                                     r = cat(r0, r1)                     # if other nodes read r
+                                                    wait 0; ...
+
+Contract: the graph computes the same numbers, because each band is computed by the rules of ``passes.sequence.rules``.
+If a step of another site stands between the two sites, their steps stay where they are: waits of one group must keep
+their order.
+
+Source: Domino (Wang et al., arXiv:2409.15241) cuts the batch and the weights of each layer by hand, so that the
+collective of one part runs under the matmuls of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.passes.sequence.rows import Rows
+from overlap_inductor.passes.sequence.rows import Tokens
+from overlap_inductor.passes.sequence.rules import rule_of
+from overlap_inductor.passes.sequence.seams.find import Seam
+from overlap_inductor.passes.sequence.seams.find import between
+from overlap_inductor.passes.sequence.seams.find import held_rows
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import matmuls
+from overlap_inductor.torch_compat.step_values import NOT_COPIED
+from overlap_inductor.torch_compat.step_values import StepValues
+from overlap_inductor.torch_compat.step_values import mark
+
+aten = torch.ops.aten
+overlap = torch.ops.overlap_inductor
+SITE = "overlap_site"
+
+
+def write(graph: fx.Graph, seams: Iterable[Seam], emitted: Iterable[fx.Node], values: StepValues) -> None:
+    """Write ``seams`` in bands, in graph order.
+
+    Args:
+        emitted: the ops of all sites that communicate.
+        values: evaluates the nodes that are written.
+    """
+    steps: dict[str, list[fx.Node]] = {}
+    for node in emitted:
+        steps.setdefault(node.meta[SITE], []).append(node)
+    parts: dict[fx.Node, list[fx.Node]] = {}
+    for seam in seams:
+        found = _Steps(graph, seam, steps)
+        first, last = found.waits[0], found.sends[-1]
+        others = (n for site, nodes in steps.items() if site not in found.sites for n in nodes)
+        if not any(first < n < last for n in others):
+            _write(found, parts, values)
+
+
+class _Steps:
+    """The steps of one seam.
+
+    Attributes:
+        waits: the scatter's wait of each band.
+        rows: this rank's scattered rows, a ``cat`` of the bands.
+        sends: the gather's send of each band.
+        start: the op that makes the gather's buffer.
+    """
+
+    def __init__(self, graph: fx.Graph, seam: Seam, steps: Mapping[str, list[fx.Node]]) -> None:
+        self.graph, self.sites = graph, (seam.scatter.facts.id, seam.gather.facts.id)
+        scatter, gather = (steps[site] for site in self.sites)
+        self.group_name = seam.scatter.facts.collective.group_name
+        self.waits = [n for n in scatter if n.target is overlap.exchange_wait.default]
+        self.start = gather[0]
+        self.sends = [n for n in gather if n.target is overlap.exchange_send.default]
+        node = self.waits[-1]
+        while not (node.target is aten.cat.default and node.meta.get(SITE) == self.sites[0]):
+            node = node.next
+        self.rows = node
+
+    @property
+    def bands(self) -> int:
+        return len(self.waits)
+
+    def sums(self, band: int) -> list[fx.Node]:
+        """The scatter's nodes from the wait of ``band`` to the rows of that band."""
+        ends = [*self.waits, self.rows]
+        return _range(ends[band], ends[band + 1])
+
+
+def _write(steps: _Steps, parts: dict[fx.Node, list[fx.Node]], values: StepValues) -> None:
+    pieces: list[Any] = [n.args[2] for n in steps.sends]
+    gathered = pieces[0].args[0]
+    region = between(steps.rows, gathered)
+    assert region is not None
+    held = held_rows(steps.rows, region, steps.group_name, steps.bands)
+    readers = _readers(steps.rows, steps.sends[-1], set(region), set(pieces))
+    parts[steps.rows] = list(steps.rows.args[0])
+    own = [[n for n in _range(*pair) if matmuls.parse(n) is not None] for pair in pairwise(steps.sends)]
+    for band, (send, piece) in enumerate(zip(steps.sends, pieces, strict=True)):
+        before = steps.start if band == 0 else send
+        if band:
+            wait = steps.waits[band]
+            for node in steps.sums(band):
+                before.prepend(node)
+            # This orders the wait after the matmuls of the band before it.
+            wait.args = (*wait.args, own[band - 1])
+            mark(wait)
+        writer = _BandWriter(steps, band, parts, values)
+        with steps.graph.inserting_before(before):
+            for node in region:
+                parts.setdefault(node, []).append(writer.write(node, held))
+        piece.replace_all_uses_with(parts[gathered][band])
+        steps.graph.erase_node(piece)
+        mark(send)
+    _give_whole(steps, region, readers, parts, values)
+
+
+def _give_whole(
+    steps: _Steps,
+    region: list[fx.Node],
+    readers: list[fx.Node],
+    parts: dict[fx.Node, list[fx.Node]],
+    values: StepValues,
+) -> None:
+    """Join the bands of each node of ``region`` that nodes outside read, after the last send. ``readers``: the nodes
+    before it that read the region; they move behind it."""
+    inside, last = set(region), steps.sends[-1]
+    behind = last.next
+    behind.prepend(steps.rows)
+    for node in region:
+        outside = [u for u in node.users if u not in inside]
+        if not outside:
+            continue
+        with steps.graph.inserting_before(behind):
+            shape = tools.shape(node)
+            joined = _call(steps.graph, node, values, aten.cat.default, parts[node])
+            if tools.shape(joined) != shape:
+                joined = _call(steps.graph, node, values, aten.reshape.default, joined, shape)
+        parts[joined] = parts[node]
+        for user in outside:
+            user.replace_input_with(node, joined)
+            values.keep(user)
+    for node in readers:
+        behind.prepend(node)
+    for node in reversed([*region, steps.rows]):
+        if not node.users:
+            steps.graph.erase_node(node)
+
+
+def _readers(rows: fx.Node, last: fx.Node, inside: set[fx.Node], pieces: set[fx.Node]) -> list[fx.Node]:
+    """The nodes before ``last`` that are computed from ``rows``, in graph order, without those ``inside`` and without
+    ``pieces`` and the ops that send them."""
+    found: list[fx.Node] = []
+
+    def visit(node: fx.Node) -> bool:
+        if not node < last or node in pieces:
+            return False
+        if node not in inside:
+            found.append(node)
+        return True
+
+    tools.walk([rows], visit)
+    return found
+
+
+def _range(first: fx.Node, end: fx.Node) -> list[fx.Node]:
+    """The nodes from ``first`` on, without ``end``."""
+    found = []
+    while first is not end:
+        found.append(first)
+        first = first.next
+    return found
+
+
+def _call(graph: fx.Graph, like: fx.Node, values: StepValues, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Write a node with the metadata of ``like``."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {k: v for k, v in like.meta.items() if k not in NOT_COPIED}
+    node.meta["val"] = values.evaluate(node, "")
+    return node
+
+
+class _BandWriter:
+    """Writes the token-wise work of one band. Implements ``rules.Writer``. ``parts``: the bands of each tensor that was
+    written in bands, also in earlier seams."""
+
+    def __init__(self, steps: _Steps, band: int, parts: Mapping[fx.Node, list[fx.Node]], values: StepValues) -> None:
+        self._graph, self._band, self._bands = steps.graph, band, steps.bands
+        self._parts, self._values = parts, values
+        self._like = steps.rows
+
+    def write(self, node: fx.Node, held: Mapping[fx.Node, Rows]) -> fx.Node:
+        rule = rule_of(node)
+        assert rule is not None
+        self._like = node
+        return rule.write(node, held[node], held, self)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return _call(self._graph, self._like, self._values, target, *args, **kwargs)
+
+    def rows(self, node: fx.Node) -> fx.Node:
+        return self._parts[node][self._band]
+
+    def size(self, size: Any) -> Any:
+        return size
+
+    def reshape(self, node: fx.Node, shape: list[Any]) -> fx.Node:
+        return node if tools.shape(node) == list(shape) else self.call(aten.reshape.default, node, list(shape))
+
+    def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
+        known = self._parts.get(node, [])
+        if len(known) == self._bands and tools.shape(known[0])[0] == tokens.shard:
+            return known[self._band]
+        shape = tools.shape(node)
+        if tools.numel(shape[:ahead]) != tokens.count:
+            node = self.reshape(node, [*[1] * (len(dims) - ahead), *shape])
+            node = self.call(aten.expand.default, node, [*dims, *shape[ahead:]])
+        flat = self.reshape(node, [tokens.count, *shape[ahead:]])
+        start = self._band * tokens.shard
+        return self.call(aten.slice.Tensor, flat, 0, start, start + tokens.shard)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests that a scatter and the gather behind it run in bands, with the results of eager PyTorch in fp64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from overlap_inductor.report import publish as reporting
+from tests.support import reduced_blocks
+from tests.support.gloo_ranks import compile_anew
+from tests.support.gloo_ranks import run_ranks
+
+TOKENS = 48
+LIMIT = 1e-5
+
+
+def _trained(model: torch.nn.Module, called: Callable[..., torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.detach().clone().requires_grad_()
+    result = called(x)
+    result.square().mean().backward()
+    gradients = [t.grad for t in (x, *model.parameters())]
+    return [result.detach(), *(g for g in gradients if g is not None)]
+
+
+def _run(rank: int, world_size: int) -> tuple[float, list[bool]]:
+    """``(largest error, for each graph with a seam: whether a band is gathered before the last band is scattered)``."""
+    compile_anew()
+    model, x = reduced_blocks.Layers(2), reduced_blocks.input_of(TOKENS, reduced_blocks.HIDDEN)
+    exact_model = copy.deepcopy(model).double()
+    options = {"schedule": "ring", "sequence_parallel": "on"}
+    found = _trained(model, torch.compile(model, backend="overlap_inductor", options=options), x)
+    exact = _trained(exact_model, exact_model, x.double())
+    error = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True))
+    early = []
+    for report in reporting.all_reports():
+        seams = [s for s in report.sites if "bands" in s.decision.moving.parameters]
+        if not seams:
+            continue
+        lines = report.after.splitlines()
+        send = next(i for i, line in enumerate(lines) if "exchange_send" in line and "'broadcast'" in line)
+        scatter = seams[0].facts.id
+        wait = max(i for i, line in enumerate(lines) if "exchange_wait" in line and f"'{scatter}'" in line)
+        early.append(send < wait)
+    return error, early
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_training_in_bands(world_size: int) -> None:
+    """Catches rows of the wrong band, a band that is read before it has arrived, and steps that were not moved."""
+    for error, early in run_ranks(world_size, _run, timeout=300):
+        assert error < LIMIT
+        assert early and all(early), early
