@@ -104,7 +104,7 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
     )
     # With several tables, a bag is looked up as a whole. The offsets of a slice are only known at run time.
     if len(parts) == 1 and not by_rank:
-        return _one_table(collective)
+        return _one_table(collective, ", or one table with plain lookups, whose rows the ranks divide")
     return PooledNodes(
         collective, [lookup for _, lookup in found], block, tables, parts, between, sent, received, by_rank=by_rank
     )
@@ -152,11 +152,11 @@ def find_gradients(collective: CollectiveNode) -> GradientNodes | Reason:
     return GradientNodes(collective, gradients, block, tables, slices, read, source, source_layout, sent, last_first)
 
 
-def _one_table(collective: CollectiveNode) -> Reason:
+def _one_table(collective: CollectiveNode, also: str = "") -> Reason:
     return Reason(
         "one_table",
         f"{collective.node.name} exchanges the results of one table, so no table is left to hide the exchange behind;"
-        " expected at least 2 tables on each rank, or one without bags",
+        f" expected at least 2 tables on each rank{also}",
     )
 
 

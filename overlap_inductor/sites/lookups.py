@@ -82,9 +82,10 @@ class LookupNode(MatmulNode):
     def describe(self, role: str | None) -> facts.Matmul:
         text = tools.size_text
         name = str(tools.dtype(self.rhs)).removeprefix("torch.")
-        return facts.Matmul(
-            self.kind, text(self.bags), text(tools.shape(self.rhs)[-1]), text(self.table_rows), name, 1, role
-        )
+        rows, inner = self.bags, self.table_rows
+        if self.kind == "embedding_gradient":
+            rows, inner = inner, rows
+        return facts.Matmul(self.kind, text(rows), text(tools.shape(self.rhs)[-1]), text(inner), name, 1, role)
 
 
 def parse(node: fx.Node) -> LookupNode | None:

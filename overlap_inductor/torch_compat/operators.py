@@ -77,14 +77,14 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that the operator writes in place. Lists of tensors are left out."""
+    """The arguments that the operator writes in place, those in lists included."""
     op = operator(node)
     names = (
         [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         if op is not None
         else []
     )
-    return [value for value in (argument(node, name) for name in names) if isinstance(value, fx.Node)]
+    return [value for value in leaves([argument(node, name) for name in names]) if isinstance(value, fx.Node)]
 
 
 def leaves(values: Any) -> list[Any]:

@@ -193,8 +193,10 @@ def why_no_kernels(device: torch.device) -> str | None:
     """Why this package's kernels cannot run on a group's GPUs, or ``None`` if they can. Ranks with the same kind of GPU
     reach the same result."""
     facts = reach()
-    if not on_gpu(device) or facts is None:
+    if not on_gpu(device):
         return f"it needs NVIDIA GPUs; the tensors are on {device.type}"
+    if facts is None:
+        return "it needs the facts of this process's GPU, and CUDA is not initialized yet; call torch.cuda.init() first"
     if (torch.version.hip is not None and target() is None) or facts.capability[0] != 9:
         return f"this GPU has compute capability {facts.capability}; the kernels need NVIDIA's (9, 0)"
     return None

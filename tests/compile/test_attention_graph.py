@@ -53,7 +53,7 @@ def test_golden(masked: bool) -> None:
         assert not waste(report)
         texts.add(f"{report_text(report)}\nbefore\n{report.before}\nafter\n{report.after}")
     (text,) = texts
-    check_golden(text.rstrip() + "\n", f"attention/{'masked' if masked else 'plain'}.txt")
+    check_golden(text.rstrip() + "\n", "attention/masked.txt" if masked else "attention/plain.txt")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])

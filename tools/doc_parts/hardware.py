@@ -33,7 +33,7 @@ def table() -> str:
     # Several machines, or GPUs of other vendors: the schedules that need no kernels of this package.
     several = [s.name for s in SCHEDULES if s.name in _on_gpus("NVIDIA A100")]
     compare = "unknown: time your model with and without overlap"
-    lines.append(["other GPUs, and GPUs of several machines", _names(several), "not yet", compare])
+    lines.append(["other GPUs, GPUs without NVLink, groups over several machines", _names(several), "not yet", compare])
     lines.append(
         [
             "CPUs (gloo), one machine or several",
