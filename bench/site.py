@@ -12,7 +12,7 @@ from bench.shapes import Case
 from overlap_inductor.passes.pattern import Example
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
-"""The largest error that is allowed, relative to the largest element, by the result's dtype."""
+"""For each dtype of a result: the largest error that is allowed, relative to the largest element."""
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,8 @@ class Site:
         self.scales = [torch.rand(shape, device=device) + 0.5 for shape in case.scale_shapes]
         self.operands = (self.a, self.weight, *self.scales)
         self.left = self._exchanged() if self.example.first else self.a
-        # The tensor is all zeros, because a collective may sum in place. Other values would grow from call to call.
+        # A collective after the matmul may sum in place. It gets zeros, because other values would grow from call to
+        # call.
         self.moved = as_sent(self.a) if self.example.first else torch.zeros(len(self.left), case.columns, **kind)
 
     def _exchanged(self) -> torch.Tensor:

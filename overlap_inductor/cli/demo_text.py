@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's results as text: sites, differences and times of each part."""
+"""The demo's results as text: sites, differences and times of each part. A *form* of a part is its model, compiled
+with overlap by ``auto`` or by one forced schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def overlapped(form: dict[str, Any]) -> int:
 
 
 def passed(result: dict[str, Any]) -> bool:
-    """Whether all numbers of a part agree and some form overlaps a site."""
+    """Whether the outputs of all forms agree with those of plain ``torch.compile``, and some form overlaps a site."""
     checks = [check for form in result["forms"] for check in form["checks"]]
     return any(map(overlapped, result["forms"])) and all(check["passed"] for check in checks)
 
@@ -100,7 +101,7 @@ def _time(quartiles: list[float]) -> list[str]:
 
 def _of_auto(auto: dict[str, Any], plain: list[float], shared_cpu: bool) -> str:
     if auto["ms"] is None:
-        return "auto keeps every site, so the model runs as with plain torch.compile."
+        return "auto overlaps no site, so the model runs as with plain torch.compile."
     ratio = compared(plain, auto["ms"])
     if ratio > 1:
         return f"auto is {ratio:.2f}x faster than plain torch.compile here."

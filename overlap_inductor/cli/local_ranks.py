@@ -96,8 +96,8 @@ def run_ranks(
 
 
 def rank_environment(device: str) -> dict[str, str]:
-    """This process's environment, changed for ranks that switch overlap on themselves: one thread for each rank, and
-    none of our switches. On ``cpu``, no GPU is visible."""
+    """This process's environment, without the variables that begin with ``OVERLAP_INDUCTOR``, because each rank chooses
+    its switches itself. Each rank gets one OpenMP thread. On ``cpu``, no GPU is visible."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OVERLAP_INDUCTOR")}
     kept.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
     if device == "cpu":
@@ -122,14 +122,17 @@ def _watch(ranks: list[_Rank], timeout: float, on_wait: Callable[[], None]) -> N
         if time.monotonic() > deadline:
             stuck = [rank for rank, code in zip(ranks, codes, strict=True) if code is None]
             names = ", ".join(str(rank.number) for rank in stuck)
-            raise RankError(f"rank {names} did not finish within {timeout:.0f} s and was stopped.\n{_tail(stuck[0])}")
+            raise RankError(
+                f"rank {names} did not finish within {timeout:.0f} s; all ranks were stopped. The log of rank"
+                f" {stuck[0].number} ends:\n{_tail(stuck[0])}"
+            )
         on_wait()
         time.sleep(_POLL_SECONDS)
 
 
 def _first_to_blame(failed: list[_Rank]) -> _Rank:
-    """The failed rank to report: the first whose log has a traceback that is not about a lost peer. If there is no such
-    rank, the first failed rank."""
+    """The failed rank to report: the first for which the last lines of its log have the word "Traceback" and do not
+    name a connection, as errors about lost peers do. If there is no such rank, the first failed rank."""
     blamed = [r for r in failed if "Traceback" in _tail(r) and "onnection" not in _tail(r)]
     return (blamed or failed)[0]
 

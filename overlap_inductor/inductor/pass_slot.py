@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of Inductor that hold custom passes, and our passes in the form that they expect.
+"""The settings of Inductor that hold custom passes, and our passes in the form that these settings expect.
 
 ``torch._inductor.config.post_grad_custom_post_pass`` holds one callable up to torch 2.12, and a callable or a list of
 callables from 2.13 on. The same holds for ``joint_custom_post_pass``. From 2.12 on, a value assigned on one thread is
@@ -56,7 +56,8 @@ class OverlapPass(_Base):
         self._source, self.slot = source, slot
 
     def config(self) -> OverlapConfig | None:
-        """The configuration for the graph being compiled: the pinned one, else what ``source`` returns now."""
+        """The configuration for the graph being compiled: that of its compile scope if the scope is pinned
+        (``CompileScope.pinned``), else what ``source`` returns now."""
         scope = compile_scope.current()
         return scope.config if scope is not None and scope.pinned else self._source()
 
@@ -118,7 +119,8 @@ class OverlapPass(_Base):
         return fingerprint(self.config()) + versions
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OverlapPass:
-        # Inductor sometimes deep-copies its configuration, and a copy of the pass would not follow enable(), disable().
+        # Inductor sometimes deep-copies its configuration. ``switch.install`` recognises the pass by identity, so a
+        # copy must be the same object.
         return self
 
 
@@ -199,7 +201,8 @@ def without_pass(value: Any) -> Any:
 def _packed(passes: tuple[Any, ...], like: Any, slot: str) -> Any:
     if len(passes) < 2:
         return passes[0] if passes else None
-    # Every torch takes a chain. The joint graph's slot gets a list only if it holds one already.
+    # Every torch takes a chain in both slots. The joint graph's slot could take a list, too, but gets one only if it
+    # holds one already.
     takes_list = TAKES_LIST and (slot == POST_GRAD or isinstance(like, (list, tuple)))
     if not takes_list:
         return PassChain(passes)
@@ -218,7 +221,8 @@ def write(value: Any, slot: str = POST_GRAD) -> None:
 
 
 def set_for_other_threads(ours: OverlapPass | None, slot: str = POST_GRAD) -> None:
-    """Set the value for threads that never assigned the slot, such as a server's workers. Before torch 2.12 they see
+    """Set the value for threads that have not assigned the slot, such as a server's workers. A thread that has read a
+    pass there keeps that pass, because torch copies a default at the first read. Before torch 2.12, all threads see
     what ``write`` assigned."""
     entry = inductor_config._config[SETTINGS[slot]]
     if isinstance(entry.user_override, ContextVar):

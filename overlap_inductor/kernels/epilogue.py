@@ -3,12 +3,13 @@
 (``sites.epilogue_program`` defines programs).
 
 The function is a compile-time argument of the kernel that calls it, so each program leads to a kernel of its own. All
-values are fp32 tiles in the layout of the accumulator. Extra tensors are read by ordinary loads. These loads need no
+values are fp32. ``x`` is a quarter of a tile (``by_quarters``). Of an extra tensor, the function loads what this
+quarter needs: a tile, a row, a column or one number. Extra tensors are read by ordinary loads. These loads need no
 ordering, because the tensors are inputs of the whole launch. Forward progress: the function waits for nothing. CUDA
-graphs: it holds no address and no number but the program's.
+graphs: the function's text holds no address. Its only numbers are constants of the program.
 
 A program comes from the text of an op's argument, and becomes code. So ``source_of`` accepts only names that it knows
-and finite numbers, and checks the text it has written as a syntax tree before anything runs it.
+and finite numbers. It also checks the syntax tree of the text that it has written, before anything runs this text.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def _argument(value: object, names: dict[str, str], op: Sequence[object]) -> str
 
 
 def _expression(op: Sequence[object], names: dict[str, str]) -> str:
-    """The Triton text of one op. Each argument is a key of ``names`` or a number."""
+    """The Triton text of one op. Each argument is a key of ``names`` or a number; the second one of ``to`` is in
+    ``DTYPES``."""
     name, *arguments = op
     template = TRITON_OPS.get(name) if isinstance(name, str) else None
     count = 0 if template is None else 1 + max(int(number) for number in re.findall(r"{(\d)}", template))
@@ -158,8 +160,8 @@ def source_of(programs: Sequence[Program | None]) -> str:
         unknown = [kind for kind in kinds if kind not in _LOADS]
         if unknown or not ops:
             raise ValueError(
-                f"extra tensors of kinds {unknown!r}, {len(ops)} ops; an epilogue has kinds {', '.join(_LOADS)} "
-                "and at least one op. Compile the model anew."
+                f"an epilogue has extra tensors of kinds {list(kinds)!r} and {len(ops)} ops; expected kinds among "
+                f"{', '.join(_LOADS)}, and at least one op. Compile the model anew."
             )
         lines.append(f"    if weight == {i}:")
         lines += [
@@ -180,8 +182,8 @@ def source_of(programs: Sequence[Program | None]) -> str:
 
 
 def check_source(source: str) -> None:
-    """Raises ``ValueError`` if the text holds anything but one function of the kind that ``source_of`` writes: known
-    functions of ``tl``, names of its own, numbers."""
+    """Raises ``ValueError`` if the text holds a node that ``source_of`` never writes, such as a second function, an
+    unknown name or a string. It does not check that the text has a function."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         known = isinstance(node, _NODES)

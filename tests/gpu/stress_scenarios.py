@@ -2,9 +2,9 @@
 """The scenarios of ``tests.gpu.check_stress``. Each function makes a number of calls of one variant (a schedule, a
 pattern and a way to run it).
 
-A scenario returns the number of wrong results by name. All ranks make the same calls in the same order. Only delays and
-foreign work differ between ranks. Foreign work is GPU work that does not belong to the sites.
-"""
+A scenario returns the number of wrong results by name. All ranks make the same calls in the same order. Only delays,
+foreign work and the allocations of ``given_back`` differ between ranks. Foreign work is GPU work that does not belong
+to the sites."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
     kernels of even ranks wait for them, while the hosts of even ranks load the kernels of the next calls. Odd ranks
     load their kernels while their peers wait. (This must be the first scenario of a process, because later no kernel is
     left to load. It must not be the first run on a machine, because compiling takes longer than the delay.)"""
-    # Inputs and workspace exist already, so nothing synchronises the ranks from here on.
+    # This makes the workspace and loads the kernels that draw inputs. So nothing synchronises the ranks after the
+    # barrier.
     stress.made(variant, "world")
     torch.cuda.synchronize()
     dist.barrier()

@@ -198,7 +198,7 @@ def test_the_demo_shows_the_outcome_of_every_form() -> None:
         assert "no clear difference" in demo_text.verdict(result(ms=ms), shared_cpu=True)
     assert "takes the cores" in demo_text.verdict(result(ms=15.0), shared_cpu=True)
     assert "bugreport" in demo_text.verdict(result(ms=15.0), shared_cpu=False)
-    assert "keeps every site" in demo_text.verdict(result(overlapped=0), shared_cpu=False)
+    assert "overlaps no site" in demo_text.verdict(result(overlapped=0), shared_cpu=False)
     other = result(overlapped=0)
     other["forms"].append({**result(ms=5.0)["forms"][0], "name": "ring"})
     assert demo_text.verdict(other, shared_cpu=False).endswith("ring, forced, is 2.00x faster than plain.")
