@@ -9,7 +9,8 @@ section 2, split the backward in the same way). Before and after, for the scatte
     dx pieces: mm, exchange_send ...              ->  dw = after(mm(dy^T, x), last send)
     exchange_wait(buffer, [pieces])                   exchange_wait(buffer, [pieces, dw])
 
-and for a collective that is no site::
+The two sites of a seam (``lowerings.ring.unrolled_bands``) have a wait for each band. There the matmul runs before the
+first of these waits. For a collective that is no site::
 
     dw = mm(dy^T, x)                                  g = all_gather(e)
     y = wait_tensor(all_gather(e))                ->  dw = after(mm(dy^T, x), g)
@@ -26,6 +27,7 @@ matmuls, because the exchange of data does not change.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -61,12 +63,17 @@ class Transfer:
 
 
 def delay(
-    graph: fx.Graph, exposed: Mapping[str, float], kept: Iterable[Transfer], flops_per_second: float
+    graph: fx.Graph,
+    exposed: Mapping[str, float],
+    in_bands: Collection[str],
+    kept: Iterable[Transfer],
+    flops_per_second: float,
 ) -> dict[fx.Node, set[fx.Node]]:
-    """Move matmuls under the transfers of ring scatters and of collectives that are no sites.
+    """Move matmuls under the transfers of unrolled rings and of collectives that are no sites.
 
     Args:
         exposed: for each site's id, the estimated seconds of its exposed transfers.
+        in_bands: the ids of the sites that are written in bands.
         kept: the collectives that are no sites, each with a wait of its own.
         flops_per_second: the rate of a matmul.
 
@@ -76,7 +83,7 @@ def delay(
     _hold_under_experts(graph)
     order: dict[fx.Node, set[fx.Node]] = {}
     free = [n for n in graph.nodes if _may_wait(n)]
-    for transfer in sorted([*_scatters(graph, exposed), *kept], key=lambda t: t.wait):
+    for transfer in sorted([*_sites(graph, exposed, in_bands), *kept], key=lambda t: t.wait):
         wait, left = transfer.wait, transfer.seconds
         under: list[fx.Node] = []
         for node in reversed([n for n in free if n < wait]):
@@ -96,18 +103,22 @@ def delay(
     return order
 
 
-def _scatters(graph: fx.Graph, exposed: Mapping[str, float]) -> Iterator[Transfer]:
-    """The transfers of each site that has one wait for all hops, from the last send on."""
+def _sites(graph: fx.Graph, exposed: Mapping[str, float], in_bands: Collection[str]) -> Iterator[Transfer]:
+    """The transfers of each site in bands or with one wait for all hops, from the last send to the first wait.
+
+    A site in bands has a wait for each band. The transfers of all bands are then under way at the first wait, and the
+    link carries them in order. A matmul in front of that wait shortens the wait for each band. So it can hide as much
+    as the waits for all bands are exposed. In front of a later wait, it can only hide what is left from there on."""
     sends: dict[str, fx.Node] = {}
     waits: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         site = node.meta.get(SITE)
-        if site in exposed and node.target is overlap.exchange_send.default and site not in waits:
+        if site in exposed and node.target is overlap.exchange_send.default:
             sends[site] = node
         elif site in exposed and node.target is overlap.exchange_wait.default:
             waits.setdefault(site, []).append(node)
     for site, found in waits.items():
-        if len(found) == 1 and site in sends:
+        if (len(found) == 1 or site in in_bands) and site in sends and sends[site] < found[0]:
             yield Transfer(sends[site], found[0], exposed[site])
 
 

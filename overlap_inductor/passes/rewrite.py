@@ -96,7 +96,8 @@ class Rewriter:
             self.current = None
             write_seams(self.graph, self.seams, [n for nodes in self.emitted.values() for n in nodes], self.values)
         self.graph.eliminate_dead_code()
-        self.order |= delayed_matmuls.delay(self.graph, exposed, self._kept(), flops)
+        in_bands = {site.facts.id for seam in self.seams for site in (seam.scatter, seam.gather)}
+        self.order |= delayed_matmuls.delay(self.graph, exposed, in_bands, self._kept(), flops)
         self._chain_kept_collectives()
         live = set(self.graph.nodes)
         for site in sites:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import torch
 
 from overlap_inductor.torch_compat.functional_collectives import all_gather
@@ -16,6 +19,8 @@ from tests.support.spellings import world
 SMALL, LARGE = (8, 2000), (8, 4_000_000)
 """Shapes of the right operand of a weight's gradient. The matmul of the large one takes much longer than the
 transfer."""
+MIDDLE = (25_000, 24_999)
+"""Numbers of columns of two gradients. The matmul of each takes longer than the transfers of one small site."""
 
 
 def _lines(
@@ -63,6 +68,50 @@ def test_a_gradient_stays_where_it_does_not_help() -> None:
     for lines in (_lines(SMALL, read_elsewhere=True), _lines(LARGE)):
         assert _place(lines, "= aten.mm") < _place(lines, "gather_start.default")
         assert not any("overlap_inductor.after.default" in line for line in lines)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_gradient_runs_under_a_scatter_in_bands(world_size: int) -> None:
+    """It runs after the last send and before the wait for the first band. Later waits then find their bands arrived."""
+    with fake_group(world_size):
+        made = HandGraph()
+        x, w, up = made.input(64, 32), made.input(32, 64, name="w"), made.input(64, 48, name="up")
+        columns = made.call(aten.permute.default, made.input(8, 64, name="dy"), [1, 0])
+        dw = made.mm(columns, made.input(*SMALL, name="features"))
+        rows = made.call(aten.relu.default, made.scatter(made.mm(x, w)))
+        report = made.output(made.mm(made.gather(rows), up), dw).run(is_inference=False, sub_chunks=2)
+    scatter, _ = report.sites
+    assert [s.decision.moving.parameters["bands"] for s in report.sites] == [2, 2] and not report.failures
+    lines = report.after.splitlines()
+    sends, waits = (
+        [i for i, line in enumerate(lines) if f".{op}.default(" in line and f"'{scatter.facts.id}'" in line]
+        for op in ("exchange_send", "exchange_wait")
+    )
+    gradient, ordered = _place(lines, "[64, 2000] = aten.mm"), _place(lines, "[64, 2000] = overlap_inductor.after")
+    assert len(sends) == 2 * (world_size - 1) and len(waits) == 2
+    assert sends[-1] < gradient < ordered < waits[0]
+    name = lines[ordered].split(":")[0]
+    assert [re.search(rf"\b{name}\b", lines[wait]) is not None for wait in waits] == [True, False]
+
+
+def test_the_rest_of_the_gradients_runs_under_the_gather_in_bands() -> None:
+    """Each of the two gradients takes longer than the transfers of one site."""
+    with fake_group(2):
+        made = HandGraph()
+        x, w, up = made.input(64, 32), made.input(32, 64, name="w"), made.input(64, 48, name="up")
+        columns = made.call(aten.permute.default, made.input(8, 64, name="dy"), [1, 0])
+        gradients = [made.mm(columns, made.input(8, size, name=f"features{size}")) for size in MIDDLE]
+        rows = made.call(aten.relu.default, made.scatter(made.mm(x, w)))
+        report = made.output(made.mm(made.gather(rows), up), *gradients).run(is_inference=False, sub_chunks=2)
+    scatter, gather = (s.facts.id for s in report.sites)
+    lines = report.after.splitlines()
+    first, second = sorted(_place(lines, f"[64, {size}] = aten.mm") for size in MIDDLE)
+    waits = [
+        [i for i, line in enumerate(lines) if ".exchange_wait.default(" in line and f"'{site}'" in line]
+        for site in (scatter, gather)
+    ]
+    send = max(i for i, line in enumerate(lines) if ".exchange_send.default(" in line)
+    assert first < waits[0][0] and waits[0][-1] < send < second < waits[1][0]
 
 
 def test_order_in_the_generated_code() -> None:

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scatter and the gather behind it run in bands. For each rule of ``seams.check``, a seam that breaks it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from overlap_inductor.passes.sequence.seams import check
+from tests.support.fake_group import fake_group
+from tests.support.golden import check_golden
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
+
+TORCH = "2.13"
+"""The golden file is for this torch version."""
+
+
+def _residual_and_norm(made: HandGraph, scattered: fx.Node) -> fx.Node:
+    """``p / max(p)`` of ``p = relu(scattered + x)``, over the features."""
+    rows, features = scattered.meta["val"].shape
+    residual = made.call(aten.add.Tensor, scattered, made.input(rows, features, name="residual"))
+    positive = made.call(aten.relu.default, residual)
+    return made.call(aten.div.Tensor, positive, made.call(aten.amax.default, positive, [-1], True))
+
+
+def _relu(made: HandGraph, scattered: fx.Node) -> fx.Node:
+    return made.call(aten.relu.default, scattered)
+
+
+def _multiplied(made: HandGraph, gathered: fx.Node, scattered: fx.Node) -> fx.Node:
+    return made.mm(gathered, made.input(gathered.meta["val"].shape[1], 48, name="up"))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a seam is made of. ``dynamic``: dims of the first input that have symbolic sizes."""
+
+    tokens: int = 64
+    dynamic: tuple[int, ...] = ()
+    scatter: Callable[[HandGraph, fx.Node], fx.Node] = HandGraph.scatter
+    between: Callable[[HandGraph, fx.Node], fx.Node] = _relu
+    gather: Callable[[HandGraph, fx.Node], fx.Node] = HandGraph.gather
+    multiply: Callable[[HandGraph, fx.Node, fx.Node], fx.Node] = _multiplied
+
+    def seam(self) -> HandGraph:
+        made = HandGraph()
+        x = made.input(self.tokens, 32, dynamic=self.dynamic)
+        scattered = self.scatter(made, made.mm(x, made.input(32, 64, name="w")))
+        gathered = self.gather(made, self.between(made, scattered))
+        return made.output(self.multiply(made, gathered, scattered))
+
+
+def _bands(parts: Parts, **fields: Any) -> list[Any]:
+    """By site, the number of bands in its plan. The graph is not rewritten."""
+    with fake_group(2):
+        report = parts.seam().run(mode="report", **{"sub_chunks": 2, **fields})
+    assert [s.facts.pattern for s in report.sites] == ["matmul_reduce_scatter", "all_gather_matmul"]
+    assert all(s.decision.moving.schedule == "ring" for s in report.sites)
+    return [s.decision.moving.parameters.get("bands") for s in report.sites]
+
+
+def test_golden() -> None:
+    with fake_group(2):
+        report = Parts(between=_residual_and_norm).seam().run(sub_chunks=2)
+    assert not report.failures and [s.decision.moving.parameters["bands"] for s in report.sites] == [2, 2]
+    if torch.__version__.startswith(TORCH):
+        check_golden(f"before\n{report.before}\nafter\n{report.after}", "sequence/seam.txt")
+
+
+def _reduced_between(made: HandGraph, scattered: fx.Node) -> fx.Node:
+    """The all-reduce stands between the two collectives. Nothing on the rows reads its result."""
+    made.reduce(made.input(4, name="other"))
+    return _relu(made, scattered)
+
+
+def _written_between(made: HandGraph, scattered: fx.Node) -> fx.Node:
+    made.call(aten.add_.Tensor, made.input(4, name="other"), 1.0)
+    return _relu(made, scattered)
+
+
+def _multiplied_by_rows(made: HandGraph, gathered: fx.Node, scattered: fx.Node) -> fx.Node:
+    """The weight is computed from the scattered rows."""
+    sums = made.call(aten.sum.dim_IntList, scattered, [0])
+    return made.mm(gathered, made.call(aten.mul.Tensor, made.view(sums, 64, 1), made.input(1, 48, name="up")))
+
+
+BROKEN = {
+    "scattered features": ("_scatters_rows", Parts(scatter=lambda made, x: made.scatter_on(x, 1))),
+    "gathered features": ("_gathers_rows", Parts(gather=lambda made, x: made.gather_on(x, 1))),
+    "a sum over earlier tokens": ("_row_wise", Parts(between=lambda made, x: made.call(aten.cumsum.default, x, 0))),
+    "a weight computed from the rows": ("_independent", Parts(multiply=_multiplied_by_rows)),
+    "a collective in between": ("_may_move", Parts(between=_reduced_between)),
+    "a write in between": ("_may_move", Parts(between=_written_between)),
+}
+"""``{what breaks a rule: (the rule in check.py, the seam)}``. Each seam keeps all other rules."""
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_seam_that_breaks_one_rule_is_not_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that rule, the seam would be cut. So no other rule refuses it."""
+    rule, parts = BROKEN[name]
+    assert _bands(parts) == [None, None]
+    monkeypatch.setattr(check, rule, lambda *arguments: True)
+    assert _bands(parts) == [2, 2]
+
+
+PLANS: dict[str, tuple[Parts, dict[str, Any]]] = {
+    "one sub-chunk": (Parts(), {"sub_chunks": 1}),
+    "partial sums travel": (Parts(), {"numerics": "allow_hop_rounding"}),
+    "the rows are no multiple of the bands": (Parts(tokens=66), {}),
+    "looping ops": (Parts(), {"step_node_budget": 1}),
+    "symbolic rows": (Parts(dynamic=(0,)), {}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_seam_whose_plans_do_not_fit_is_not_cut(name: str) -> None:
+    parts, fields = PLANS[name]
+    assert _bands(Parts()) == [2, 2] and _bands(parts, **fields) == [None, None]
