@@ -129,7 +129,9 @@ def _hold_under_experts(graph: fx.Graph) -> None:
     waits = graph.find_nodes(op="call_function", target=overlap.exchange_wait.default)
     for experts in graph.find_nodes(op="call_function", target=overlap.all_to_all_experts.default):
         for wait in (w for w in waits if w.meta.get(SITE) == experts.meta[SITE]):
-            for node in [n for n in graph.nodes if wait < n and _is_matmul(n)]:
+            # The rows that return are in the buffer, which the wait writes. What reads it needs the wait.
+            late: set[fx.Node] = {wait, *_computed_after(wait)}
+            for node in [n for n in graph.nodes if wait < n and n not in late and _is_matmul(n)]:
                 for needed in _needed_ahead(node, wait):
                     wait.prepend(needed)
             between, node = [], experts.next
@@ -137,6 +139,20 @@ def _hold_under_experts(graph: fx.Graph) -> None:
                 between += [node] if _is_matmul(node) else []
                 node = node.next
             _wait_for(wait, between)
+
+
+def _computed_after(wait: fx.Node) -> set[fx.Node]:
+    """The nodes behind ``wait`` that are computed from what it waits for."""
+    found: set[fx.Node] = set()
+
+    def visit(node: fx.Node) -> bool:
+        if not wait < node:
+            return False
+        found.add(node)
+        return True
+
+    tools.walk([wait, wait.args[1]], visit)
+    return found
 
 
 def _is_matmul(node: fx.Node) -> bool:

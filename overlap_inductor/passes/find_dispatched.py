@@ -5,9 +5,9 @@ exchange that returns them (``sites.dispatched_nodes``)::
     wait_tensor(all_to_all(x))[index] -> grouped matmuls, pointwise ops -> index_put(empty, [index], y) -> all_to_all
 
 The experts' rows are cut by the rank that sent them. This gives the same rows, because the grouped matmuls and the
-pointwise ops compute each row by itself, and a piece's rows keep their experts. The index must hold each row once. For
-``index_put`` without a sum, torch leaves the result undefined otherwise. For one with a sum it must be proved
-(``sites.permutations``).
+pointwise ops compute each row by itself, and a piece's rows keep their experts. The index must be proved to hold each
+row once (``sites.permutations``). Otherwise rows that no element names would keep the values of the tensor that
+``index_put`` writes to, and a row that is named twice would be computed twice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def find_dispatched(
     steps = _steps(indexed)
     if not any(map(is_grouped, steps)):
         return None, None
-    put = next((u for n in steps for u in n.users if u.target is aten.index_put.default), None)
+    put = next((u for n in steps for u in n.users if u.target is aten.index_put.default and u.args[2] is n), None)
     combine = next((collectives[u] for u in put.users if u in collectives), None) if put is not None else None
     if put is None or combine is None or combine.kind != "all_to_all" or combine.group_name != dispatch.group_name:
         return None, None
@@ -58,7 +58,8 @@ def _indexed(dispatch: CollectiveNode) -> fx.Node | None:
         return None
     index = readers[0].args[1]
     whole = len(index) == 1 and tools.is_tensor(index[0]) and len(tools.shape(index[0])) == 1
-    return readers[0] if whole and not tools.dtype(index[0]).is_floating_point else None
+    known = isinstance(tools.shape(readers[0])[1], int)
+    return readers[0] if whole and known and not tools.dtype(index[0]).is_floating_point else None
 
 
 def _steps(indexed: fx.Node) -> list[fx.Node]:
@@ -99,6 +100,8 @@ def _by_rows(node: fx.Node, indexed: fx.Node, found: set[fx.Node]) -> bool:
         return node.args[0] in found and node.args[1] not in found
     if not tools.is_pointwise(node) or tools.is_bitcast(node) or operators.is_mutable(node):
         return False
+    if not all(map(tools.is_tensor, node.all_input_nodes)):
+        return False  # A size that the graph computes is no part of the program.
     return all(n in found or cut_by_rows(n, rows) is not None for n in tools.tensor_inputs(node))
 
 
@@ -113,8 +116,8 @@ def _why_not(nodes: DispatchedNodes, indexed: fx.Node) -> str | None:
     if not tools.same_shape(put, put.args[2]) or not same_size(tools.shape(put)[0], tools.shape(dispatch.wait)[0]):
         return f"{put.name} {tools.shape(put)} does not return one row for each row of {dispatch.wait.name}"
     base, adds = put.args[0], operators.argument(put, "accumulate", False)
-    if adds and not (base.target is aten.full.default and base.args[1] == 0 and permutations.is_permutation(index)):
-        return f"{put.name} adds rows, and {index.name} is not known to hold each row once"
+    if adds and not (base.target is aten.full.default and base.args[1] == 0):
+        return f"{put.name} adds rows to {base.name}, which is not known to be zero"
     if set(put.users) != {combine.node}:
         return f"{put.name} is read by others than {combine.node.name}; expected all its rows to be returned"
     sent, returned = Splits.of(dispatch.node), Splits.of(combine.node)
@@ -132,4 +135,6 @@ def _why_not(nodes: DispatchedNodes, indexed: fx.Node) -> str | None:
     blocking = nodes.immovable()
     if blocking is not None:
         return f"{blocking.name} reads the experts' rows before they are returned, and it cannot be moved"
+    if not permutations.is_permutation(index):
+        return f"{index.name}, by which {put.name} returns rows, is not known to hold each row once"
     return None

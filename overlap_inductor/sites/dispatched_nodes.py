@@ -174,8 +174,9 @@ class DispatchedNodes(SiteNodes):
         first, *steps = self.steps
         read = [n for step in steps for n in tools.tensor_inputs(step) if n not in self.steps and n is not self.ends]
         read = list(dict.fromkeys(read))
-        count = tools.shape(first)[0]
-        rows = [n for n in read if cut_by_rows(n, count)]
+        # The weights of as many experts as there are rows have the shape of a tensor with one entry for each row.
+        count, weights = tools.shape(first)[0], {m.rhs for m in self.grouped}
+        rows = [n for n in read if n not in weights and cut_by_rows(n, count)]
         whole = [n for n in read if n not in rows]
         numbers = {n: i for i, n in enumerate([first, *rows, *steps])}
 

@@ -27,7 +27,7 @@ from overlap_inductor.facts.machine import Machine
 from overlap_inductor.facts.machine import machine_for
 from overlap_inductor.facts.machine_file import told
 from overlap_inductor.sites import graph_tools as tools
-from overlap_inductor.sites.grouped import GroupedMatmul
+from overlap_inductor.sites.grouped import GroupedNode
 from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import MatmulSizes
@@ -106,11 +106,11 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         tiles=tiles,
         handed_out=handed_out * scale,
         memory=sum(s.memory for s in sizes) * scale,
-        weights=sum(_weights(m, scale) for m in site.matmuls if isinstance(m, GroupedMatmul)),
+        weights=sum(_weights(m, scale) for m in site.matmuls if isinstance(m, GroupedNode)),
     )
 
 
-def _weights(matmul: GroupedMatmul, scale: float) -> float:
+def _weights(matmul: GroupedNode, scale: float) -> float:
     """Bytes of the weights that a grouped matmul reads. It reads no expert that has no rows."""
     experts, *sizes = map(hint, tools.shape(matmul.rhs))
     rows = hint(tools.shape(matmul.lhs)[0]) * scale

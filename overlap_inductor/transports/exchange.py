@@ -74,7 +74,7 @@ class Exchange:
     def _fail(self, what: str, peers: Sequence[int], error: Exception) -> TransferError:
         exchanges = _EXCHANGES.known(self.group)
         if exchanges is not None:
-            exchanges.in_flight.pop(self.flat.data_ptr(), None)
+            exchanges.in_flight.pop(_key(self.flat, self.site), None)
         ranks = ", ".join(str(dist.get_global_rank(self.group, p)) for p in peers)
         return TransferError(
             f"site {self.site}: {what} with rank {ranks} of group {self.group.group_name!r} failed on rank"
@@ -155,11 +155,16 @@ class _GroupExchanges:
 
     Attributes:
         opened: number of exchanges so far, equal on all ranks.
-        in_flight: exchanges that were opened and not yet closed, by the address of the buffer.
+        in_flight: exchanges that were opened and not yet closed, by ``_key`` of the buffer.
     """
 
     opened: int = 0
-    in_flight: dict[int, Exchange] = field(default_factory=dict)
+    in_flight: dict[int | str, Exchange] = field(default_factory=dict)
+
+
+def _key(buffer: torch.Tensor, site: str) -> int | str:
+    """The buffer's address, or the site for a buffer without elements, because all of these have address 0."""
+    return buffer.data_ptr() or site
 
 
 _EXCHANGES = Kind("exchanges", lambda owner: _GroupExchanges())
@@ -224,7 +229,7 @@ def _open(
     exchanges = _EXCHANGES.of(group)
     exchanges.opened += 1
     exchange = Exchange(buffer.view(-1), places, route, group, site, moved_by, exchanges.opened)
-    exchanges.in_flight[buffer.data_ptr()] = exchange
+    exchanges.in_flight[_key(buffer, site)] = exchange
     exchange.start_receives()
     return exchange
 
@@ -232,7 +237,7 @@ def _open(
 def find_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> Exchange:
     """The exchange that was opened for ``buffer`` and not closed. Raises ``TransferError`` if there is none."""
     try:
-        return _EXCHANGES.of(group).in_flight[buffer.data_ptr()]
+        return _EXCHANGES.of(group).in_flight[_key(buffer, site)]
     except KeyError:
         raise TransferError(
             f"site {site}: no transfer is in flight for this buffer. Expected the op that starts it to have run just"
@@ -240,6 +245,6 @@ def find_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> 
         ) from None
 
 
-def close_exchange(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+def close_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> None:
     """Forget the exchange of ``buffer``. Call this once its last hop has been waited for."""
-    _EXCHANGES.of(group).in_flight.pop(buffer.data_ptr(), None)
+    _EXCHANGES.of(group).in_flight.pop(_key(buffer, site), None)

@@ -5,6 +5,7 @@ exchange of the results, and what is refused."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed._functional_collectives as funcol
 
 from overlap_inductor.lowerings.ring import looped_experts_ops as ops
 from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.sites import permutations
 from overlap_inductor.sites.row_program import RowProgram
 from tests.compile.readings import summary
 from tests.support.dispatched_experts import DispatchedExperts
@@ -179,6 +181,7 @@ def _twice(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, i: torch.Tensor
 
 MISSES: dict[str, tuple[Rows, str]] = {
     "another index": (lambda x, w, e, i: _home(_back(_grouped(_there(x)[i], w, e), i.flip(0))), "different indices"),
+    "any index": (lambda x, w, e, i: _home(_back(_grouped(_there(x)[i], w, e), i)), "not known to hold each row once"),
     "sums": (lambda x, w, e, i: _home(_added(_grouped(_there(x)[i], w, e), i)), "not known to hold each row once"),
     "read elsewhere": (
         lambda x, w, e, i: _home(y := _back(_grouped(_there(x)[i], w, e), i)).sum() + y.sum(),
@@ -193,7 +196,6 @@ MISSES: dict[str, tuple[Rows, str]] = {
         lambda x, w, e, i: _home(_back((y := _grouped(_there(x)[i], w, e)) * y.cumsum(0), i)),
         "not computed row by row",
     ),
-    "fewer rows": (lambda x, w, e, i: _home(_back(_grouped(_there(x)[i[:8]], w, e), i[:8])[:16]), ""),
 }
 
 
@@ -246,6 +248,25 @@ def test_an_index_that_holds_each_row_once_is_proved(name: str) -> None:
     report = report_of(run, x, w, ends, torch.full((8,), 2))
     assert proved or any("not known to hold" in m.reason.text for m in report.near_misses)
     assert [s.facts.pattern for s in report.sites] == ["all_to_all_experts"] * proved
+
+
+def _with_experts(experts: int) -> OverlapReport:
+    x, _, _, i = _arguments()
+    w, ends = torch.randn(experts, 16, 16).bfloat16(), torch.linspace(1, 16, experts).int()
+    torch._dynamo.reset()
+    return report_of(lambda x, w, e, i: _home(_back(_grouped(_there(x)[i], w, e), i)), x, w, ends, i)
+
+
+@pytest.mark.usefixtures("two")
+def test_weights_of_as_many_experts_as_rows_are_not_cut_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op's argument ``rows`` is empty, and ``whole`` holds the weights. Their bytes count for the estimate."""
+    monkeypatch.setattr(permutations, "is_permutation", lambda index: True)
+    few, many = _with_experts(4), _with_experts(16)
+    for report in (few, many):
+        (line,) = [line for line in report.after.splitlines() if "all_to_all_experts.default(" in line]
+        assert re.search(r", \[\], \[\w+\], ", line), line
+    few_times, many_times = (report.sites[0].decision.moving.estimate_us for report in (few, many))
+    assert few_times["ring"] < many_times["ring"] and few_times["keep"] <= many_times["keep"]
 
 
 def _loop(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, i: torch.Tensor) -> torch.Tensor:

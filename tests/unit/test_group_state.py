@@ -169,7 +169,7 @@ def test_exchanges_of_a_destroyed_group_are_not_those_of_the_next_one() -> None:
         with pytest.raises(TransferError, match="site site: no transfer is in flight for this buffer"):
             exchange.find_exchange(buffer, second, "site")
         assert opened(second).sequence == 1, "a new group counts from 1"
-        exchange.close_exchange(buffer, second)
+        exchange.close_exchange(buffer, second, "site")
         with pytest.raises(TransferError, match="no transfer is in flight"):
             exchange.find_exchange(buffer, second, "site")
         with pytest.raises(OverlapError, match="process group '0' was destroyed, and its exchanges with it"):

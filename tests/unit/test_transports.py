@@ -24,7 +24,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 def _open_without_rows(device: str) -> None:
     buffer = torch.empty(0, device=device)
     exchange.open_uneven(buffer, [[0, 0], [0, 0]], "direct", dist.group.WORLD, "site")
-    exchange.close_exchange(buffer, dist.group.WORLD)
+    exchange.close_exchange(buffer, dist.group.WORLD, "site")
 
 
 def test_all_ranks_make_the_communicator_before_the_first_uneven_exchange(joined: list[torch.device]) -> None:

@@ -103,7 +103,7 @@ def _all_to_all_experts(
     arrived[places[rank][0] : places[rank][-1]].copy_(x[cuts[rank][0] : cuts[rank][-1]])
     there = exchanges.open_uneven(arrived, in_elements(places, width), "direct", group, site, transport)
     # No other op looks for this exchange. If no rows arrive and none return, both buffers have the same address.
-    exchanges.close_exchange(arrived, group)
+    exchanges.close_exchange(arrived, group, site)
     buffer = x.new_empty(cuts[-1][-1], parsed.width, dtype=getattr(torch, parsed.dtype))
     back = exchanges.open_uneven(buffer, in_elements(cuts, parsed.width), "direct", group, site, transport)
     # All hops of the first exchange start before any of the second, because a transport may move the messages between

@@ -255,7 +255,7 @@ def multiply_arrivals(
             for slot in ((rank + distance) % world_size for distance in distances):
                 multiply(slot, places[slot][part], places[slot][part + 1])
     if exchange is not None:
-        exchanges.close_exchange(gathered, group)
+        exchanges.close_exchange(gathered, group, exchange.site)
     return [matmul.finish() for matmul in matmuls]
 
 

@@ -80,7 +80,7 @@ def wait_for_all(
     if exchange is not None:
         for hop in range(exchange.hop_count):
             exchange.wait(hop)
-        exchanges.close_exchange(buffer, group)
+        exchanges.close_exchange(buffer, group, exchange.site)
 
 
 def _partials(
@@ -245,8 +245,8 @@ def all_reduce_rows(
     if scatter is not None and back is not None:
         for band in range(parts):
             back.wait(band)
-        exchanges.close_exchange(buffer, group)
-        exchanges.close_exchange(result, group)
+        exchanges.close_exchange(buffer, group, site)
+        exchanges.close_exchange(result, group, site)
     return result
 
 
@@ -303,7 +303,7 @@ def _matmul_all_gather(
     if exchange is not None:
         for band in range(parts):
             exchange.wait(band)
-        exchanges.close_exchange(gathered, group)
+        exchanges.close_exchange(gathered, group, site)
     return gathered, chain.new_empty(1)
 
 

@@ -95,7 +95,7 @@ def _gather_step(
     if hop + exchange.parts < exchange.hop_count:
         exchange.post(hop + exchange.parts)
     if hop + 1 == exchange.hop_count:
-        exchanges.close_exchange(gathered, group)
+        exchanges.close_exchange(gathered, group, site)
     return done
 
 
@@ -247,7 +247,7 @@ def _exchange_wait(
     for hop in hops:
         exchange.wait(hop)
     if hops[-1] + 1 == exchange.hop_count:
-        exchanges.close_exchange(buffer, group)
+        exchanges.close_exchange(buffer, group, site)
     return done
 
 
