@@ -14,6 +14,7 @@ which exchanges a shard of the sequence for a shard of the heads.
 
 from __future__ import annotations
 
+from overlap_inductor.facts.decision import Reason
 from overlap_inductor.passes import examples
 from overlap_inductor.passes.find_dispatched import find_dispatched
 from overlap_inductor.passes.find_received import find_received
@@ -39,7 +40,11 @@ class AllToAllExperts:
         nodes, reason = find_dispatched(collective, alike)
         if nodes is None:
             return Miss([] if reason is None else [reason])
-        search.merged.add(nodes.combine.node)
+        combine = nodes.combine.node
+        if combine in search.taken():
+            text = f"{combine.name}, which returns the experts' rows, belongs to another site"
+            return Miss([Reason("shares_nodes", text)])
+        search.merged.add(combine)
         return Match(nodes, 0, "M")
 
 

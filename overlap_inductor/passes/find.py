@@ -77,6 +77,12 @@ class SiteFinder:
         found = [(s.collectives[0].node, s.nodes) for s in self.sites]
         return {m.node for node, nodes in early + found if node.name not in self.idle for m in nodes.matmuls}
 
+    def taken(self) -> set[fx.Node]:
+        """The collectives of all sites of early patterns and of the sites found so far. Sites of early patterns count
+        even if they come later in the graph: a site of several collectives is found at its first collective."""
+        early = [m.nodes for m in self._early.values() if isinstance(m, Match)]
+        return {c.node for nodes in [*early, *(s.nodes for s in self.sites)] for c in nodes.collectives}
+
     def run(self) -> SiteFinder:
         for node, kind, found in self.collectives.values():
             if isinstance(found, Reason):

@@ -80,16 +80,22 @@ def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:
     """The site at an attention op, or why there is none."""
     if (refusal := reader.refusal()) is not None:
         return Reason("matmul_form", refusal)
-    operands = []
+    operands, taken = [], search.taken()
     for what, node in (("keys", reader.rhs), ("values", reader.value)):
         collective = _gather_behind(node, search)
         if collective is None:
             return Reason("layout", f"{node.name}, the {what} of {reader.node.name}, is not one gathered tensor")
+        if collective.node in taken:
+            text = f"{collective.node.name}, which gathers the {what} of {reader.node.name}, belongs to another site"
+            return Reason("shares_nodes", text)
         operand = _operand(collective, node, reader)
         if isinstance(operand, Reason):
             return operand
         operands.append(operand)
     key, value = operands
+    if key.collective is value.collective:
+        text = f"keys and values of {reader.node.name} are one gathered tensor, {key.collective.wait.name}"
+        return Reason("layout", f"{text}; expected two gathers")
     if key.collective.group_name != value.collective.group_name:
         return Reason("layout", f"keys and values of {reader.node.name} are gathered in different groups")
     outside = [reader.lhs, reader.mask, key.collective.input, value.collective.input]

@@ -81,6 +81,11 @@ class Search(Protocol):
         """The matmuls of the sites found so far and of all early patterns, but not of those in ``SiteFinder.idle``."""
         ...
 
+    def taken(self) -> set[fx.Node]:
+        """The collectives of the sites found so far and of all early patterns. A pattern whose sites have several
+        collectives must not claim one of these."""
+        ...
+
 
 @dataclass(frozen=True)
 class Example:
@@ -109,8 +114,9 @@ class Pattern(Protocol):
     Attributes:
         name: the name in reports and in ``OVERLAP_INDUCTOR_PATTERNS``.
         kind: the kind of collective at which the pattern starts: all_gather, reduce_scatter, all_reduce, all_to_all.
-        early: if true, ``find`` does not read ``Search.owned``. The pattern's sites are then found before all other
-            sites, and a sum of another site does not include their matmuls (except those in ``SiteFinder.idle``).
+        early: if true, ``find`` reads neither ``Search.owned`` nor ``Search.taken``. The pattern's sites are then
+            found before all other sites. Other sites do not claim their collectives, and a sum of another site does not
+            include their matmuls (except those in ``SiteFinder.idle``).
         example: the pattern as a model writes it; ``None`` if it has no linear layer.
     """
 

@@ -41,7 +41,7 @@ ADVICE = {
     "rewrite_failed": "This is a bug of overlap_inductor; the site runs as written. The notices say how to report it.",
     "schedule_not_available": "Leave OVERLAP_INDUCTOR_SCHEDULE and OVERLAP_INDUCTOR_TRANSPORT at auto, or change what"
     " the reason names.",
-    "shares_nodes": "Nothing to do: another site holds this matmul, and the reason names it.",
+    "shares_nodes": "Nothing to do: another site holds the matmul or collective that the reason names.",
     "split_contraction": "Gather along a dim that the scaled matmul does not contract.",
     "stream_boundary": "Put the matmul and its collective on one stream.",
     "strides": "Make the tensor that the reason names dense, for example with .to_dense().",

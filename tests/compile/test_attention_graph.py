@@ -171,6 +171,42 @@ def test_keys_and_values_of_different_groups() -> None:
     assert code == "layout" and "different groups" in text
 
 
+@pytest.mark.usefixtures("two")
+def test_one_tensor_as_keys_and_values() -> None:
+    """A site would send it twice."""
+
+    def layer(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        k = gathered(k, 2)
+        return attention(q, k, k)
+
+    code, text = _miss(layer, *_own(count=2))
+    assert code == "layout" and "expected two gathers" in text
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("keys_first", [True, False])
+@pytest.mark.parametrize("other", ["matmul", "attention"])
+def test_a_gather_of_another_site(other: str, keys_first: bool) -> None:
+    """The gathered keys are also read by a matmul, or by the attention to other values. The site that is found first
+    gets their gather. The gather of a matmul's operand counts as found before all others, wherever it stands."""
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if keys_first:
+            k = gathered(k, 2)
+        v = gathered(v, 2)
+        further = gathered(w, 2) if other == "attention" else w
+        if not keys_first:
+            k = gathered(k, 2)
+        return attention(q, k, v), attention(q, k, further) if other == "attention" else k @ w
+
+    last = torch.randn(16, 16) if other == "matmul" else torch.randn(2, 4, 8, 16)
+    report = report_of(layer, *_own(), last)
+    (site,), (near,) = report.sites, report.near_misses
+    assert site.facts.pattern == ("all_gather_matmul" if other == "matmul" else PATTERN)
+    assert site.decision.status == "overlapped" and not report.failures
+    assert near.reason.code == "shares_nodes" and "the keys of" in near.reason.text
+
+
 def test_training_graphs_are_kept_with_a_reason() -> None:
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = (funcol.all_gather_tensor_autograd(x, 2, dist.group.WORLD) for x in (k, v))

@@ -213,6 +213,20 @@ def test_a_near_miss(name: str) -> None:
     assert any(words in m.reason.text for m in report.near_misses) and not report.failures
 
 
+@pytest.mark.usefixtures("two")
+def test_one_exchange_returns_rows_of_two() -> None:
+    """The products of two exchanges' experts return in one exchange. It belongs to the site that is found first."""
+
+    def run(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        first, second = (_grouped(_there(rows)[i], w, ends) for rows in (x, x.relu()))
+        return _home(_back(first * second, i))
+
+    report = report_of(run, *_arguments())
+    assert summary(report) == [("all_to_all_experts", 0, ["grouped_mm M"], "overlapped")] and not report.failures
+    (near,) = report.near_misses
+    assert near.reason.code == "shares_nodes" and "belongs to another site" in near.reason.text
+
+
 def _index(rows: int, starts: torch.Tensor, lengths: torch.Tensor, first: int = 0) -> torch.Tensor:
     segments = torch.arange(lengths.shape[0]).repeat_interleave(lengths, output_size=rows)
     return starts[segments] + torch.arange(first, rows + first) - (lengths.cumsum(0) - lengths)[segments]

@@ -80,7 +80,10 @@ GROUPS: dict[str, dict[str, str]] = {
         "weight_depends_on_collective": "The matmul's other operand is also computed from the collective's result.",
     },
     "The nodes cannot be moved": {
-        "shares_nodes": "A matmul already belongs to another site: a second gather or a reduction stands beside it.",
+        "shares_nodes": (
+            "A matmul already belongs to another site, because a second gather or a reduction stands beside it. Or the"
+            " pattern needs two collectives, and one of them already belongs to another site."
+        ),
         "hoist": (
             "Operands of the site cannot be computed before its steps without moving a node that must stay, or an"
             " accepted site stands in the way."
