@@ -33,6 +33,7 @@ def bands_of(seam: Seam) -> int | None:
         and _scatters_rows(seam, rows)
         and _gathers_rows(seam, rows)
         and _row_wise(seam, bands)
+        and _joinable(seam)
         and _independent(seam)
         and _may_move(seam)
     )
@@ -77,6 +78,13 @@ def _row_wise(seam: Seam, bands: int) -> bool:
     return held[seam.gathered].lead == 1 and all(
         tools.value(n).is_contiguous() for n in seam.region if tools.is_tensor(n)
     )
+
+
+def _joinable(seam: Seam) -> bool:
+    """Whether each node of the region that nodes outside read is a tensor. The bands of an op with several results,
+    such as ``var_mean``, cannot be joined."""
+    inside = set(seam.region)
+    return all(tools.is_tensor(n) or inside.issuperset(n.users) for n in seam.region)
 
 
 def _independent(seam: Seam) -> bool:
