@@ -145,3 +145,31 @@ def test_sites_around_an_op_with_several_results_are_overlapped() -> None:
         report = made.output(result, made.call(getitem, both, 1)).run(sub_chunks=2)
     assert not report.failures and [s.decision.status for s in report.sites] == ["overlapped", "overlapped"]
     assert not any("bands" in s.decision.moving.parameters for s in report.sites)
+
+
+def _estimates(parts: Parts) -> list[float]:
+    """By site, the estimated microseconds with its plan."""
+    with fake_group(2):
+        report = parts.seam().run(mode="report", sub_chunks=2)
+    return [s.decision.moving.estimate_us["ring"] for s in report.sites]
+
+
+def test_a_forced_schedule_shows_what_bands_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 100 us: a second wait, and a piece and two launches more for the second band."""
+    banded = _estimates(Parts())
+    monkeypatch.setattr(check, "bands_of", lambda seam: None)
+    in_turn = _estimates(Parts())
+    assert sum(banded) == pytest.approx(sum(in_turn) + 400, abs=20)
+
+
+def test_copies_for_other_readers_count() -> None:
+    """``[32, 64]`` floats are read and written at 2e10 B/s."""
+
+    def read_elsewhere(made: HandGraph, scattered: fx.Node) -> fx.Node:
+        positive = _relu(made, scattered)
+        made.call(aten.neg.default, positive)
+        return positive
+
+    _, plain = _estimates(Parts())
+    _, copied = _estimates(Parts(between=read_elsewhere))
+    assert copied - plain == pytest.approx(2 * 32 * 64 * 4 / 2e10 * 1e6, abs=0.11)

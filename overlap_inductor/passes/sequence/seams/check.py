@@ -81,10 +81,9 @@ def _row_wise(seam: Seam, bands: int) -> bool:
 
 
 def _joinable(seam: Seam) -> bool:
-    """Whether each node of the region that nodes outside read is a tensor. The bands of an op with several results,
-    such as ``var_mean``, cannot be joined."""
-    inside = set(seam.region)
-    return all(tools.is_tensor(n) or inside.issuperset(n.users) for n in seam.region)
+    """Whether each node that is joined is a tensor of known size. The bands of an op with several results, such as
+    ``var_mean``, cannot be joined."""
+    return all(tools.is_tensor(n) and not tools.has_unbacked(tools.shape(n)) for n in seam.joined)
 
 
 def _independent(seam: Seam) -> bool:

@@ -17,17 +17,18 @@ from overlap_inductor.sites.sizes import has_example
 
 def join(sites: Sequence[DecidedSite], config: OverlapConfig) -> list[Seam]:
     """The seams among ``sites`` that are written in bands. The plans of their sites get the parameter ``bands``, and
-    estimates that are shorter by what the bands save. If both sites have a forced schedule, bands need not pay."""
+    estimates that are shorter by what the bands save. If the schedule is forced, bands need not pay, and the estimates
+    may become longer."""
     joined = []
     for seam in find(sites):
         bands = check.bands_of(seam)
         if bands is None or not all(has_example(s) for s in (seam.scatter, seam.gather)):
             continue
         saved = cost.saved(seam, bands, config)
-        if saved is None and config.schedule == "auto":
+        if not saved.pays and config.schedule == "auto":
             continue
-        for site, seconds in zip((seam.scatter, seam.gather), saved or (0.0, 0.0), strict=True):
-            _cut(site, bands, seconds)
+        _cut(seam.scatter, bands, saved.scatter)
+        _cut(seam.gather, bands, saved.gather)
         joined.append(seam)
     return joined
 
