@@ -173,3 +173,16 @@ def test_copies_for_other_readers_count() -> None:
     _, plain = _estimates(Parts())
     _, copied = _estimates(Parts(between=read_elsewhere))
     assert copied - plain == pytest.approx(2 * 32 * 64 * 4 / 2e10 * 1e6, abs=0.11)
+
+
+def test_bands_keep_to_the_budget_of_nodes() -> None:
+    """A budget that holds both rings, but not the bands. Bands add about the 14 nodes that are counted."""
+    sizes: dict[int, int] = {}
+    for budget in (3000, 60):
+        with fake_group(2):
+            made = Parts(between=_residual_and_norm).seam()
+            report = made.run(sub_chunks=2, step_node_budget=budget)
+        sizes[budget] = len(made.graph.nodes)
+        assert [s.decision.moving.parameters["unrolled"] for s in report.sites] == [True, True]
+        assert ["bands" in s.decision.moving.parameters for s in report.sites] == [budget == 3000] * 2
+    assert sizes[3000] - sizes[60] == pytest.approx(14, abs=4)
