@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -90,10 +91,18 @@ def _multiplied_by_rows(made: HandGraph, gathered: fx.Node, scattered: fx.Node) 
     return made.mm(gathered, made.call(aten.mul.Tensor, made.view(sums, 64, 1), made.input(1, 48, name="up")))
 
 
+def _mean_read_outside(made: HandGraph, scattered: fx.Node) -> fx.Node:
+    """Rows divided by their variance, and in the graph a mean that nothing on the gathered rows reads."""
+    both = made.call(aten.var_mean.correction, scattered, [-1], correction=0, keepdim=True)
+    made.call(aten.neg.default, made.call(getitem, both, 1))
+    return made.call(aten.div.Tensor, scattered, made.call(getitem, both, 0))
+
+
 BROKEN = {
     "scattered features": ("_scatters_rows", Parts(scatter=lambda made, x: made.scatter_on(x, 1))),
     "gathered features": ("_gathers_rows", Parts(gather=lambda made, x: made.gather_on(x, 1))),
     "a sum over earlier tokens": ("_row_wise", Parts(between=lambda made, x: made.call(aten.cumsum.default, x, 0))),
+    "one of several results is read elsewhere": ("_joinable", Parts(between=_mean_read_outside)),
     "a weight computed from the rows": ("_independent", Parts(multiply=_multiplied_by_rows)),
     "a collective in between": ("_may_move", Parts(between=_reduced_between)),
     "a write in between": ("_may_move", Parts(between=_written_between)),
@@ -123,3 +132,57 @@ PLANS: dict[str, tuple[Parts, dict[str, Any]]] = {
 def test_a_seam_whose_plans_do_not_fit_is_not_cut(name: str) -> None:
     parts, fields = PLANS[name]
     assert _bands(Parts()) == [2, 2] and _bands(parts, **fields) == [None, None]
+
+
+def test_sites_around_an_op_with_several_results_are_overlapped() -> None:
+    """The mean is a result of the graph, and only the variance is used for the gathered rows."""
+    with fake_group(2):
+        made = HandGraph()
+        scattered = made.scatter(made.mm(made.input(64, 32), made.input(32, 64, name="w")))
+        both = made.call(aten.var_mean.correction, scattered, [-1], correction=0, keepdim=True)
+        rows = made.call(aten.div.Tensor, scattered, made.call(getitem, both, 0))
+        result = _multiplied(made, made.gather(rows), scattered)
+        report = made.output(result, made.call(getitem, both, 1)).run(sub_chunks=2)
+    assert not report.failures and [s.decision.status for s in report.sites] == ["overlapped", "overlapped"]
+    assert not any("bands" in s.decision.moving.parameters for s in report.sites)
+
+
+def _estimates(parts: Parts) -> list[float]:
+    """By site, the estimated microseconds with its plan."""
+    with fake_group(2):
+        report = parts.seam().run(mode="report", sub_chunks=2)
+    return [s.decision.moving.estimate_us["ring"] for s in report.sites]
+
+
+def test_a_forced_schedule_shows_what_bands_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 100 us: a second wait, and a piece and two launches more for the second band."""
+    banded = _estimates(Parts())
+    monkeypatch.setattr(check, "bands_of", lambda seam: None)
+    in_turn = _estimates(Parts())
+    assert sum(banded) == pytest.approx(sum(in_turn) + 400, abs=20)
+
+
+def test_copies_for_other_readers_count() -> None:
+    """``[32, 64]`` floats are read and written at 2e10 B/s."""
+
+    def read_elsewhere(made: HandGraph, scattered: fx.Node) -> fx.Node:
+        positive = _relu(made, scattered)
+        made.call(aten.neg.default, positive)
+        return positive
+
+    _, plain = _estimates(Parts())
+    _, copied = _estimates(Parts(between=read_elsewhere))
+    assert copied - plain == pytest.approx(2 * 32 * 64 * 4 / 2e10 * 1e6, abs=0.11)
+
+
+def test_bands_keep_to_the_budget_of_nodes() -> None:
+    """A budget that holds both rings, but not the bands. Bands add about the 14 nodes that are counted."""
+    sizes: dict[int, int] = {}
+    for budget in (3000, 60):
+        with fake_group(2):
+            made = Parts(between=_residual_and_norm).seam()
+            report = made.run(sub_chunks=2, step_node_budget=budget)
+        sizes[budget] = len(made.graph.nodes)
+        assert [s.decision.moving.parameters["unrolled"] for s in report.sites] == [True, True]
+        assert ["bands" in s.decision.moving.parameters for s in report.sites] == [budget == 3000] * 2
+    assert sizes[3000] - sizes[60] == pytest.approx(14, abs=4)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the two sites of a seam (``passes.seams``) in bands: a reduce-scatter, and an all-gather that reads its rows.
+"""Write the two sites of a seam (``passes.sequence.seams``) in bands: a scatter, and a gather that reads its rows.
 
 A band is a sub-chunk of every rank's shard. Each band of the reduce-scatter has a wait of its own, and each band of the
-gather is sent on its own. So ``passes.seams`` can move the gather's steps between the waits. ``r``: the rank::
+gather is sent on its own. So ``passes.sequence.seams`` can move the gather's steps between the waits. ``r``: the rank::
 
     for band: for i in 0 .. W-2: p = slice(r + 1 + i)[band]; send p to rank r + 1 + i
     own = slice(r)

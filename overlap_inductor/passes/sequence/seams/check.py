@@ -33,6 +33,7 @@ def bands_of(seam: Seam) -> int | None:
         and _scatters_rows(seam, rows)
         and _gathers_rows(seam, rows)
         and _row_wise(seam, bands)
+        and _joinable(seam)
         and _independent(seam)
         and _may_move(seam)
     )
@@ -77,6 +78,12 @@ def _row_wise(seam: Seam, bands: int) -> bool:
     return held[seam.gathered].lead == 1 and all(
         tools.value(n).is_contiguous() for n in seam.region if tools.is_tensor(n)
     )
+
+
+def _joinable(seam: Seam) -> bool:
+    """Whether each node that is joined is a tensor of known size. The bands of an op with several results, such as
+    ``var_mean``, cannot be joined."""
+    return all(tools.is_tensor(n) and not tools.has_unbacked(tools.shape(n)) for n in seam.joined)
 
 
 def _independent(seam: Seam) -> bool:

@@ -2,7 +2,7 @@
 """Estimate the time of a seam as two rings one after the other, and in bands.
 
 A clock of the matmuls and one of the link step through the sends, matmuls and waits of both sites. The link carries one
-piece at a time. Token-wise work is left out, because it is the same in both."""
+piece at a time. Of the token-wise work, only what bands add is counted: launches and copies."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from dataclasses import dataclass
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts import cost_model
+from overlap_inductor.facts.machine import Machine
 from overlap_inductor.passes.sequence.seams.find import Seam
+from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.nodes import DecidedSite
+from overlap_inductor.sites.sizes import hint
 from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.sizes import sizes_at
+from overlap_inductor.torch_compat import operators
 
-MARGIN = 1.02
+MARGIN = 1.05
 """Bands are chosen only if the seam is then estimated to be more than this many times as fast."""
+LAUNCHES = 2
+"""For each band but the first, the launches of the token-wise kernels, in fixed costs of a hop. A residual and a norm
+become about two kernels."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,21 @@ class Work:
 
     matmul: float
     wire: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What bands save.
+
+    Attributes:
+        pays: whether bands are estimated to pay.
+        scatter: seconds that they save at the scatter; negative if they cost time.
+        gather: the same at the gather.
+    """
+
+    pays: bool
+    scatter: float
+    gather: float
 
 
 class Clocks:
@@ -85,17 +107,23 @@ def in_bands(scatter: Work, gather: Work, world_size: int, bands: int) -> Clocks
     return clocks
 
 
-def saved(seam: Seam, bands: int, config: OverlapConfig) -> tuple[float, float] | None:
-    """``(seconds that bands save at the scatter, at the gather)``, or ``None`` if they do not pay."""
-    works = [_work(site, config) for site in (seam.scatter, seam.gather)]
+def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
+    """What the seam saves if it is written in ``bands``."""
+    works, machine = [_work(site, config) for site in (seam.scatter, seam.gather)], machine_of(seam.gather, config)
     world_size = seam.scatter.facts.collective.world_size
     turn, banded = (run(works[0], works[1], world_size, bands) for run in (in_turn, in_bands))
     # In bands, this rank's own rows are multiplied in pieces, and the scatter has a wait for each band.
-    steps = (bands - 1) * machine_of(seam.gather, config).step_seconds
-    if turn.compute <= MARGIN * (banded.compute + 2 * steps):
-        return None
-    found = [before - after - steps for before, after in zip(turn.waited, banded.waited, strict=True)]
-    return found[0], found[1]
+    steps = (bands - 1) * machine.step_seconds
+    added = steps, (1 + LAUNCHES) * steps + copy_seconds(seam, machine)
+    scatter, gather = (b - a - more for b, a, more in zip(turn.waited, banded.waited, added, strict=True))
+    return Saved(turn.compute > MARGIN * (banded.compute + sum(added)), scatter, gather)
+
+
+def copy_seconds(seam: Seam, machine: Machine) -> float:
+    """Seconds to join the bands of the tensors that nodes outside the region read: one read and one write of each."""
+    tensors = operators.tensors_in([tools.value(n) for n in seam.joined])
+    nbytes = sum(hint(tools.numel(list(t.shape))) * t.dtype.itemsize for t in tensors)
+    return 2 * nbytes / machine.memory_bytes
 
 
 def _work(site: DecidedSite, config: OverlapConfig) -> Work:

@@ -46,6 +46,13 @@ class Seam:
         """The rows that this rank gives to the gather."""
         return self.gather.collectives[0].input
 
+    @property
+    def joined(self) -> list[fx.Node]:
+        """The nodes of ``region`` that other nodes than the gather read. If the seam is written in bands, their bands
+        are joined for these readers."""
+        known = {*self.region, *self.gather.collectives[0].chain()}
+        return [n for n in self.region if not known.issuperset(n.users)]
+
 
 def find(sites: Iterable[DecidedSite]) -> list[Seam]:
     """The seams among ``sites``. A gather belongs to the last scatter before it from which its rows are computed, and a

@@ -219,9 +219,9 @@ class _BandWriter:
 
     def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
         known = self._parts.get(node, [])
-        if len(known) == self._bands and tools.shape(known[0])[0] == tokens.shard:
-            return known[self._band]
         shape = tools.shape(node)
+        if len(known) == self._bands and tools.shape(known[self._band]) == [tokens.shard, *shape[ahead:]]:
+            return known[self._band]
         if tools.numel(shape[:ahead]) != tokens.count:
             node = self.reshape(node, [*[1] * (len(dims) - ahead), *shape])
             node = self.call(aten.expand.default, node, [*dims, *shape[ahead:]])
