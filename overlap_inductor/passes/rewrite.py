@@ -33,7 +33,7 @@ from overlap_inductor.passes import agreed_plan as exchange_steps
 from overlap_inductor.passes import delayed_matmuls
 from overlap_inductor.passes import plan as planner
 from overlap_inductor.passes.sequence.seams.find import Seam
-from overlap_inductor.passes.sequence.seams.write import write as write_seams
+from overlap_inductor.passes.sequence.seams.write import write as write_seam
 from overlap_inductor.sites import all_to_all
 from overlap_inductor.sites import collectives
 from overlap_inductor.sites import graph_tools as tools
@@ -69,6 +69,8 @@ class Rewriter:
         self.agreements: list[fx.Node] = []
         self.current: DecidedSite | None = None
         """The site that is being rewritten, to which a failure is attributed; ``None`` outside any single site."""
+        self.seam: Seam | None = None
+        """The seam that is being written in bands, to which a failure is attributed."""
 
     def apply(self, sites: list[DecidedSite]) -> tuple[ExchangePlan, list[str]]:
         """Place and rewrite ``sites``, all of which were decided as overlapped. Then erase dead nodes and order all
@@ -94,7 +96,7 @@ class Rewriter:
                 for later, _ in placed[index + 1 :]:
                     later.nodes.rename(replaced)
             self.current = None
-            write_seams(self.graph, self.seams, [n for nodes in self.emitted.values() for n in nodes], self.values)
+            self._write_seams()
         self.graph.eliminate_dead_code()
         in_bands = {site.facts.id for seam in self.seams for site in (seam.scatter, seam.gather)}
         self.order |= delayed_matmuls.delay(self.graph, exposed, in_bands, self._kept(), flops)
@@ -117,6 +119,14 @@ class Rewriter:
         note_order(self.graph)
         self.graph.lint()
         return plan, groups
+
+    def _write_seams(self) -> None:
+        emitted = [n for nodes in self.emitted.values() for n in nodes]
+        parts: dict[fx.Node, list[fx.Node]] = {}
+        for seam in self.seams:
+            self.seam = seam
+            write_seam(self.graph, seam, emitted, parts, self.values)
+        self.seam = None
 
     def _agree(self, placed: list[tuple[DecidedSite, fx.Node]]) -> None:
         """Write one ``agree`` for each group, all before the first step of any group. So no step moves data before the

@@ -23,13 +23,18 @@ def rewrite_or_restore(
     """Rewrite ``chosen``; if that fails, restore the graph.
 
     Returns:
-        What ``Rewriter.apply`` returns, or the failure. The failure names the site that failed, or all sites if it
-        happened outside any single site.
+        What ``Rewriter.apply`` returns, or the failure. The failure names the site that failed, or the two sites of the
+        seam that failed (stage ``seam``), or all sites if it happened outside any of them.
     """
     snapshot = Snapshot(graph)
     try:
         return rewriter.apply(chosen)
     except Exception as error:  # noqa: BLE001  (the model must compile in any case; the report names the error)
+        if (seam := rewriter.seam) is not None:
+            failure = Failure.of(error, "seam", [seam.scatter.facts.id, seam.gather.facts.id])
+            log.warning("overlap_inductor: %s. %s", not_in_bands(failure), BUG_REPORT, exc_info=True)
+            snapshot.restore()
+            return failure
         blamed = [rewriter.current] if rewriter.current is not None else chosen
         ids = " or ".join(site.facts.id for site in blamed)
         log.warning(
@@ -41,6 +46,11 @@ def rewrite_or_restore(
         )
         snapshot.restore()
         return Failure.of(error, "rewrite", [site.facts.id for site in blamed])
+
+
+def not_in_bands(failure: Failure) -> str:
+    """What a failure of stage ``seam`` means for its two sites."""
+    return f"could not write the sites {' and '.join(failure.sites)} in bands ({failure.error}); they run without bands"
 
 
 class Snapshot:

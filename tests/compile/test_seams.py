@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import fx
 
+from overlap_inductor.passes import rewrite
 from overlap_inductor.passes.sequence.seams import check
+from overlap_inductor.passes.sequence.seams import write
 from tests.support.fake_group import fake_group
 from tests.support.golden import check_golden
 from tests.support.hand_graph import HandGraph
@@ -186,3 +188,28 @@ def test_bands_keep_to_the_budget_of_nodes() -> None:
         assert [s.decision.moving.parameters["unrolled"] for s in report.sites] == [True, True]
         assert ["bands" in s.decision.moving.parameters for s in report.sites] == [budget == 3000] * 2
     assert sizes[3000] - sizes[60] == pytest.approx(14, abs=4)
+
+
+@pytest.mark.parametrize("cause", ["an error", "a step in between"])
+def test_a_seam_that_fails_leaves_its_sites_overlapped(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in between: a copy of the gather's first step counts as one of another site."""
+    if cause == "an error":
+        monkeypatch.setattr(write, "_give_whole", lambda *arguments: 1 / 0)
+    else:
+        original = write.write
+
+        def with_other(graph: fx.Graph, seam: Any, emitted: list[fx.Node], *rest: Any) -> None:
+            start = next(n for n in emitted if n.meta[write.SITE] == seam.gather.facts.id)
+            with graph.inserting_after(start):
+                other = graph.create_node(start.op, start.target, start.args, start.kwargs)
+            other.meta = {**start.meta, write.SITE: "other"}
+            original(graph, seam, [*emitted, other], *rest)
+
+        monkeypatch.setattr(rewrite, "write_seam", with_other)
+    with fake_group(2):
+        report = Parts().seam().run(sub_chunks=2)
+    assert [s.decision.status for s in report.sites] == ["overlapped", "overlapped"]
+    assert not any("bands" in s.decision.moving.parameters for s in report.sites)
+    (failure,) = report.failures
+    assert failure.stage == "seam" and failure.sites == [s.facts.id for s in report.sites]
+    assert "in bands" in report.notices[0]

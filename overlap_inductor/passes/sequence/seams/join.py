@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from collections.abc import Sequence
 
 from overlap_inductor.config import OverlapConfig
@@ -16,17 +17,22 @@ from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.sites.sizes import has_example
 
 
-def join(sites: Sequence[DecidedSite], config: OverlapConfig) -> list[Seam]:
+def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[list[str]] = ()) -> list[Seam]:
     """The seams among ``sites`` that are written in bands. The plans of their sites get the parameter ``bands``, and
     estimates that are shorter by what the bands save. If the schedule is forced, bands need not pay, and the estimates
     may become longer.
 
     Bands add nodes. In graph order, a seam is written in bands if its nodes fit what the unrolled rings leave of the
-    graph's ``step_node_budget``."""
+    graph's ``step_node_budget``.
+
+    Args:
+        uncut: the ids of the two sites of each seam that is not to be cut, because writing it has failed."""
     rings = [s for s in sites if s.decision.moving.parameters.get("unrolled")]
     left = config.step_node_budget - sum(unrolled_nodes(s) or 0 for s in rings)
     joined = []
     for seam in find(sites):
+        if [seam.scatter.facts.id, seam.gather.facts.id] in uncut:
+            continue
         bands = check.bands_of(seam)
         if bands is None or not all(has_example(s) for s in (seam.scatter, seam.gather)):
             continue

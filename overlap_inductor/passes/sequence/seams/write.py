@@ -12,8 +12,7 @@ Before and after, for two bands (``lowerings.ring.unrolled_bands`` wrote the ste
                                                     wait 0; ...
 
 Contract: the graph computes the same numbers, because each band is computed by the rules of ``passes.sequence.rules``.
-If a step of another site stands between the two sites, their steps stay where they are: waits of one group must keep
-their order.
+If a step of another site stands between the two sites, the seam fails: waits of one group must keep their order.
 
 Source: Domino (Wang et al., arXiv:2409.15241) cuts the batch and the weights of each layer by hand, so that the
 collective of one part runs under the matmuls of the other.
@@ -46,23 +45,32 @@ overlap = torch.ops.overlap_inductor
 SITE = "overlap_site"
 
 
-def write(graph: fx.Graph, seams: Iterable[Seam], emitted: Iterable[fx.Node], values: StepValues) -> None:
-    """Write ``seams`` in bands, in graph order.
+def write(
+    graph: fx.Graph,
+    seam: Seam,
+    emitted: Iterable[fx.Node],
+    parts: dict[fx.Node, list[fx.Node]],
+    values: StepValues,
+) -> None:
+    """Write ``seam`` in bands.
 
     Args:
         emitted: the ops of all sites that communicate.
+        parts: the bands of each tensor that earlier seams wrote in bands. Those of this seam are added.
         values: evaluates the nodes that are written.
+
+    Raises:
+        RuntimeError: a step of another site stands between the steps of the seam.
     """
     steps: dict[str, list[fx.Node]] = {}
     for node in emitted:
         steps.setdefault(node.meta[SITE], []).append(node)
-    parts: dict[fx.Node, list[fx.Node]] = {}
-    for seam in seams:
-        found = _Steps(graph, seam, steps)
-        first, last = found.waits[0], found.sends[-1]
-        others = (n for site, nodes in steps.items() if site not in found.sites for n in nodes)
-        if not any(first < n < last for n in others):
-            _write(found, parts, values)
+    found = _Steps(graph, seam, steps)
+    first, last = found.waits[0], found.sends[-1]
+    for site, nodes in steps.items():
+        if site not in found.sites and any(first < n < last for n in nodes):
+            raise RuntimeError(f"a step of site {site} stands between the two sites")
+    _write(found, parts, values)
 
 
 class _Steps:
