@@ -18,8 +18,8 @@ from bench.tables import row_efficiency
 
 
 def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw speed-up and overlap efficiency against the ratio of matmul to transfer time, with a line for each pattern
-    and world size. The rows are stored in the file as its description, so that a test can compare them."""
+    """Draw speed-up and overlap efficiency against the ratio of matmul to transfer time, with a line for each pattern,
+    world size and machine. The rows are stored in the file as its description, so that a test can compare them."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -27,13 +27,13 @@ def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import ticker
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    for key in sorted({(r["pattern"], r["world_size"]) for r in rows}):
+    for key in sorted({(r["pattern"], r["world_size"], r["cores"]) for r in rows}):
         chosen = sorted(
-            (r for r in rows if (r["pattern"], r["world_size"]) == key),
+            (r for r in rows if (r["pattern"], r["world_size"], r["cores"]) == key),
             key=lambda r: r["matmul_ms"] / r["collective_ms"],
         )
         ratio = [r["matmul_ms"] / r["collective_ms"] for r in chosen]
-        label = f"{key[0]}, {key[1]} ranks"
+        label = f"{key[0]}, {key[1]} ranks on {key[2]} cores"
         left.plot(ratio, [r["serial_ms"] / r["ring_ms"] for r in chosen], marker="o", label=label)
         points = [
             (x, e) for x, e in ((x, row_efficiency(r)) for x, r in zip(ratio, chosen, strict=True)) if e is not None
@@ -51,8 +51,8 @@ def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
         axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         axis.xaxis.set_minor_locator(ticker.NullLocator())
     handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=8.5)
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=8.5)
+    figure.tight_layout(rect=(0, 0.16, 1, 1))
     figure.savefig(path, dpi=130, metadata={"Description": json.dumps(rows), "Software": None})
     pyplot.close(figure)
 

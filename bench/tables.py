@@ -37,15 +37,16 @@ def slow_link(rows: list[dict[str, Any]]) -> str:
     """The slow-link table: milliseconds, speed-up and overlap efficiency by ratio of matmul to transfer."""
     lines = [
         (
-            "| pattern | ranks | matmul / transfer | matmul ms | collective ms | serial ms | ring ms | speed-up |"
-            " efficiency |"
+            "| pattern | ranks | cores | matmul / transfer | matmul ms | collective ms | serial ms | ring ms |"
+            " speed-up | efficiency |"
         ),
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         efficiency = row_efficiency(row)
         lines.append(
-            f"| {row['pattern']} | {row['world_size']} | {row['matmul_ms'] / row['collective_ms']:.2f} |"
+            f"| {row['pattern']} | {row['world_size']} | {row['cores']} |"
+            f" {row['matmul_ms'] / row['collective_ms']:.2f} |"
             f" {row['matmul_ms']:.0f} | {row['collective_ms']:.0f} | {row['serial_ms']:.0f} | {row['ring_ms']:.0f} |"
             f" {row['serial_ms'] / row['ring_ms']:.2f} | {'-' if efficiency is None else f'{efficiency:.2f}'} |"
         )
