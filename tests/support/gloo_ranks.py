@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import socket
 import sys
@@ -41,10 +43,20 @@ def compile_anew() -> None:
     torch._functorch.config.enable_autograd_cache = False
 
 
+_PORTS = itertools.count(os.getpid() * 7)
+
+
 def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A port for the ranks' store. It lies below the range from which the system takes ports for connections, and each
+    worker of pytest has ports of its own. Otherwise a connection or another test could take the port before rank 0
+    does, and a rank would talk to another test's store."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw9").removeprefix("gw")) % 10
+    for number in itertools.islice(_PORTS, 2000):
+        port = 12_000 + 2_000 * worker + number % 2_000
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port of this worker is free; other ranks may still run")
 
 
 def _main(
