@@ -143,10 +143,10 @@ def _ahead(rank: int, world_size: int, calls: int) -> dict[str, Any]:
     group = dist.group.WORLD
     same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [group], False)
     kept = agreement.Comparison(_plan("g0: all_reduce float32 [4] kept", False), [group], False)
-    found = [same.call().overlapped, same.call().overlapped, same.count()]
+    # (``ComparedCall`` makes the same two calls. ``count`` returns False if a rank is late, and ``call`` then decides.)
+    found = [same.call().overlapped, same.call().overlapped, same.count() or same.call().overlapped]
     dist.barrier()
     if rank:
-        # (``ComparedCall`` makes the same two calls.)
         found += [kept.count() or kept.call().overlapped for _ in range(calls)]
         dist.barrier()
         return {"found": found[:3]}
