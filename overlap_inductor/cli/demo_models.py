@@ -60,7 +60,8 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """``x + mlp(norm(x))``. ``parallel_block`` shards ``x``, the norm and the result along the sequence."""
+    """``x + mlp(norm(x))``. In ``parallel_block``, ``x``, the norm's output and the result are sharded along the
+    sequence."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()

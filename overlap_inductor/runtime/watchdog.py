@@ -6,9 +6,10 @@ The next overlap call raises a fault by itself (``FaultRecord.check``). But some
 program that only replays a CUDA graph, a program that is stuck elsewhere (in a collective whose peer is gone, in a
 stream wait), and a program whose last call failed. A fault is handled in this order:
 
-1. Within ``POLL_SECONDS``, the watchdog of every rank that shares the board stops the group's waits on its own GPU, in
-   case the rank that gave up could not reach them. It logs the error if the program was not *told* of it. (Streams need
-   no release: only kernels wait for peers, and a clock bounds each wait.)
+1. Within ``POLL_SECONDS``, the watchdog of every rank that maps the fault's board (``runtime.board``) stops the group's
+   waits on its own GPU. The rank that gave up may not have been able to stop these waits itself. The watchdog logs the
+   error if the program was not *told* of it. (Nothing else has to be stopped: in this package only kernels wait for
+   peers, and a clock bounds each wait.)
 2. A program that was told is not ended: ``check`` has raised the error to it, or this rank has aborted the group
    itself. A program that has destroyed the group also goes on, because it can start nothing more in it. The destroyed
    group is watched until the calls that the program had started have ended, and longer if there is an untold fault.
@@ -41,8 +42,8 @@ from typing import Protocol
 log = logging.getLogger("overlap_inductor")
 
 GRACE_SECONDS = 60.0
-"""Seconds after a fault in which the program must be told or destroy the group. With ``math.inf`` a running program is
-never ended."""
+"""How many seconds after a fault a program may run that was not told of it and has not destroyed the group. With
+``math.inf`` a running program is never ended."""
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 10.0
 """Seconds that a program's end waits for calls in flight."""
@@ -104,11 +105,12 @@ class Watchdog:
 
     def watch(self, faults: Watched, alive: Callable[[], bool], in_flight: Callable[[], bool] = lambda: False) -> None:
         """Also watch ``faults``: while its group is ``alive``, and afterwards until no call is ``in_flight`` on its
-        device.
+        device and no fault is untold. (A program that was told needs no watch after the group's destruction.)
 
         Args:
             alive: returns True while the group is not destroyed.
-            in_flight: returns True while calls of the device run. It may raise ``RuntimeError`` if CUDA has failed.
+            in_flight: returns True while calls run on the group's device. It may raise ``RuntimeError`` if CUDA
+                failed.
         """
         with self._lock:
             self._watches.append(_Watch(faults, alive, in_flight))
@@ -124,7 +126,7 @@ class Watchdog:
     def look(self) -> None:
         """Check every record once."""
         for watch in tuple(self._watches):
-            # The group is read before its record, so that a fault from before the group's destruction is seen.
+            # The record is read last: that of a destroyed group then shows all faults from before the destruction.
             alive, error = watch.alive(), watch.faults.error()
             if error is not None and watch.seen is None:
                 self._found(watch, error, alive)
@@ -151,8 +153,8 @@ class Watchdog:
             time.sleep(0.01)
         late = (
             [
-                f"calls were in flight for {EXIT_SECONDS:g} s when the program came to its end: they wait for "
-                "peers that have not come, or CUDA has failed."
+                f"calls were still in flight {EXIT_SECONDS:g} s after the program came to its end: they wait for peers"
+                " that have not come, or CUDA has failed."
             ]
             if waiting
             else []
@@ -181,10 +183,10 @@ class Watchdog:
 
     def _left(self, watch: _Watch, error: str | None) -> None:
         """Forget a destroyed group if its calls have ended without a fault, or if the program was told of the fault.
-        Keep it if there is an untold fault, or while calls run.
+        Otherwise keep it.
 
-        The board is read again after the calls have ended, because a fault is on the board before a call that gave up
-        or was stopped ends. Later actions of peers do not affect this rank's results."""
+        A call that gives up or is stopped ends only after its fault is on the board. So the board is read again once
+        all calls have ended. Later actions of peers do not affect this rank's results."""
         watch.alive = _destroyed
         if watch.faults.told or error is None and watch.ended() and watch.faults.error() is None:
             with self._lock:

@@ -310,7 +310,7 @@ def test_calls_in_flight_may_end_normally_at_the_programs_end() -> None:
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_program_ends_with_an_error_while_its_calls_wait_for_peers(alive: bool) -> None:
     status, said = _run(f"alive[0] = {alive}; time.sleep(0.1)", PENDING)
-    assert status == 1 and "calls were in flight for 1 s when the program came to its end" in said
+    assert status == 1 and "calls were still in flight 1 s after the program came to its end" in said
 
 
 def _child(found: Any) -> None:
