@@ -294,6 +294,7 @@ def providers(
 
 
 def _planned(schedule: str, case: Case, transport: str) -> dict[str, Any]:
-    """The settings that a plan would choose for the case. Empty for a schedule that does not turn a site into one op."""
+    """The settings that a plan would choose for the case. Empty for a schedule that does not turn a site into one
+    op."""
     op = schedule_named(schedule).single_op
     return {} if op is None else op.settings_of(_call(case), transport)

@@ -19,8 +19,8 @@ def set_environment() -> None:
 
 
 def compile_cheaply() -> None:
-    """Leave out two kinds of work in this process and its forks. Dynamo would measure how long a graph's guards take, and
-    would write 256 MB for that, to empty the processor's caches. A garbage collection would visit every object that
+    """Leave out two kinds of work in this process and its forks. Dynamo would measure how long a graph's guards take,
+    and would write 256 MB for that, to empty the processor's caches. A garbage collection would visit every object that
     torch's import made. Collections also become rarer, because a compile makes many objects, few of them in cycles."""
     import torch._dynamo.guards
 

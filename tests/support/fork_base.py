@@ -114,7 +114,7 @@ def _serve(modules: list[str]) -> dict[str, Any]:
 
 
 def _become(arguments: list[str], env: dict[str, str], cwd: str, folder: str) -> None:
-    """Run the program in this process. An exception of the program is left to the interpreter."""
+    """Run the program in this process. The interpreter then ends the process, also if the program raises."""
     for number, name in enumerate(("stdout", "stderr"), 1):
         file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
