@@ -9,8 +9,8 @@ then the median over runs, then the maximum over ranks::
     own        a rank's own time if all ranks have already published the call (9 runs of 63 calls)
     together   time from call to call if all ranks call at once, so that each waits for the slowest (9 runs of 2000
                calls)
-    store      like ``together``, but the ranks compare through the group's store, as ranks do that share no memory (3
-               runs of 200 calls)
+    store      like ``together``, but the ranks compare through the group's store, as they do if they share no memory
+               (3 runs of 200 calls)
 """
 
 from __future__ import annotations

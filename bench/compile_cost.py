@@ -5,11 +5,11 @@
     python -m bench.compile_cost --profile ring --repeats 1 [--phases training] [--sort tottime]
 
 The model is a Hugging Face Llama of 32 layers, sharded by ``tp_plan="auto"``. The process group is torch's fake one,
-and this process is its rank 0. It compiles the graphs that rank 0 would compile, and runs no compiled code. Two
-programs are compiled: the forward without gradients (``inference``), and forward and backward (``training``). Settings:
-``plain`` (our hooks are not installed), ``auto``, ``ring`` (forced; the default budget limits how many sites are
-unrolled), ``looping`` (every ring is one op). Each compile uses no cache and one thread, and runs from Dynamo to the
-generated code. Settings take turns. A row is the repeat with the least CPU time.
+and this process is its rank 0. The graphs of rank 0 are compiled, and no compiled code runs. Two programs are compiled:
+the forward without gradients (``inference``), and forward and backward (``training``). Settings: ``plain`` (our hooks
+are not installed), ``auto``, ``ring`` (forced; the default budget limits how many sites are unrolled), ``looping``
+(every ring is one op). Each compile uses no cache and one thread, and runs from Dynamo to the generated code. Settings
+take turns. A row is the repeat with the least CPU time.
 
 ``seconds``: CPU time of this process. ``compiler_seconds``: CPU time of the C++ compiler that it starts.
 ``pass_seconds``, ``lowering_seconds``, ``hook_seconds``: the parts of ``seconds`` spent in ``run_overlap_pass``, in our

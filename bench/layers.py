@@ -7,10 +7,10 @@ plain ``torch.compile`` and with overlap.
 
 Variants of a program are compiled, compared with the eager program in fp32 on random data, and then timed in turn, in a
 new order each round. Times are milliseconds of a step: median, 20th and 80th percentile, each the maximum over ranks.
-``no collectives``: the program with local ops in place of its collectives. Its time shows what a
-step takes without transfers. It is no strict lower bound, because the rewrite also divides token-wise work among the
-ranks. Its results are wrong and are not compared. Rows are added to ``bench/results/layers_slow_link.jsonl`` or
-``layers.jsonl``. From the rows of the slow link, ``python -m bench.report`` draws ``docs/assets/layers.png`` and
+``no collectives``: the program with local ops in place of its collectives. Its time shows what a step takes without
+transfers. It is no strict lower bound, because the rewrite also divides token-wise work among the ranks. Its results
+are wrong and are not compared. Rows are added to ``bench/results/layers_slow_link.jsonl`` or ``layers.jsonl``. From the
+rows of the slow link, ``python -m bench.report`` draws ``docs/assets/layers.png`` and
 ``python tools/make_docs.py`` writes a table.
 """
 

@@ -13,12 +13,12 @@ behind. So the rows that rank 0 sends to peer ``p`` are written into the other G
 Three things are missing: delays of single peers, contention at receivers, and NCCL's collective. So there is no row for
 ``keep``, and times are compared with the matmul alone.
 
-Accuracy as one of 8 ranks, against 8 GPUs. From 2048 tokens on, the times of gathers and scatters are within 5 %. On 8
-GPUs, all-reduces of ``fused`` take 6 to 13 % longer than here. All-reduces of ``chunked`` in bands take 25 to 37 %
-longer. (With 4096 tokens in 2 bands, they take 720 us on 8 GPUs and 574 us here. In 4 bands, they take 914 us and 692
-us.) On 8 GPUs, several ranks send to the same receiver at once (``transports.copy_engine``). Here, each receiver has
-one sender. So these rows cannot tell which number of bands is best, or whether ``chunked`` in bands or ``fused`` is
-faster.
+These times were compared with those of 8 GPUs, for one of 8 ranks. From 2048 tokens on, the times of gathers and
+scatters are within 5 %. On 8 GPUs, all-reduces of ``fused`` take 6 to 13 % longer than here. All-reduces of ``chunked``
+in bands take 25 to 37 % longer. (With 4096 tokens in 2 bands, they take 720 us on 8 GPUs and 574 us here. In 4 bands,
+they take 914 us and 692 us.) On 8 GPUs, several ranks send to the same receiver at once (``transports.copy_engine``).
+Here, each receiver has one sender. So these rows cannot tell which number of bands is best, or whether ``chunked`` in
+bands or ``fused`` is faster.
 
 Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset. A barrier or
 an all-reduce before each call keeps calls apart instead.

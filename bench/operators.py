@@ -10,8 +10,8 @@
 
 A case is a pattern of a layer at a token count. Its providers (``bench.providers``) compute it on random data. Each
 result is compared with one computed in fp32 (fp64 for fp32 operands), before and after the providers are timed. A wrong
-result ends the benchmark. The providers are timed in turn, round after round, together with the matmul
-alone and the collective alone.
+result ends the benchmark. The providers are timed in turn, round after round, together with the matmul alone and the
+collective alone.
 
 There are two settings. In ``hidden``, the GPU sleeps before each call, so that the host's time does not count. In
 ``compiled``, compiled graphs run one after the other and the host's time counts, too; ``keep`` is then the plain graph
@@ -110,7 +110,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(arguments: argparse.Namespace, world_size: int) -> list[Case]:
-    """All cases. Cases with more tokens come first, so that later ones can use the workspace that they made."""
+    """All cases. Cases with more tokens come first, so that later cases can use the workspace of earlier ones."""
     sizes = itertools.product(sorted(arguments.tokens, reverse=True), arguments.shapes, arguments.patterns)
     return [Case(shape, pattern, tokens, world_size, arguments.dtype) for tokens, shape, pattern in sizes]
 
@@ -137,8 +137,8 @@ def run(arguments: argparse.Namespace, device: torch.device, start: float) -> li
     """Measure the cases and return their rows. Rank 0 also appends the rows to the file as soon as they are measured.
     All ranks call this function together.
 
-    The time budget begins at ``start``. The first case always runs. If a later case would exceed the budget by taking
-    as long as the longest case so far, it and all cases after it are left out.
+    The time budget begins at ``start``. The first case always runs. A later case is assumed to take as long as the
+    longest case so far. If that would exceed the budget, it and all cases after it are left out.
     """
     clock, world_size, where = Clock(device), dist.get_world_size(), rows.environment(device)
     found: list[dict[str, Any]] = []

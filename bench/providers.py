@@ -4,9 +4,9 @@ over each of its transports, ``auto``, or a schedule with other parameters.
 
 What is called depends on the setting:
 
-- ``hidden``: a schedule that writes a site as one op is called as this op. The ring and ``auto`` are compiled graphs.
-  ``keep`` runs eagerly.
-- ``compiled``: ``keep``, ``auto`` and every schedule are compiled graphs.
+- ``hidden`` (the host's time is hidden): if a schedule turns a site into one op, that op is called directly. The ring
+  and ``auto`` are compiled graphs. ``keep`` runs eagerly.
+- ``compiled``: ``keep``, ``auto`` and every schedule are compiled graphs. Schedules with other parameters are left out.
 
 Async TP is not compiled in either setting: its op is called as Inductor's output code calls it.
 """
@@ -67,8 +67,10 @@ class Provider:
 
     Attributes:
         call: computes the case.
-        runs: the schedule that ``call`` runs, ``keep`` or ``async_tp``. For ``auto``, it is what was chosen.
-        parameters: the parameters of that schedule in the plan.
+        runs: what ``call`` runs: ``keep``, ``async_tp`` or the name of a schedule. For ``auto``, it is the name of the
+            schedule that was chosen.
+        parameters: the parameters of that schedule. They are those of the plan if ``call`` is a compiled graph, and
+            otherwise those that the op gets. Empty for the providers ``keep`` and ``async_tp``.
         held: bytes of symmetric memory on each rank that the call needs.
     """
 
@@ -94,7 +96,7 @@ class Variant:
     @classmethod
     def parse(cls, argument: str) -> Variant:
         """Read a text such as ``fused.parts=2,pushers=8``. A value is JSON. If it is not valid JSON, it is a string.
-        Raises ``ValueError`` if the schedule is not one op for each site, or if a part does not set one of the
+        Raises ``ValueError`` if the schedule does not turn a site into one op, or if a part does not set one of the
         schedule's parameters. Values are not checked."""
         schedule, _, text = argument.partition(".")
         settable = {s.name: s.single_op.parameters for s in SCHEDULES if s.single_op is not None}
@@ -258,8 +260,8 @@ def chosen(wanted: Sequence[str], variants: Sequence[Variant], case: Case, devic
 def providers(
     site: Site, wanted: Sequence[str], variants: Sequence[Variant], setting: str, made: dict[str, Provider]
 ) -> list[Provider]:
-    """The providers named in ``wanted`` for ``setting``, without variants in setting ``compiled``. All ranks call this
-    together.
+    """The providers named in ``wanted`` for ``setting``. In setting ``compiled``, variants are left out. All ranks call
+    this together.
 
     Args:
         made: the compiled providers that exist already, by name. They are used again, and new ones are added.
@@ -292,6 +294,7 @@ def providers(
 
 
 def _planned(schedule: str, case: Case, transport: str) -> dict[str, Any]:
-    """The settings that a plan would choose for the case. They are empty for a schedule that is not one op."""
+    """The settings that a plan would choose for the case. Empty for a schedule that does not turn a site into one
+    op."""
     op = schedule_named(schedule).single_op
     return {} if op is None else op.settings_of(_call(case), transport)

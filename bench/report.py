@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write tables and plots of the stored rows of ``bench.operators``.
 
-The output folder gets ``operators.md``, and two plots for each machine, shape and dtype. If the rows are the default
-ones, the pictures of README and ``docs/`` are also drawn.
+The output folder gets ``operators.md``, and two plots for each machine, shape and dtype. If ``--rows`` names the
+default file, the pictures of README and ``docs/`` are also drawn.
 
     python -m bench.report [--rows bench/results/operators.jsonl] [--out bench/results]
 """
@@ -19,6 +19,7 @@ from bench import rows
 from bench import summaries
 from bench import tables
 
+_DEFAULT = rows.RESULTS / "operators.jsonl"
 _ASSETS = rows.RESULTS.parent.parent / "docs" / "assets"
 PICTURES: dict[Path, tuple[Callable[[], list[summaries.Row]], Callable[[list[summaries.Row], Path], None]]] = {
     _ASSETS / "h200.png": (summaries.headline_rows, plots.headline),
@@ -31,7 +32,7 @@ them."""
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.report", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=Path, default=rows.RESULTS / "operators.jsonl")
+    parser.add_argument("--rows", type=Path, default=_DEFAULT)
     parser.add_argument("--out", type=Path, default=rows.RESULTS)
     options = parser.parse_args(arguments)
     found = rows.read(options.rows)
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = options.out / "operators.md"
     table.write_text(tables.operators(found, details=True))
     written = [table, *plots.operators(found, options.out)]
-    if options.rows == rows.RESULTS / "operators.jsonl":
+    if options.rows.resolve() == _DEFAULT.resolve():
         for picture, (stored, draw) in PICTURES.items():
             draw(stored(), picture)
             written.append(picture)

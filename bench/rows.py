@@ -34,8 +34,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The machine, versions and commit of a measurement. ``commit`` is ``None`` outside a checkout; ``sources``: digest
-    of the package's own files."""
+    """The machine, versions and commit of a measurement. ``commit``: ``None`` outside a checkout or without git.
+    ``sources``: digest of the package's own files."""
     gpu = device.type == "cuda"
     driver = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text()) if _DRIVER.exists() else None
     try:

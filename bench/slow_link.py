@@ -29,8 +29,8 @@ PICTURE = ROOT / "docs" / "assets" / "slow_link.png"
 
 
 def run(world_size: int, options: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
-    """The rows of one world size. Raises ``SystemExit`` if rank 0 fails before its first row, or still runs after
-    ``timeout`` seconds. Standard error of all ranks is shown as it comes."""
+    """The rows of one world size. Raises ``SystemExit`` if rank 0 fails, or still runs after ``timeout`` seconds.
+    Standard error of all ranks is shown as it comes."""
     with link.slow_hosts(world_size, options["megabits"]) as hosts:
         processes = []
         for rank, host in enumerate(hosts):

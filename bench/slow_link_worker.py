@@ -30,8 +30,8 @@ reduce_scatter = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_
 def patterns(
     world_size: int, rows: int, inner: int, columns: int
 ) -> dict[str, tuple[Any, Any, Any, list[tuple[int, int]]]]:
-    """``name: (whole, matmul alone, collective alone, input shapes)``. ``rows`` is the gathered row count, ``inner``
-    its width."""
+    """``name: (whole, matmul alone, collective alone, input shapes)``. ``[rows, inner]`` is the shape of the tensor
+    that the collective gathers, scatters or exchanges."""
     group = dist.group.WORLD
 
     def gather_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ RMSNorm. One torchrun.
 
 ``keep`` runs the same ops as a compiled graph: ``torch.mm``, NCCL's all-reduce, and one Inductor kernel for residual
 and norm. Every provider is compared with fp32 on random data, before and after the timing, because some errors appear
-only when calls follow each other. The results of all ranks must also be bitwise equal, except those of ``keep``,
-because Inductor tunes the norm on each rank.
+only when calls follow each other. The results of all ranks must also be bitwise equal, except those of ``keep``:
+each rank tunes the norm of ``keep`` by itself.
 
 Providers are timed in turn, round after round. Each rank takes the median over rounds, and a figure is the maximum of
 these medians over ranks, in microseconds for one call. ``us``: one call after a device sleep that hides the host
@@ -193,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1, 16, 8, 64])
     parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--seconds", type=float, default=75, help="begin no token count later than this")
+    parser.add_argument("--seconds", type=float, default=75, help="begin no token count after this many seconds")
     parser.add_argument("--out", default=None)
     arguments = parser.parse_args()
     start = time.monotonic()

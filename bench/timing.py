@@ -2,12 +2,11 @@
 """Times several calls in turn, on all ranks together. Results are microseconds of device time and of host time.
 
 With the host *hidden*, the device sleeps before each call. Meanwhile the host launches the call, so only device time
-counts. With the host *in the loop*, a sample is several calls in a row without a sleep. All samples have the
-same number of calls. It is chosen so that a sample of the fastest call takes about ``LOOP_MS``, within the limits
-``CALLS_IN_LOOP``. A call then takes its device time or its host
-time, whichever is longer. One call before the sample is not counted, because the device is idle while the host launches
-it. The tensors of a call get the addresses that the previous call used, as in the steps of a compiled model. On a CPU,
-both times are wall-clock time.
+counts. With the host *in the loop*, a sample is several calls in a row without a sleep. All samples have the same
+number of calls. This number is chosen so that a sample of the fastest call takes about ``LOOP_MS``, within the limits
+``CALLS_IN_LOOP``. A call then takes its device time or its host time, whichever is longer. One call before the sample
+is not counted, because the device is idle while the host launches it. The tensors of a call get the addresses that the
+previous call used, as in the steps of a compiled model. On a CPU, both times are wall-clock time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks graphs on GPUs whose ranks would exchange different data. All ranks must run the plain program, with right
-results. Prints one JSON row for each schedule and case.
+"""Checks, on GPUs, what happens if ranks would exchange different data. All ranks must then run the plain program, with
+right results. Prints one JSON row for each schedule and case.
 
     torchrun --nproc-per-node 3 -m tests.gpu.check_differ [--ranks-share-gpus] [--schedules fused chunked ...]
 
@@ -8,8 +8,9 @@ Each schedule runs one block in three cases:
 
 - ``alike``: all ranks have the same switches. They must overlap.
 - ``differ``: the last rank has a pattern switched off. All ranks must run the plain program.
-- ``alone``: after all ranks have run the block with the same switches, the last rank alone compiles it again, with a
-  pattern switched off, and then goes back. In between, all ranks must run the plain program.
+- ``alone``: all ranks run the block with the same switches. The last rank alone then compiles the block again, first
+  with a pattern switched off, and later with the switches of the other ranks. In between, all ranks must run the plain
+  program.
 
 The exit status is 1 if a result is wrong, or if a case does not do what it must.
 

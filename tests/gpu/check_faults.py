@@ -50,11 +50,11 @@ class Expected:
     Attributes:
         last: exit status of the last rank.
         others: exit status of every other rank.
-        told: pattern of rank 0's error. ``None`` if rank 0 must get no error.
+        told: regular expression for rank 0's error. ``None`` if rank 0 must get no error.
         after: seconds after which the error comes, or the scenario ends.
         logged: the error is in rank 0's log.
         probed: each GPU must be free for a new process afterwards.
-        others_told: pattern of the errors of all ranks but rank 0. ``None``: they are not checked.
+        others_told: regular expression for the errors of all ranks but rank 0. ``None``: they are not checked.
     """
 
     last: int

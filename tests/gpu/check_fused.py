@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, on GPUs, schedule ``fused`` or another schedule that writes each site as one op: compiled patterns, calls
+"""Checks, on GPUs, schedule ``fused`` or another schedule that turns each site into one op: compiled patterns, calls
 under stress, and CUDA graphs. Each rank has a GPU. Each check prints one JSON row.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_fused [--schedule chunked] [--calls 2000] [--only stress graphs]
@@ -222,7 +222,7 @@ def _host_cost(schedule: str, name: str, function: Callable[..., Any], inputs: l
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--schedule", default="fused", help="a schedule that writes each site as one op")
+    parser.add_argument("--schedule", default="fused", help="a schedule that turns each site into one op")
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--replays", type=int, default=2000)
     parser.add_argument("--only", nargs="*", help="names of the checks to run; default: all")

@@ -59,8 +59,8 @@ class SumResult(torch.autograd.Function):
 class Block(nn.Module):
     """Pre-norm MLP blocks with a residual stream, and then a head. Each rank holds its shard of the weights.
 
-    Each gather and scatter of the rewritten graph has a matmul, so it becomes a site. (A plain gather or scatter would
-    fail, because gloo cannot run them on GPUs.)
+    Each gather and scatter of the rewritten graph has a matmul, so it becomes a site. (If ranks share GPUs, a plain
+    gather or scatter would fail, because gloo cannot run them on GPUs.)
     """
 
     def __init__(self, world_size: int, dtype: torch.dtype) -> None:

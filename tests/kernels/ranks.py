@@ -73,7 +73,8 @@ class SharedBuffer:
 
 @dataclass(frozen=True)
 class SharedWorkspace:
-    """The shared memory of all ranks' slots. ``data`` is filled with bytes that are NaN in fp16."""
+    """The shared memory of all ranks' slots. ``data`` is filled with bytes that are NaN in fp16. ``board``: memory in
+    which ranks report faults to each other."""
 
     data: torch.Tensor
     flags: torch.Tensor

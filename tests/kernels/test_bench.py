@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the operator bench in Triton's interpreter, with schedules that write a site as one op. A wrong result must end
+"""Runs the operator bench in Triton's interpreter, with schedules that turn a site into one op. A wrong result must end
 the bench."""
 
 from __future__ import annotations

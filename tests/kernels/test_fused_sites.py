@@ -104,8 +104,8 @@ def test_three_ranks(tmp_path: Path) -> None:
 
 
 def test_schedule_chunked(tmp_path: Path) -> None:
-    """The cases cover different layouts of the three patterns. Schedule ``chunked``, like ``fused``, writes a site as
-    one op."""
+    """The cases cover different layouts of the three patterns. Schedule ``chunked``, like ``fused``, turns a site
+    into one op."""
     names = [
         "gather rows, two matmuls, one with bias, gathered tensor read",
         "gather rows, and a weight's gradient",

@@ -195,7 +195,7 @@ OWN = [
 def test_ranks_measure_together_if_inner_sizes_and_biases_differ() -> None:
     """The sizes of a call may be new to rank 0 only. If rank 0 then measured alone, it would wait for peers that
     already run the collective. So all ranks measure together, once for each combination of rank 0's inner size and
-    bias. At a site that has a plan, the plan then serves any inner size."""
+    bias. Once a site has a plan, the plan serves any inner size."""
     first, second = run_ranks(2, _own, timeout=120)
     assert first == second and first[0] == ["bias of rank 0", "no bias", "inner of rank 0"]
 
@@ -246,8 +246,8 @@ def test_a_group_that_lies_across_element_2_to_31_becomes_nan(waves: wave_groups
 def test_a_call_raises_after_a_collective_has_failed(
     waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the failure, some counters are not zero, because no kernel waited for them and reset them. The collectives
-    of a later call would start too early."""
+    """After the failure, some counters are not zero, because no kernel waited for them and reset them. If a later
+    call ran, its collectives would start too early."""
     _call(waves)
 
     def fails(*args: object) -> None:

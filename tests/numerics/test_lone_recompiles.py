@@ -108,8 +108,8 @@ def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, fol
     ids=["other pieces", "trained", "no site", "trained, one site less", "mesh", "mesh, no site"],
 )
 def test_all_ranks_run_the_plain_program(world_size: int, change: dict[str, Any], trains: bool, words: str) -> None:
-    """Catches a recompiling rank that raises an error at its deadline. Also catches a rank without a site that does not
-    compare plans, so that its peers wait until the group's timeout."""
+    """Catches a recompiling rank that raises an error at its deadline. Also catches a rank that does not compare plans
+    because it has no site, so that its peers wait until the group's timeout."""
     results = run_ranks(world_size, _alone, change, trains, "")
     assert all(r["problems"] == [] and all(r["pages"]) and r["agreed"] == 0 for r in results), results
     warnings = [w for r in results for w in r["warnings"]]
@@ -228,8 +228,8 @@ def _disabled(rank: int, world_size: int) -> bool:
     blind = [True]
 
     class Looks:
-        """A store that pauses its rank. When the rank asks whether overlap is disabled, the store answers only after it
-        has been disabled."""
+        """A store that pauses its rank. When the rank asks whether overlap is disabled, the store answers only after
+        overlap has been disabled."""
 
         def check(self, keys: list[str]) -> bool:
             store.wait(keys)

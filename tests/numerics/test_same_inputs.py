@@ -185,7 +185,8 @@ def _two_groups(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_each_layer_is_compared_if_its_graph_has_several_groups() -> None:
-    """The digests are not part of the plan there, because the plan is compared in both groups."""
+    """Here the digests of the parameters are not part of the plan. A parameter may be the same on all ranks of one
+    group only, but the plan is compared in both groups."""
     results = run_ranks(2, _two_groups)
     assert all(result["off"] < 1e-4 for result in results), results
     assert "are not those of the first rank" in results[0]["texts"][0], results
@@ -237,8 +238,8 @@ def _train_and_recompile(rank: int, world_size: int, lone: int) -> dict[str, Any
 
 @pytest.mark.parametrize("lone", [1, 2], ids=["one rank compiles again", "all ranks compile again"])
 def test_weights_are_hashed_once(lone: int) -> None:
-    """A graph that is compiled after training steps has the digests of the first one. So a rank that compiles again
-    alone does not wait for the others."""
+    """A graph that is compiled after training steps gets the weights' digests of the first graph. So a rank that
+    compiles again alone does not wait for the others."""
     for rank, result in enumerate(run_ranks(2, _train_and_recompile, lone)):
         assert result["off"] < 1e-5 and result["texts"] == [], result
         assert result["hashed"].count((H,)) == 1 and result["graphs"] == (4 if rank < lone else 2), result

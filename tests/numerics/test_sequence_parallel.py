@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the sequence-parallel rewrite on tensor-parallel blocks that are compiled and trained in the ways that users do
-it. It must replace their all-reduces and must not change their results."""
+"""Tests the sequence-parallel rewrite on tensor-parallel blocks that are compiled and trained as users do it. The
+rewrite must replace the all-reduces of the blocks and must not change their results."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ def set_environment() -> None:
 
 
 def compile_cheaply() -> None:
-    """Dynamo logs how long a graph's guards take, and writes 256 MB for it, to empty the processor's caches. A garbage
-    collection visits every object that torch's import made. Neither happens any more in this process and its forks,
-    and collections are rarer: a compile makes many objects, few of them in cycles."""
+    """Leave out two kinds of work in this process and its forks. Dynamo would measure how long a graph's guards take,
+    and would write 256 MB for that, to empty the processor's caches. A garbage collection would visit every object that
+    torch's import made. Collections also become rarer, because a compile makes many objects, few of them in cycles."""
     import torch._dynamo.guards
 
     torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0

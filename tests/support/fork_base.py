@@ -114,7 +114,7 @@ def _serve(modules: list[str]) -> dict[str, Any]:
 
 
 def _become(arguments: list[str], env: dict[str, str], cwd: str, folder: str) -> None:
-    """Run the program in this process, and leave its end to the interpreter."""
+    """Run the program in this process. The interpreter then ends the process, also if the program raises."""
     for number, name in enumerate(("stdout", "stderr"), 1):
         file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
@@ -149,7 +149,7 @@ def _become(arguments: list[str], env: dict[str, str], cwd: str, folder: str) ->
 
 
 def _show_programs_frames(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Leaves out the frames above the program, which it has not in an interpreter of its own."""
+    """Leaves out the frames of this module and of ``runpy``, which run the program."""
     while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
     sys.__excepthook__(kind, error.with_traceback(trace), trace)

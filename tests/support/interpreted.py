@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Dynamo backend that runs the rewritten graph's own Python code. Tests can so check the output of the pass without
+"""A Dynamo backend that runs the rewritten graph's own Python code. So tests can check the output of the pass without
 waiting for Inductor to generate and compile code."""
 
 from __future__ import annotations

@@ -271,8 +271,8 @@ class _Contiguous(torch.autograd.Function):
 
 
 def _trained(kind: str) -> Any:
-    """The collective that has a gradient. Its name has ``_single_`` from torch 2.13 on; before, those of a gather and a
-    reduce-scatter have ``_tensor_``."""
+    """The collective that has a gradient. From torch 2.13 on, its name has ``_single_``. Before, the name of a gather
+    or of a reduce-scatter has ``_tensor_`` instead."""
     return getattr(funcol, f"{kind}_single_autograd", None) or getattr(funcol, f"{kind}_tensor_autograd")
 
 

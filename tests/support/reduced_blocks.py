@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel blocks with an all-reduce after their last matmul, written by hand or with DTensor. They are compiled
-and trained in the ways that users do it. ``CASES`` names them.
+and trained as users do it. ``CASES`` names them.
 
 A case builds a computation for ``with_and_without.compared``. The computation takes a backend and returns named
 results: outputs, losses and gradients.

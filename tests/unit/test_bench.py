@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from bench import plots
+from bench import report
 from bench import rows
 from bench import tables
 from bench.operators import cases
@@ -169,6 +171,22 @@ def test_the_last_row_of_a_provider_counts_and_older_forms_are_left_alone(tmp_pa
         "auto": 500.0,
     }
     assert len(path.read_text().splitlines()) == 7
+
+
+def test_the_report_draws_the_pages_pictures_from_the_default_rows_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The path of the default rows may be relative."""
+    drawn: list[Path] = []
+    picture = tmp_path / "picture.png"
+    monkeypatch.setattr(plots, "operators", lambda found, folder: [])
+    monkeypatch.setattr(report, "PICTURES", {picture: (list, lambda found, path: drawn.append(path))})
+    monkeypatch.chdir(rows.RESULTS)
+    copy = shutil.copy("operators.jsonl", tmp_path)
+    report.main(["--rows", copy, "--out", str(tmp_path)])
+    assert drawn == []
+    report.main(["--rows", "operators.jsonl", "--out", str(tmp_path)])
+    assert drawn == [picture]
 
 
 def test_rows_say_where_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:

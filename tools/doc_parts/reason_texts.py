@@ -50,9 +50,10 @@ GROUPS: dict[str, dict[str, str]] = {
         "no_wait": "The collective has no wait, has more than one, or its result is used without one.",
         "grouped_matmul": (
             "The matmul beside the collective is grouped, as in a mixture of experts. It is cut into blocks of tokens"
-            " only if one index brings its rows back to the tokens, with pointwise ops before it, and a reduction"
-            " follows. Between two all-to-alls it is cut by ranks only if the second one returns the rows of the first"
-            " to where they came from, and each row is computed by itself."
+            " only if a reduction follows, and one index before the reduction brings the rows back to the tokens. Only"
+            " pointwise ops may stand between the matmul and this index. Between two all-to-alls it is cut by ranks"
+            " only if the second one returns the rows of the first to where they came from, and each row is computed by"
+            " itself."
         ),
         "fsdp_weight_gather": "A weight is gathered for use (FSDP), and a setting of Inductor hides the gather.",
     },
