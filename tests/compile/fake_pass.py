@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for the overlap pass: it reports one site for each ``aten.mm`` and leaves the graph alone.
 
-The tests of installing, caching and reporting use it. These tests check when the pass runs and where its report goes.
-They do not check which sites the pass finds.
+Tests of the switches, the caches, the reports and ``explain`` use it. These tests check when the pass runs and where
+its report goes. They do not check which sites the pass finds.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of one site each that the kernels of ``fused`` and ``chunked`` can compute."""
+"""Graphs of one site each, for tests of schedules ``fused`` and ``chunked``."""
 
 from __future__ import annotations
 

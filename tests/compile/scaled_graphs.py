@@ -81,7 +81,7 @@ def quantised(made: HandGraph, x: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def gathered_scales(tokens: int = 32, dynamic: tuple[int, ...] = ()) -> HandGraph:
-    """``x`` is quantised before the gather; its scales are gathered after it."""
+    """``x`` is quantised before its gather. A second gather brings the scales."""
     made = HandGraph()
     x, scale = quantised(made, made.input(tokens, 4096, name="x", dtype=BF16, dynamic=dynamic))
     gathered, scales = made.gather(x), made.gather(scale)

@@ -101,7 +101,7 @@ def test_a_bad_value_in_the_options_names_the_option(enabled: bool) -> None:
     assert "OVERLAP_INDUCTOR" not in chain(error.value)
 
 
-def test_a_bad_variable_is_blamed_on_the_environment_beside_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_variable_is_blamed_on_the_environment_even_with_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OVERLAP_INDUCTOR_SCHEDULE", "rings")
     with pytest.raises(Exception) as error:
         inference(options={"sub_chunks": 2})

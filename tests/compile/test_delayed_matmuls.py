@@ -26,7 +26,7 @@ MIDDLE = (25_000, 24_999)
 def _lines(
     gradient: tuple[int, int], read_elsewhere: bool = False, gathered: tuple[int, int] = (512, 512)
 ) -> list[str]:
-    """The rewritten graph: a ring, a gather that is no site, and a gradient that is computed before both."""
+    """The lines of a rewritten graph. As written, it computes a gradient before a site and a gather that is no site."""
     with fake_group(2):
         made = HandGraph()
         x, w, rows = made.input(8, 16), made.input(16, 32, name="w"), made.input(512, 512, name="rows")
@@ -72,7 +72,8 @@ def test_a_gradient_stays_where_it_does_not_help() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_gradient_runs_under_a_scatter_in_bands(world_size: int) -> None:
-    """It runs after the last send and before the wait for the first band. Later waits then find their bands arrived."""
+    """The gradient runs after the last send and before the wait for the first band. When it ends, the later bands have
+    arrived, too."""
     with fake_group(world_size):
         made = HandGraph()
         x, w, up = made.input(64, 32), made.input(32, 64, name="w"), made.input(64, 48, name="up")

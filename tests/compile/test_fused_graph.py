@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites of schedule ``fused`` in the graph: which sites are refused, and which graph the rewrite makes of the
-others."""
+"""Sites of schedule ``fused`` in the graph: which sites are refused, and which graph the rewrite makes of the others.
+Some tests also run ``chunked`` or the ring."""
 
 from __future__ import annotations
 

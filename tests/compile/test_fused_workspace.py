@@ -85,7 +85,7 @@ def test_a_dynamic_token_count_holds_workspace_up_to_the_planned_maximum(monkeyp
         (site,) = dynamic_site(8192).run(schedule="auto", patterns=("matmul_all_reduce",), max_tokens=9000).sites
         (small,) = dynamic_site(16).run(schedule="auto", max_tokens=9000).sites
     # Whatever the token count of the example inputs, the plan names one schedule for few tokens and one for many.
-    # (16 rows need one tile of 128.)
+    # (An example of 16 rows does not even fill one row of tiles.)
     assert (
         [p.schedule for p in site.decision.plan]
         == ["small_message", "keep", "fused", "keep"]

@@ -91,9 +91,9 @@ def test_chunks_are_read_in_place() -> None:
 
 @pytest.mark.parametrize("reduces", [False, True], ids=["gather", "reduction"])
 def test_a_kept_collective_stays_behind_the_steps(reduces: bool) -> None:
-    """All ranks must call the steps and the kept collective in one order. Catches an edge from a step that Inductor
-    removes together with the step's unread result, because a pass of Inductor's then moves the collective before the
-    steps."""
+    """All ranks must call the steps and the kept collective in one order. An edge keeps this order. Catches
+    an edge that begins at the unread result of a step: Inductor removes such an edge with the result, and may then move
+    the collective before the steps."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = reduce_scatter(x @ w, "sum", 0, world()) if reduces else all_gather(x, 0, world()) @ w

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On each rank, Inductor pads a matmul if its own measurement there shows a gain. The sites that the pass finds must
-not depend on padding."""
+"""Inductor measures on each rank whether padding makes a matmul faster, so ranks may pad different matmuls. The sites
+that the pass finds must not depend on padding."""
 
 from __future__ import annotations
 

@@ -105,8 +105,8 @@ def scattered_behind(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, to
 def test_a_partition_is_given_tensors_and_numbers(
     given: list[list[type]], function: Callable[..., Any], reorders: bool
 ) -> None:
-    """The rank's symbol comes from a kernel without a result, whose name is still in the list of inputs. CUDA graph
-    trees fail on inputs that are neither tensors nor numbers."""
+    """The rank's symbol comes from a kernel that has no result. Inductor nevertheless lists the kernel's name among a
+    partition's inputs. CUDA graph trees fail on inputs that are neither tensors nor numbers."""
     report = compiled(function, (64, 32), (32, 24), reorders=reorders)
     assert given and all(issubclass(kind, torch.Tensor | int) for kinds in given for kind in kinds), given
     assert int in {kind for kinds in given for kind in kinds}
@@ -127,8 +127,8 @@ def test_the_rank_is_passed_to_kernels_that_do_not_report_their_symbols(
 def test_the_rank_comes_before_kernels_that_do_not_report_their_symbols(
     given: list[list[type]], function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank must come first in every order that the dependencies allow. Here the scheduler computes the rank as late
-    as they allow."""
+    """The rank must be computed before these kernels in every order that the dependencies allow. Here the scheduler
+    computes the rank as late as the dependencies allow."""
     monkeypatch.setattr(ir.ExternKernelOut, "get_free_symbol_uses", lambda *_, **__: ir.OrderedSet())
     moved = []
 

@@ -87,7 +87,7 @@ def test_merged_all_reduces_leave_nothing_behind() -> None:
 
 def test_vector_along_another_dim() -> None:
     """A vector that is applied after a permute or a view runs along the matmul's rows, or along parts of its columns.
-    Applied along whole columns, it would give wrong results."""
+    If the pass applied it along whole columns, results would be wrong."""
     with fake_group(2):
         made = HandGraph()
         y = made.call(aten.permute.default, made.mm(made.input(8, 4), made.input(4, 8, name="w")), [1, 0])

@@ -128,7 +128,8 @@ def test_sum_of_matmuls_into_one_scatter() -> None:
 
 
 def test_two_all_reduces_added_are_one() -> None:
-    """All-reduces are linear, so their sum is reduced once. If a term is used elsewhere, each must stay a site."""
+    """All-reduces are linear, so their sum is reduced once. If one term is also used elsewhere,
+    each all-reduce stays a site of its own."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return all_reduce(x @ w, "sum", world()) + all_reduce(x @ v, "sum", world())

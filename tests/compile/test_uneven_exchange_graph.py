@@ -152,12 +152,12 @@ def test_the_planner_estimates_from_the_rows_that_are_sent() -> None:
 
     assert of(received, 4096) == [("overlapped", "")] and of(received, 8) == [("kept", "too_small")]
     assert of(sent, 8) == [("kept", "too_small")]
-    # How many rows arrived and are sent back is known when the graph runs.
+    # The number of rows that arrive and are sent back is known only when the graph runs.
     assert of(returned, 4096) == [("kept", "dynamic_shape")]
 
 
 @pytest.mark.usefixtures("two")
-def test_counts_alone_are_a_near_miss() -> None:
+def test_an_exchange_without_a_matmul_is_a_near_miss() -> None:
     report = _found(
         lambda x: funcol.all_to_all_single(x, [3, 1], [3, 2], torch.distributed.group.WORLD), torch.randn(4, 2)
     )

@@ -158,7 +158,7 @@ def test_a_dump_folder_without_overlap_is_a_warning_at_the_first_compile(
     tmp_path: Path,
 ) -> None:
     """The warning appears once, on rank 0 only. It does not appear if the variable ``OVERLAP_INDUCTOR`` switches
-    overlap off, or if the program switches it on."""
+    overlap off, or if the program switches overlap on."""
     folders = {"OVERLAP_INDUCTOR_DUMP": str(tmp_path / "dump"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     done = run(request.getfixturevalue(base), f"{first}\n{TWICE}", installed, **folders, **variables)
     assert done.returncode == 0 and done.stderr.count(UNUSED) == said, done.stderr

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assembles kernels for their GPU on a machine without one, which finds errors in inline assembly."""
+"""Assembles the fused and signalling kernels for Hopper, on a machine without a GPU. This finds errors in inline
+assembly."""
 
 from __future__ import annotations
 
@@ -281,8 +282,8 @@ SIGMOID_AND_RESIDUAL = (("full", "row"), (("sigmoid", "x"), ("mul", "t0", "e1"),
 def test_epilogues_keep_the_loops_over_k_off_the_stack(
     kernel: Any, programs: tuple[Any, ...], words: int, tmp_path: Path
 ) -> None:
-    """Uses the planned parameters. An op on a whole accumulator needs as many more registers as the accumulator has. So
-    the test allows ``words`` accesses of the stack outside the loops over K (counted with Triton 3.6 only)."""
+    """Uses the planned parameters. An op on a whole accumulator needs registers for a second accumulator. So the test
+    allows ``words`` accesses of the stack outside the loops over K (counted with Triton 3.6 only)."""
     constants = (
         {**GATHER, "PARTS": 4, "KEEP": False, "BIASES": 0}
         if kernel is all_gather_matmul

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assembles the litmus kernels for Hopper, which finds a changed signature. Running them takes two GPUs."""
+"""Assembles the litmus kernels for Hopper. This finds a kernel whose signature has changed. Running the kernels takes
+two GPUs."""
 
 from __future__ import annotations
 

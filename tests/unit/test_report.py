@@ -147,7 +147,8 @@ def test_plan_parameters_and_estimates_are_shown_per_token_range() -> None:
 
 
 def test_report_mode_does_not_promise_a_plan_that_mode_on_would_not_run() -> None:
-    """Mode ``on`` rewrites the stretch first, so it finds other sites. Without sites there is no plan."""
+    """A report without sites mentions no plan. With a stretch, mode ``on`` would rewrite it first and then find other
+    sites. So mode ``report`` must not promise a plan for the sites that it found."""
     report = samples.empty(mode="report")
     assert "\nmode report: the graph was not changed\n" in report.to_text()
     reason = Reason("report_mode", "leaves the graph alone")

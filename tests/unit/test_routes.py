@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates the routes on all ranks. On every route, a rank must receive what was sent to it and nothing else. On a
-gather's route, it must send only pieces that it has, and have all pieces at the end. On a reduction's route, each
+gather's route, a rank must send only pieces that it has, and have all pieces at the end. On a reduction's route, each
 partial sum must reach its owner once."""
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ def _texts(rank: int, world_size: int) -> list[str]:
 
 
 def test_all_ranks_get_one_text() -> None:
-    """An inequality on any rank is told to all ranks of the group. A later comparison has a key of its own."""
+    """If an input differs on any rank, all ranks of the group get the same text. Each comparison uses a new key in the
+    group's store."""
     first, second, third = run_ranks(3, _texts)
     assert first == second[:4] == third[:4]
     same, one, again, many = first

@@ -76,8 +76,8 @@ def test_may_differ(name: str) -> None:
 
 
 def test_a_result_of_another_group_without_a_mesh_may_differ() -> None:
-    """The group is of ranks 0 and 1. Rank 0 may also be in a group with rank 2, and rank 1 in a group with rank 3. The
-    sums of these two groups may differ."""
+    """The group consists of ranks 0 and 1. Rank 0 may also be in a group with rank 2, and rank 1 in a group with
+    rank 3. The sums of these two groups may differ."""
     with fake_group(4):
         mine, other = (torch.distributed.new_group(ranks) for ranks in ([0, 1], [0, 2]))
         g = TokenGraph()

@@ -50,8 +50,8 @@ def test_the_streams_wait_for_each_other_at_fork_and_join(said: list[str]) -> No
 
 
 def test_a_stream_that_was_not_entered_is_not_waited_for(said: list[str]) -> None:
-    """An error may be raised before the side stream is entered. If ``join`` then waited for the side stream, CUDA would
-    raise another error, about a stream outside the capture, and hide the first one."""
+    """In a capture, an error may be raised before the side stream is entered. If ``join`` then waited for the side
+    stream, CUDA would raise an error about a stream outside the capture. That error would hide the first one."""
     side = SideStream(CUDA)
     side.join()
     assert said == []

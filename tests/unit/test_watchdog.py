@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog: after a fault it logs the error, stops the waits and ends the process. It never ends a healthy
-process."""
+"""The watchdog: after a fault it logs the error, stops the waits, and ends a program that was not told of the error. It
+never ends a healthy process."""
 
 from __future__ import annotations
 
