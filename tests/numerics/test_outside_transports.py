@@ -29,7 +29,7 @@ def _layer(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Ten
 
 
 def _check(rank: int, world_size: int, folder: str) -> list[str]:
-    compile_anew()
+    compile_anew(kernels=False)
     problems = []
     torch.manual_seed(rank)
     inputs = torch.randn(8, 16), torch.randn(16, 12), torch.randn(12, 16)
@@ -72,7 +72,7 @@ def test_the_ring_sends_by_an_outside_transport_and_reports_it(tmp_path: Path) -
 
 
 def _rows(rank: int, world_size: int, out: str) -> list[tuple[str, bool]]:
-    compile_anew()
+    compile_anew(kernels=False)
     with toy.registered(toy.Pigeons()):
         arguments = parsed(
             ["--device", "cpu", "--shapes", "tiny", "--tokens", "16", "--patterns", "all_gather_matmul"]

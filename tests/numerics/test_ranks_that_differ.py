@@ -99,7 +99,7 @@ def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str 
     """Compile one graph with this rank's own switches and call it twice. Returns the error, or the problems, warnings,
     counters and notices."""
     if caches is None:
-        compile_anew()
+        compile_anew(kernels=False)
     else:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{caches}/{rank}"
     heard, inputs, begun = Heard(), _inputs(rank), time.monotonic()
@@ -175,7 +175,7 @@ def test_different_node_budgets_exchange_the_same() -> None:
 def _cut_otherwise(rank: int, world_size: int) -> list[str]:
     """Run sites that the two ranks divide into different pieces. Rank 1 runs looping ops. In the last function, it
     instead views the gathered tensor in another shape."""
-    compile_anew()
+    compile_anew(kernels=False)
     group, problems = dist.group.WORLD, []
     functions: list[tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = [
         (lambda x, w: reduce_scatter(x @ w, "sum", 1, group), [(2, 8, 8), (8, 6)]),
@@ -224,7 +224,7 @@ def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
 
     call_board.ABSENT = 3.0
     fields = {"schedule": "ring", "agreement_timeout": TIMEOUT}
-    compile_anew()
+    compile_anew(kernels=False)
     heard, inputs, begun = Heard(), _inputs(rank), time.monotonic()
     backend = "inductor" if rank and how == "silent" else "overlap_inductor"
     options = {} if backend == "inductor" else {**fields, "mode": "off" if rank else "on"}
@@ -267,7 +267,7 @@ def test_another_version_is_an_error_at_once() -> None:
 def _again(rank: int, world_size: int, changes: list[dict[str, Any]]) -> dict[str, Any]:
     """All ranks call one graph. Then the ranks with ``changes`` compile another graph, call it twice, and call the
     first graph again."""
-    compile_anew()
+    compile_anew(kernels=False)
     heard, inputs, problems, plain = Heard(), _inputs(rank), [], []
     first = torch.compile(_block, dynamic=False)
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
@@ -298,7 +298,7 @@ def test_a_rank_that_recompiles_alone_to_the_same_exchange() -> None:
 
 
 def _trained(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    compile_anew()
+    compile_anew(kernels=False)
     heard, problems = Heard(), []
     inputs = _inputs(rank, grad=True)
     exact = [i.detach().double().requires_grad_() for i in inputs]
@@ -324,7 +324,7 @@ def test_training_where_ranks_differ() -> None:
 
 def _late(rank: int, world_size: int) -> dict[str, Any]:
     """On a mesh, rank 3 uses a new plan one call earlier than the other ranks."""
-    compile_anew()
+    compile_anew(kernels=False)
     function = _on_a_mesh()
     heard, inputs, problems = Heard(), _inputs(rank), []
     compiled = {}
@@ -347,7 +347,7 @@ def test_a_plan_that_one_rank_of_a_mesh_uses_too_early() -> None:
 
 def _split(rank: int, world_size: int, patterns: tuple[str, ...]) -> dict[str, Any]:
     """Rank 1's graph is broken between its two collectives. Rank 0's graph is not."""
-    compile_anew()
+    compile_anew(kernels=False)
     heard, inputs = Heard(), _inputs(rank)
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -378,7 +378,7 @@ def test_a_graph_that_breaks_on_one_rank_only(patterns: tuple[str, ...]) -> None
 
 def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dict[str, Any]:
     """A graph without overlap is broken between its two collectives on rank 0 only. No rank compares this graph."""
-    compile_anew()
+    compile_anew(kernels=False)
     if as_on_gpus:
         _compare_as_on_gpus()
     heard, inputs = Heard(), _inputs(rank)[1:]
@@ -413,7 +413,7 @@ def test_kept_graphs_that_break_on_one_rank_only(as_on_gpus: bool) -> None:
 def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
     """The function has one all-reduce over all ranks, then one in a smaller group: the group of rank 0 alone, or the
     group of the two other ranks."""
-    compile_anew()
+    compile_anew(kernels=False)
     first, others = dist.new_group([0]), dist.new_group([1, 2])
     own, inputs, heard = others if rank else first, _inputs(rank)[1:], Heard()
 
@@ -435,7 +435,7 @@ def test_a_group_of_one_rank_where_others_have_more() -> None:
 
 def _mesh(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
     """Run a block on a 2-D mesh. A difference in one row must reach the ranks of the other row through the columns."""
-    compile_anew()
+    compile_anew(kernels=False)
     function = _on_a_mesh()
     heard, inputs = Heard(), _inputs(rank)
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **fields[rank]):
@@ -459,7 +459,7 @@ def test_a_dry_run_on_the_fake_backend_runs() -> None:
     """Some frameworks plan with such a dry run: one process acts as a rank of a group that does not exist."""
     from tests.support.fake_group import fake_group
 
-    compile_anew()
+    compile_anew(kernels=False)
     inputs = _inputs(0)
     for world_size in (2, 8):
         with fake_group(world_size), overlap_inductor.overlap(schedule="ring"):
@@ -473,7 +473,7 @@ def _without_memory(rank: int, world_size: int) -> dict[str, Any]:
     simulates the failure.)"""
     from overlap_inductor.inductor import compared_call
 
-    compile_anew()
+    compile_anew(kernels=False)
     function = _on_a_mesh()
     made = compared_call.ComparedCall._prepare
     compared_call.ComparedCall._prepare = lambda self, inputs: (

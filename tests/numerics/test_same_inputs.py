@@ -39,7 +39,7 @@ def _inputs(rank: int, differ: bool) -> list[torch.Tensor]:
 
 
 def _calls(rank: int, world_size: int, schedule: str, differ: bool) -> dict[str, Any]:
-    compile_anew()
+    compile_anew(kernels=False)
     heard, inputs = Heard(), _inputs(rank, differ)
     expected = _layer(*inputs)
     with overlap_inductor.overlap(schedule=schedule, sequence_parallel="on"):
@@ -72,7 +72,7 @@ def test_the_rewritten_graph_runs_if_the_inputs_are_the_same() -> None:
 
 def _by_a_size(rank: int, world_size: int) -> float:
     """The worst error."""
-    compile_anew()
+    compile_anew(kernels=False)
     local = torch.ones(4 + rank, 3)
     torch._dynamo.mark_dynamic(local, 0)
 
@@ -93,7 +93,7 @@ def test_a_tensor_made_of_a_size_that_ranks_do_not_exchange_may_differ() -> None
 
 
 def _train(rank: int, world_size: int) -> str:
-    compile_anew()
+    compile_anew(kernels=False)
     inputs = [t.requires_grad_() for t in _inputs(rank, True)]
 
     def layer(*args: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ def _off(found: Any, expected: Any) -> float:
 
 
 def _one_graph_serves_layers(rank: int, world_size: int) -> dict[str, Any]:
-    compile_anew()
+    compile_anew(kernels=False)
     heard = Heard()
     layers = [Layer(rank, number, differs) for number, differs in ((1, False), (2, True), (3, False))]
     x, residual = _tensors(rank)
@@ -167,7 +167,7 @@ def test_each_layer_that_a_graph_serves_is_compared() -> None:
 
 
 def _two_groups(rank: int, world_size: int) -> dict[str, Any]:
-    compile_anew()
+    compile_anew(kernels=False)
     heard, other = Heard(), dist.new_group([0, 1])
 
     def call(layer: Layer, x: torch.Tensor, residual: torch.Tensor) -> Any:
@@ -193,7 +193,7 @@ def test_each_layer_is_compared_if_its_graph_has_several_groups() -> None:
 
 
 def _second_graph(rank: int, world_size: int) -> list[float]:
-    compile_anew()
+    compile_anew(kernels=False)
     x, residual = _tensors(rank)
     off = []
     with torch.no_grad(), overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
@@ -211,7 +211,7 @@ def test_a_later_graph_with_the_same_plan_is_compared() -> None:
 
 def _train_and_recompile(rank: int, world_size: int, lone: int) -> dict[str, Any]:
     """Train a layer. Compile it again on the ranks below ``lone``, after its weights have changed."""
-    compile_anew()
+    compile_anew(kernels=False)
     heard, layer, hashed = Heard(), Layer(rank, 1, False, grad=True), []
     plain = Layer(rank, 1, False, grad=True)
     digest = same_inputs.digest

@@ -36,11 +36,15 @@ PRELOADED_MODELS = [
 """Preloaded, too, if this process has imported ``transformers``: then some of its tests run models."""
 
 
-def compile_anew() -> None:
+def compile_anew(kernels: bool = True) -> None:
     """Switch off the caches of graphs, so that every compile runs the passes. (``force_disable_caches`` would also
-    build each kernel and each probe of vector instructions again on each rank.)"""
+    build each kernel and each probe of vector instructions again on each rank.)
+
+    Without ``kernels``, generated code calls ATen for each op. No C++ kernel must then be built. This serves tests of
+    what ranks agree upon and send, in which no op that Inductor fuses matters."""
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
+    torch._inductor.config.fallback_by_default = not kernels
 
 
 _PORTS = itertools.count(os.getpid() * 7)
