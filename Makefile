@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Pinned: an open range would install the newest build, with several GB of GPU libraries.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint docs test-torch-versions bench-slow-link clean
+.PHONY: demo test test-thorough lint docs test-torch-versions bench-slow-link clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -24,7 +24,11 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(BIN)/python -m pytest tests/unit tests/compile -n 2
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -n 2
-	$(BIN)/python -m pytest tests/models tests/examples tests/numerics -n 3 --dist worksteal
+	$(BIN)/python -m pytest tests/models tests/examples tests/numerics -n 3 --dist worksteal -m "not thorough"
+
+# The tests that repeat others with other ranks, sizes or spellings.
+test-thorough: $(VENV)/ready
+	$(BIN)/python -m pytest tests/models tests/examples tests/numerics -n 3 --dist worksteal -m thorough
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check overlap_inductor tests bench tools examples

@@ -12,9 +12,20 @@ from tests.support.block_problems import TORCH
 from tests.support.block_problems import problems
 from tests.support.gloo_ranks import run_ranks
 
+REPEATED = ("none", "selective")
 
-@pytest.mark.parametrize("checkpointing", EXPECTED)
-@pytest.mark.parametrize("by_hand", [False, True], ids=["dtensor", "by hand"])
+
+@pytest.mark.parametrize(
+    ("by_hand", "checkpointing"),
+    [
+        # The hand-written block with selective checkpointing also runs in generated code.
+        pytest.param(
+            h, c, id=f"{'by hand' if h else 'dtensor'}-{c}", marks=[pytest.mark.thorough] * (h and c in REPEATED)
+        )
+        for h in (False, True)
+        for c in EXPECTED
+    ],
+)
 def test_block(by_hand: bool, checkpointing: str) -> None:
     """Catches a site that is not found in one layout, a gradient that is summed twice or not at all, and a slice of the
     wrong tokens."""

@@ -60,7 +60,7 @@ def _problems(
 @pytest.mark.parametrize(
     ("family", "world_size", "generated", "fields", "pattern"),
     [
-        ("mixtral", 2, True, {"sequence_parallel": "off"}, REDUCE),
+        pytest.param("mixtral", 2, True, {"sequence_parallel": "off"}, REDUCE, marks=pytest.mark.thorough),
         ("mixtral, one layer", 4, False, {"sequence_parallel": "off"}, REDUCE),
         ("mixtral, one layer", 2, False, {"sequence_parallel": "off", "step_node_budget": 1}, REDUCE),
         ("mixtral", 2, False, {"sequence_parallel": "on"}, SCATTER),

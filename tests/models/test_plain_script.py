@@ -43,6 +43,7 @@ def texts(dump: Path) -> dict[str, str]:
     return {name: text for name, text in found.items() if name != "index.html" and not name.endswith("/run.json")}
 
 
+@pytest.mark.thorough
 def test_environment_variables_alone(tmp_path: Path) -> None:
     """Catches a site that is missing in the dump, a graph break, and a dump that differs between a cold and a warm
     cache."""

@@ -212,7 +212,7 @@ def problems(
 @pytest.mark.parametrize(
     ("world_size", "names", "generated"),
     [
-        (2, list(LAYERS), False),
+        pytest.param(2, list(LAYERS), False, marks=pytest.mark.thorough),
         (3, ["head with bias", "row-wise", "mlp with biases", "sequence"], False),
         (2, ["sequence"], True),
     ],

@@ -127,7 +127,7 @@ an even number of ranks, in which both directions meet at one rank."""
 @pytest.mark.parametrize(
     "world_size, fields, dtype, names, generated",
     [
-        (2, {}, torch.float32, None, False),
+        pytest.param(2, {}, torch.float32, None, False, marks=pytest.mark.thorough),
         (2, {}, torch.float32, GENERATED, True),
         (3, {}, torch.bfloat16, SAMPLE, False),
         (

@@ -58,7 +58,9 @@ def _every_spelling(rank: int, world_size: int, budget: int) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize(("world_size", "budget"), [(2, 4000), (2, 1), (3, 4000), (4, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "budget"), [pytest.param(2, 4000, marks=pytest.mark.thorough), (2, 1), (3, 4000), (4, 1)]
+)
 def test_every_spelling(world_size: int, budget: int) -> None:
     """Catches slices that are computed, sent or placed in a wrong order. With a budget of one node, looping ops run,
     and spellings without a looping op are left out."""
@@ -135,7 +137,7 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
     return count, problems
 
 
-@pytest.mark.parametrize(("world_size", "examples"), [(2, 16), (3, 12), (4, 4)])
+@pytest.mark.parametrize(("world_size", "examples"), [pytest.param(2, 16, marks=pytest.mark.thorough), (3, 12), (4, 4)])
 def test_drawn_layers(world_size: int, examples: int) -> None:
     """Catches a shape, dtype or switch at which a slice is wrong, in forward or backward. Layers without tokens must
     run, but their results are not compared."""

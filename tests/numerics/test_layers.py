@@ -48,7 +48,7 @@ def run(folder: Path, words: list[str], compare_all: bool = False) -> list[Any]:
     ("phase", "only"),
     [
         ("forward", ["ring, sequence_parallel on", "auto, sequence_parallel auto", LOCAL]),
-        ("training", ["ring, sequence_parallel off"]),
+        pytest.param("training", ["ring, sequence_parallel off"], marks=pytest.mark.thorough),
     ],
     ids=["forward", "training"],
 )

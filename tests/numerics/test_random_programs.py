@@ -28,7 +28,7 @@ change to the finder or to a rewrite, run thousands of programs with ``python -m
 @pytest.mark.parametrize(
     ("first", "world_size", "fields", "trains"),
     [
-        (0, 2, {}, False),
+        pytest.param(0, 2, {}, False, marks=pytest.mark.thorough),
         (31, 2, {"step_node_budget": 1}, True),
         (2 * COUNT, 3, {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, False),
     ],

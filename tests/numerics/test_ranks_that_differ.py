@@ -234,7 +234,11 @@ def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("told", "OVERLAP_INDUCTOR is on here and off there"), ("silent", "rank 1 published no plan")]
+    ("how", "words"),
+    [
+        ("told", "OVERLAP_INDUCTOR is on here and off there"),
+        pytest.param("silent", "rank 1 published no plan", marks=pytest.mark.thorough),
+    ],
 )
 def test_switched_off_on_one_rank(how: str, words: str) -> None:
     """The rank whose overlap is off runs the plain program, so the other rank must run it, too. The other rank reads

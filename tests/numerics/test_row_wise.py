@@ -76,7 +76,7 @@ def check(rank: int, world_size: int) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_overlap_does_not_change_the_programs_results(world_size: int) -> None:
     """Catches an operand that is cut at wrong rows or that must not be cut, and a term that is added twice."""
     for rank, problems in enumerate(run_ranks(world_size, check, timeout=400)):

@@ -116,7 +116,7 @@ GENERATED = ["gather rows, two matmuls, row-wise", "scatter a sum of matmuls, on
 @pytest.mark.parametrize(
     ("world_size", "fields", "names", "generated"),
     [
-        (2, {}, None, False),
+        pytest.param(2, {}, None, False, marks=pytest.mark.thorough),
         (2, {}, GENERATED, True),
         (3, {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, None, False),
     ],

@@ -70,7 +70,7 @@ def _check(world_size: int, *arguments: Any, patterns: list[list[str]]) -> None:
         assert {what: error for what, error in errors.items() if error > 1e-5} == {}
 
 
-@pytest.mark.parametrize(("world_size", "batch"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("world_size", "batch"), [pytest.param(2, 2, marks=pytest.mark.thorough), (4, 1)])
 def test_inference(world_size: int, batch: int) -> None:
     """Catches a projection whose exchange is not hidden, and slices that are sent or multiplied in a wrong order."""
     _check(world_size, batch, False, False, {}, patterns=[FORWARD])
@@ -81,7 +81,7 @@ def test_training() -> None:
     _check(3, 2, True, False, {}, patterns=[FORWARD, BACKWARD])
 
 
-@pytest.mark.parametrize("budget", [1, 100])
+@pytest.mark.parametrize("budget", [pytest.param(1, marks=pytest.mark.thorough), 100])
 def test_looping_ops(budget: int) -> None:
     """Catches an op that computes something else than the unrolled steps. With a budget of 100 nodes, the wait of some
     unrolled steps comes after a looping op of the same group."""

@@ -87,7 +87,7 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
 @pytest.mark.parametrize(
     "world_size, fields, names, generated",
     [
-        (2, {}, None, False),
+        pytest.param(2, {}, None, False, marks=pytest.mark.thorough),
         (2, {"sub_chunks": 2}, GENERATED, True),
         (3, {"ring_direction": "bidirectional", "sub_chunks": 3}, None, False),
         (3, {"step_node_budget": 1}, None, False),
