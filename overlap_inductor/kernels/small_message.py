@@ -216,8 +216,8 @@ def two_shot(
         staging: a half holds the partial sums ``[WORLD, groups, columns]``, then the sums ``[rows, columns]``. The
             partial sums are, from each source, those of this rank's row in each group of ``WORLD`` rows.
         flags: ``signal_flag(s, u)`` holds the number of the call whose partial segment ``u`` has arrived from source
-            ``s``, and ``signal_flag(s, units + u)`` that of the call whose segment ``u`` of sums has arrived from owner
-            ``s``. ``units`` is the number of segments in all groups.
+            ``s``. ``signal_flag(s, units + u)`` holds that of the call whose segment ``u`` of sums has arrived from
+            owner ``s``. ``units`` is the number of segments in all groups.
     """
     columns = eights * 8
     call = tl.load(calls)

@@ -38,8 +38,8 @@ COST = FusedCost()
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of one fused kernel. This is the sum of the longer of matmul and transfer, an exposed fraction of the
-    shorter, the copy of the gathered tensor if it is used, and a fixed cost for each leg."""
+    """Seconds of one fused kernel. They are the longer of matmul and transfer, an exposed fraction of the shorter, and
+    a fixed cost for each leg. The copy of the gathered tensor is added if it is used."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + copy_seconds(sizes, machine)
