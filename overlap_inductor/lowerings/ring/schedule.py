@@ -214,11 +214,12 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     of Inductor moves nodes (``moving_pass``). A site that is not unrolled and that no looping op can compute is
     refused.
 
-    Ranks may unroll different sites in two cases. A looping op may compute a site on some ranks only. Or a site's numbers
-    of pointwise ops on two ranks may lie on both sides of a multiple of 8. If one rank unrolls a site and another runs
-    its looping op, they can exchange data as long as both send the same pieces on the same route. The ranks' plans
-    differ if they cut the site differently, if the unrolled accumulator travels, or if only the looping op computes
-    nodes before it sends. They also differ if one rank refuses the site. Then all ranks run the graph without overlap.
+    Ranks may unroll different sites in two cases. A looping op may compute a site on some ranks only. Or a site's
+    numbers of pointwise ops on two ranks may lie on both sides of a multiple of 8. If one rank unrolls a site and
+    another runs its looping op, they can exchange data as long as both send the same pieces on the same route. The
+    ranks' plans differ if they cut the site differently, if the unrolled accumulator travels, or if only the looping op
+    computes nodes before it sends. They also differ if one rank refuses the site. Then all ranks run the graph without
+    overlap.
     """
     mover = moving_pass()
     loopable = {s.facts.id: form_of(s).loopable(s) for s in rings}
