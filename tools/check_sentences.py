@@ -28,7 +28,7 @@ _END = re.compile(rf"(?:{_STOP}|:)\s+(?=[A-Z])|{_STOP}\s+(?=[(\[\"'`*<\d])| [·|
 _CODE_SPAN = re.compile(r"(`+)[^`]+\1")
 _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
 _ITEM = re.compile(r"([-*+]|\d+\.)\s")
-_COMMAND = re.compile(r"(python3?|torchrun|overlap-inductor|pip|[A-Z_]+=\S+) \S")
+_COMMAND = re.compile(r"(python3?|torchrun|overlap-inductor|pip|[A-Z_]+=\S+) (?!\S+:)")
 _TABLE_RULE = re.compile(r"=+( +=+)+$")
 _GENERATED = re.compile(r"<!-- made: .*?<!-- end -->", re.DOTALL)
 _FENCED = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)

@@ -11,7 +11,7 @@ from torch import fx
 
 def freezing() -> str | None:
     """Why the ranks cannot compare the inputs of the graph that is being compiled, if Inductor's freezing is on.
-    Freezing makes constants of parameters after the joint graph's passes. Else ``None``."""
+    Else ``None``. Freezing makes constants of parameters after the joint graph's passes."""
     from torch._inductor import config
 
     if config.freezing and not torch.is_grad_enabled():

@@ -64,9 +64,9 @@ def write_rounds(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Write tiles and signal. ``way``: ``ordinary`` (stores, then a release of the flag) or ``unordered`` (a plain
-    store sets the flag before the tile is stored). Or ``bulk`` (the bulk copy unit stores the tile, then a fence) or
-    ``bulk without fence``."""
+    """Write tiles and signal. ``way`` is one of four. ``ordinary``: stores, then a release of the flag. ``unordered``:
+    a plain store sets the flag before the tile is stored. ``bulk``: the bulk copy unit stores the tile, then a fence.
+    ``bulk without fence``: the same, but for the fence."""
     block = tl.program_id(0)
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     for i in range(first, first + rounds):

@@ -63,8 +63,8 @@ def _copy_beside_seconds(sizes: SiteSizes, machine: Machine, matmul: float) -> f
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of vendor matmuls on chunks while transfers run. They are the longer of the two, an exposed fraction of
-    the shorter, the exposed part of the copy, and a fixed cost for each leg."""
+    """Seconds of vendor matmuls on chunks while transfers run. They sum the longer of the two, an exposed fraction
+    of the shorter, the exposed part of the copy, and a fixed cost for each leg."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + _copy_beside_seconds(

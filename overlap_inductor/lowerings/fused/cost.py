@@ -38,7 +38,7 @@ COST = FusedCost()
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of one fused kernel. They are the longer of matmul and transfer, an exposed fraction of the shorter, and
+    """Seconds of one fused kernel. They sum the longer of matmul and transfer, an exposed fraction of the shorter, and
     a fixed cost for each leg. The copy of the gathered tensor is added if it is used."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
