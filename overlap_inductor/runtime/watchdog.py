@@ -6,9 +6,10 @@ The next overlap call raises a fault by itself (``FaultRecord.check``). But some
 program may only replay a CUDA graph, or its last call may have failed. Or it may be stuck elsewhere (in a collective
 whose peer is gone, in a stream wait). A fault is handled in this order:
 
-1. Within ``POLL_SECONDS``, the watchdog of every rank that shares the board stops the group's waits on its own GPU. The
-   rank that gave up may have been unable to reach them. The watchdog logs the error if the program was not *told* of
-   it. (Streams need no release: only kernels wait for peers, and a clock bounds each wait.)
+1. Within ``POLL_SECONDS``, the watchdog of every rank that maps the fault's board (``runtime.board``) stops the group's
+   waits on its own GPU. The rank that gave up may not have been able to stop these waits itself. The watchdog logs the
+   error if the program was not *told* of it. (Nothing else has to be stopped: in this package only kernels wait for
+   peers, and a clock bounds each wait.)
 2. A program that was told is not ended: ``check`` has raised the error to it, or this rank has aborted the group
    itself. A program that has destroyed the group also goes on, because it can start nothing more in it. The destroyed
    group is watched until the calls that the program had started have ended, and longer if there is an untold fault.
