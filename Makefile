@@ -19,8 +19,7 @@ demo: $(VENV)/ready
 	$(BIN)/overlap-inductor demo
 
 # Tests of kernels, numerics and models start a process for every rank. The last stage has three workers, because some of
-# its tests only wait for a deadline. Long tests come first, and a
-# worker that has none left takes tests of the other one.
+# its tests only wait for a deadline. Long tests come first. A worker that has none left takes tests of another one.
 test: $(VENV)/ready
 	$(BIN)/python -m pytest tests/unit tests/compile -n 2
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -n 2
@@ -39,6 +38,7 @@ lint: $(VENV)/ready
 	$(BIN)/python tools/check_private_imports.py
 	$(BIN)/python tools/check_test_imports.py
 	$(BIN)/python tools/check_license_headers.py
+	$(BIN)/python tools/check_sentences.py
 
 $(VENV)/docs-ready: $(VENV)/ready
 	$(BIN)/python -m pip install -q -e ".[docs]"

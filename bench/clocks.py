@@ -8,12 +8,11 @@ The scaled times show whether a provider is slower because it waits, or because 
 
 A matmul of large matrices takes a GPU to its power limit. The clock rate then depends on the work that ran before. It
 falls further on a GPU that multiplies all the time than on one that waits for NCCL between two matmuls. Each provider
-runs in three ways: ``single`` (one call, the host hidden), ``row`` (``CALLS`` calls one after the other, the host
-hidden) and ``compiled`` (``CALLS`` calls of compiled graphs, the host in the loop). Before and after each sample, a
+runs in three ways. ``single`` is one call, and ``row`` is ``CALLS`` calls one after the other, both with the host
+hidden. ``compiled`` is ``CALLS`` calls of compiled graphs, with the host in the loop. Before and after each sample, a
 kernel stores the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``). Each rank takes the median time and
 the median clock rate of the repeats. Each provider and way gets one JSON row, with the longest of these times and the
-lowest of these clock rates.
-Results are compared with fp32 before anything is timed.
+lowest of these clock rates. Results are compared with fp32 before anything is timed.
 """
 
 from __future__ import annotations

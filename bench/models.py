@@ -6,7 +6,7 @@
     bench/results/models.jsonl
 
 Each number of ``--tokens`` is the length of one sequence (prefill), run with the host in the loop. Each number of
-``--batches`` is a number of sequences of one token, run as CUDA graphs (``triton.cudagraphs``); such a call has the
+``--batches`` is a number of sequences of one token, run as CUDA graphs (``triton.cudagraphs``). Such a call has the
 matmuls and collectives of a decode step. ``graphs_made`` in a row: the number of CUDA graphs that were captured of the
 launches of sites (``runtime.replay``). Before a shape is timed, its logits are compared with those of the eager model.
 A sample is the mean of three calls. Each rank takes the median of its samples, and the time in a row is the maximum of

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time overlap on a slow link over gloo, with and without the pass, in one run: matmuls beside all-gathers,
-reduce-scatters and all-to-alls, and lookups in embedding tables before an all-to-all.
+"""Time overlap on a slow link over gloo, with and without the pass, in one run. The cases are matmuls beside
+all-gathers, reduce-scatters and all-to-alls, and lookups in embedding tables before an all-to-all.
 
     sudo .venv/bin/python -m bench.slow_link            # two and four ranks, about five minutes
 

@@ -233,8 +233,8 @@ def compile_cost() -> str:
 
 
 def host() -> str:
-    """Host time of one call, from the last run of each case: of the op alone, of the compiled graph with the op, of the
-    plain compiled graph, of a replayed call, and of one ``torch.empty``."""
+    """Host time of one call, from the last run of each case. Timed are the op alone, the compiled graph with the op,
+    the plain compiled graph, a replayed call, and one ``torch.empty``."""
     lines = {}
     for row in _read("host"):
         for pattern, found in row["found"].items():

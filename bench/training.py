@@ -9,7 +9,7 @@ A block has four linear layers of ``hidden x hidden`` in its attention, and an M
 backward both have gathers and scatters. In backward, a gathered tensor feeds two matmuls, and a scattered tensor is a
 sum of matmuls. Before the timing, gradients are compared with those of the plain compile. A step computes the output,
 sums its product with a target, and runs backward. There is no optimizer. Each rank takes the median of its samples with
-the host in the loop, and a figure is the maximum of these medians over ranks, in milliseconds a step.
+the host in the loop. A figure is the maximum of these medians over ranks, in milliseconds a step.
 """
 
 from __future__ import annotations

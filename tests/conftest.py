@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 
@@ -14,6 +15,12 @@ from tests.support.fork_base import TORCH
 from tests.support.fork_base import ForkBase
 
 set_environment()
+if importlib.util.find_spec("hypothesis") is not None:
+    import hypothesis
+
+    # A busy machine may take longer for an example than hypothesis allows by default.
+    hypothesis.settings.register_profile("tests", deadline=None)
+    hypothesis.settings.load_profile("tests")
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's block with the hidden size of Llama-3-8B (its MLP is a little wider: 4 times the hidden size), for an
-estimate of what it would gain on other machines.
+"""The demo's block with the hidden size of Llama-3-8B, for an estimate of what it would gain on other machines. (Its
+MLP is a little wider: 4 times the hidden size.)
 
     overlap-inductor explain --machine h200 --ranks 8 --short demo_estimate.py
 

@@ -104,8 +104,8 @@ def quartiles_ms(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[st
 
 def compare(name: str, value: torch.Tensor, reference: torch.Tensor, tolerance: float) -> dict[str, Any]:
     """Compare ``value`` with ``reference`` on all ranks. All ranks call this together. The result holds the largest
-    difference, the largest value of the reference, and whether the comparison passed: ``value`` is finite, and the
-    difference is at most ``tolerance`` times the largest value."""
+    difference, the largest value of the reference, and whether the comparison passed. It passed if ``value`` is finite
+    and the difference is at most ``tolerance`` times the largest value."""
     difference = (value.float() - reference.float()).abs().max()
     largest = reference.float().abs().max()
     both = torch.stack([difference, largest])

@@ -64,7 +64,7 @@ def explain_script(
 
     Raises:
         OverlapError: there is no such script.
-        ConfigError: ``machine`` is not known, or ``ranks`` is below 2 or more than ``machine`` has GPUs, or the script
+        ConfigError: ``machine`` is not known, or ``ranks`` is below 2 or more than ``machine`` has GPUs. Or the script
             asks for another number of ranks, or a launcher has set ``WORLD_SIZE``.
         UnsupportedError: this torch is not supported.
     """

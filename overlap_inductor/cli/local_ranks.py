@@ -132,7 +132,7 @@ def _watch(ranks: list[_Rank], timeout: float, on_wait: Callable[[], None]) -> N
 
 def _first_to_blame(failed: list[_Rank]) -> _Rank:
     """The failed rank to report: the first for which the last lines of its log have the word "Traceback" and do not
-    name a connection, as errors about lost peers do. If there is no such rank, the first failed rank."""
+    name a connection. Errors about lost peers name a connection. If there is no such rank, the first failed rank."""
     blamed = [r for r in failed if "Traceback" in _tail(r) and "onnection" not in _tail(r)]
     return (blamed or failed)[0]
 

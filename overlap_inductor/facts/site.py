@@ -18,8 +18,8 @@ class Collective:
     """A collective of the graph.
 
     Attributes:
-        kind: all_gather, reduce_scatter, all_reduce or all_to_all; ``fused`` for an op of Inductor's async TP; for
-            another collective, its operator's name without a final ``_``, and for a functional one also without
+        kind: all_gather, reduce_scatter, all_reduce or all_to_all; ``fused`` for an op of Inductor's async TP. For
+            another collective it is its operator's name without a final ``_``, and for a functional one also without
             ``_coalesced`` or ``_out``.
         ranks: global ranks of the group; empty if this process does not know the group.
         dtype: dtype of the result, without ``torch.``; empty if the op returns several tensors.

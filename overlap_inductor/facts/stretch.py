@@ -35,9 +35,9 @@ class StretchFacts:
         features: size of the last dim of the first all-reduce.
         dtype: dtype of the first all-reduce, without ``torch.``.
         all_reduces: number of all-reduces as written.
-        scatters, gathers, sums: how many collectives of each kind the rewrite makes: reduce-scatters (one written as an
-            all-to-all and a sum counts as one), all-gathers of rows, and collectives that combine the ranks' parts of a
-            sum, maximum or minimum over tokens.
+        scatters, gathers, sums: how many collectives of each kind the rewrite makes. ``scatters`` are reduce-scatters
+            (one written as an all-to-all and a sum counts as one), and ``gathers`` are all-gathers of rows. ``sums``
+            are collectives that combine the ranks' parts of a sum, maximum or minimum over tokens.
         gathered_again: number of the all-gathers that the backward repeats, so that rows are saved for it.
         nodes: number of nodes that run on rows.
         status: ``rewritten`` | ``kept`` | ``refused``.
@@ -46,9 +46,9 @@ class StretchFacts:
             beside the collectives, the exposed parts of the collectives, and the token-wise work. Empty if they were
             not estimated.
         reasons: why the stretch is not rewritten.
-        program: the first 16 hex digits of a hash of the operators and numbers of all nodes that run on rows or reduce
-            them, and of those that compute what they read. Ranks compare it, because such a number may differ between
-            ranks.
+        program: the first 16 hex digits of a hash. It covers the operators and numbers of all nodes that run on rows or
+            reduce them, and of those that compute what they read. Ranks compare it, because such a number may differ
+            between ranks.
         gathered_for: for each op that needs all rows, how often a node of this op reads a tensor that is held as rows:
             ``{"aten.mm.default": 5}``. Several of them may share one gather.
     """

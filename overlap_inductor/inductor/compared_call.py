@@ -200,7 +200,7 @@ class ComparedCall:
         if self.plain is None:
             if self.program is None and any(s.status == "rewritten" for r in self.reports for s in r.stretches):
                 raise OverlapError(
-                    "the ranks differ, and this training graph was rewritten to divide tokens among the ranks, which"
+                    "the ranks differ, and this training graph was rewritten to divide tokens among the ranks. This"
                     " changes what its forward saves for its backward, so it has no plain program. Set"
                     " OVERLAP_INDUCTOR_SEQUENCE_PARALLEL=off on all ranks. How the ranks differ is in the log, and in"
                     " the report of this graph."

@@ -84,7 +84,7 @@ _THIS_PROCESS = uuid.uuid4().hex
 def fingerprint(config: OverlapConfig | None) -> str:
     """The pass's ``uuid`` under ``config``. It is the constant ``OFF`` if the pass does nothing.
 
-    The hash covers the process groups, because an ``all_reduce`` names its group and not the group's size: with other
+    The hash covers the process groups, because an ``all_reduce`` names its group and not the group's size. With other
     ranks in the group, the same graph text needs another plan. It covers which peers' memory the GPUs reach, because
     fused kernels depend on that. It covers the machine for which plans are made, if that is another machine. It covers
     whether all streams share one hardware queue, because calls are then not replayed. It covers the schedules, patterns

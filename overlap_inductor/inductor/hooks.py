@@ -254,7 +254,7 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _plain_program(gm: Any, example_inputs: Any) -> plain_program.Captured | None:
-    """The plain program of ``gm``. ``None`` for a training graph that was rewritten before it was partitioned: the
+    """The plain program of ``gm``. ``None`` for a training graph that was rewritten before it was partitioned. The
     rewrite has changed what its forward saves, so only both parts together could be compiled as written."""
     if not rewritten(gm.graph):
         return plain_program.capture(gm, example_inputs)

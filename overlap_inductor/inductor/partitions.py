@@ -29,7 +29,7 @@ log = logging.getLogger("overlap_inductor")
 
 NOTICE = (
     "Inductor cuts this graph into parts that CUDA graphs can hold, and a ring's transfer would be in flight from one"
-    " part to the next: the graph runs without CUDA graphs. Choose another schedule, or keep what no CUDA graph can"
+    " part to the next. So the graph runs without CUDA graphs. Choose another schedule, or keep what no CUDA graph can"
     " hold (an .item(), an op on the CPU) away from the site."
 )
 _WHOLE = "_overlap_inductor_whole"

@@ -8,9 +8,9 @@ without overlap.
                                                                 "relu", aten.relu, (_Node(0),), ...), ...] as bytes
     compile_plain data, large tensors                       ->  the same graph, compiled without overlap
 
-The bytes are stored with the compiled graph, also in the caches, because a rank that loaded its graph from a cache may
-have to run without overlap too. The bytes hold the nodes, the example inputs with their symbols, and the node metadata
-that Inductor reads. Shapes are propagated again when the plain program is compiled. Small tensors that the graph holds
+The bytes are stored with the compiled graph, also in the caches. A rank that loaded its graph from a cache may have to
+run without overlap too. The bytes hold the nodes, the example inputs with their symbols, and the node metadata that
+Inductor reads. Shapes are propagated again when the plain program is compiled. Small tensors that the graph holds
 (frozen weights) are copied. Large tensors are taken from the graph that is loaded or compiled.
 """
 

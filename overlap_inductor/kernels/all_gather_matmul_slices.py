@@ -2,13 +2,13 @@
 """Schedule ``fused``, transport ``sm_push``: ``all_gather(a) @ b`` for matmuls of one or two waves, whose tiles wait
 for slice after slice of K.
 
-A kernel that waits for whole rows (``all_gather_matmul``) idles until they have arrived, if nearly every tile needs a
-peer's rows and there is one tile for each SM. Here a shard arrives in slices of its columns, one after the other, and a
-tile continues with each slice of K as soon as it is there, so the transfer is hidden under the tile itself. A wait
-drains the pipeline of loads, so this does not pay with more waves.
+A kernel that waits for whole rows (``all_gather_matmul``) idles until they arrive if nearly every tile needs a peer's
+rows and each SM has one tile. Here a shard arrives in slices of its columns, one after the other. A tile continues with
+each slice of K as soon as it is there, so the transfer is hidden under the tile itself. A wait drains the pipeline of
+loads, so this does not pay with more waves.
 
-The ``PUSHERS`` blocks that begin first, whichever they are (each block takes a ticket), store this rank's shard into
-the peers' workspace, the first slice to all peers before the second (``push.push_slice``). Then they multiply.
+The ``PUSHERS`` blocks that begin first (each block takes a ticket) store this rank's shard into the peers' workspace.
+They store the first slice to all peers before the second (``push.push_slice``). Then they multiply.
 
 Forward progress. If a block runs that is not a pusher, all tickets of pushers have been taken, by blocks that run or
 have ended. A pusher waits only for credits, which depend only on the previous call. It begins to multiply when every

@@ -147,9 +147,9 @@ def source_of(programs: Sequence[Program | None]) -> str:
     ``programs[i]`` for weight ``i`` of a launch.
 
     Raises:
-        ValueError: a program is not valid: it has no op; an op, a kind or a name is unknown; an op has too many or too
-            few arguments; a name is read before it has a value; or a number is not finite. Or the programs read more
-            than ``MOST_EXTRAS`` extra tensors.
+        ValueError: a program has no op, an op of it has too many or too few arguments, or an op, a kind or a name is
+            unknown. Or a name is read before it has a value, or a number is not finite. Or the programs read more than
+            ``MOST_EXTRAS`` extra tensors.
     """
     lines = [f"def epilogue({', '.join(_PARAMETERS)}):"]
     first = 0

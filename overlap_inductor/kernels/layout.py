@@ -18,14 +18,16 @@ WINDOW = 2**20
 """A flag has reached its target if it equals the target, or is ahead of it by less than this (modulo 2**32). Any other
 flag was last written by an earlier call, or after an abort."""
 FAULT_WORDS = 8
-"""int32 words of a rank's fault record on its group's board: whether the record is complete, code of the wait (0 if the
-host aborted the group), peer, value wanted, value seen, an unused word, and the time in nanoseconds in two words."""
+"""int32 words of a rank's fault record on its group's board. They hold whether the record is complete, the code of the
+wait (0 if the host aborted the group), the peer, the value wanted and the value seen. One word is unused. The last two
+words hold the time in nanoseconds."""
 BOARD_HEAD = 16
 """int32 words before the first record: whether any rank has given up or has aborted the group, and the constant ``1``.
 The others are unused."""
 STOP_WORDS = 8
 """int32 words of a group's fault memory on a GPU: the abort word, the number of abort words to set, and three addresses
-in two words each: this rank's record, the board, and a table of the abort words to set (``runtime.faults``)."""
+in two words each. The addresses are those of this rank's record, of the board, and of a table of the abort words to set
+(``runtime.faults``)."""
 
 WAIT_KINDS = 8
 """The code of a wait is ``site * WAIT_KINDS + kind``."""

@@ -2,8 +2,8 @@
 """Transport ``sm_push`` inside the all-gather kernels of schedule ``fused``: blocks of the kernel itself store a shard
 into every peer's workspace. (For schedule ``chunked``, ``kernels.transfer.push_parts`` does this.)
 
-Data are stored to peers, not loaded from them: a thread block moves several times as many bytes through NVLink by
-storing to a peer as by loading from it. The shard is cut into parts and a part into pieces, which blocks claim from a
+Data are stored to peers, not loaded from them. By storing to a peer, a thread block moves several times as many bytes
+through NVLink as by loading from it. The shard is cut into parts and a part into pieces, which blocks claim from a
 queue. A part (in ``push_slice``: a slice of a part) is signalled when its last piece is stored.
 
 Memory ordering: ordinary stores, then ``count_and_signal``. Forward progress: a piece waits only for the peer's credit,

@@ -4,7 +4,7 @@
 A flag is one int32 in symmetric memory. It has 128 bytes to itself. Until the group is aborted, a flag only grows
 (modulo 2**32). A wait is for *at least* a value, so it also ends if the flag is already ahead of the value. A peer is
 at most one call ahead. A flag counts as reached only while it is less than ``WINDOW`` ahead of the target
-(``reached``), so a flag that was last written 2**31 calls ago is not taken for one that has arrived.
+(``reached``). So a flag that was last written 2**31 calls ago is not taken for one that has arrived.
 
 Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` followed by one thread's ``st.release.sys`` or
 ``red.release.sys``. The barrier orders the block's stores before that thread's release. Release is cumulative, so a
@@ -14,7 +14,7 @@ Triton 3.6 puts none around atomics. This covers ordinary loads and stores. Load
 belong to another proxy: ``store_fence`` goes between bulk stores and their signal, ``load_fence`` between a wait and
 bulk loads.
 
-Triton compiles a descriptor's store for Hopper GPUs as follows: the tile is stored to shared memory, then come
+Triton compiles a descriptor's store for Hopper GPUs as follows. First the tile is stored to shared memory. Then come
 ``fence.proxy.async.shared::cta``, a barrier, one thread's bulk store, ``commit_group`` and, in 3.6 and 3.7,
 ``wait_group.read 0``. That wait ends when shared memory has been read, not when the tile is written. (3.8 and 3.9 also
 wait until it is written.) No version puts a proxy fence after the store, so a later release does not order the store.
@@ -23,8 +23,8 @@ whose result nobody reads to a ``red``, and puts a barrier of its own before eve
 
 Forward progress. A wait ends when the value is there, when the rank's abort word is set, or when its patience is over.
 In the last case the thread sets the abort word itself, by compare-and-swap: of all threads whose patience ends, exactly
-one finds zero there. That thread writes the rank's record on the group's board, then marks on the board that there is a
-record, then sets the abort words of all other ranks. (If the ranks' GPUs do not reach each other's memory, each rank
+one finds zero there. That thread writes the rank's record on the group's board, and marks on the board that there is a
+record. Then it sets the abort words of all other ranks. (If the ranks' GPUs do not reach each other's memory, each rank
 has a board of its own, and no other rank's word is set.) It does so in this order, by releases, so a rank that a peer
 has stopped finds the record. After that every wait of these ranks returns at once, and kernels run to their ends with
 data that the host rejects because of the board. No barrier is inside a branch on the outcome of a wait, so no thread of
@@ -35,14 +35,14 @@ from before the abort. (Copy engines cannot look: ``transports.copy_engine``.) A
 wait of its own looks at the abort word (``look``) before it stores. Every kernel looks after each wait on which its
 results or its signals depend. A wait that was given up has set the word before the barrier that follows it, so every
 thread of its block sees the word set. So whatever a rank signals was computed from data for which its waits succeeded.
-One thread may see the word set while another thread of its block did not: a thread that signals for both must look
+One thread may see the word set while another thread of its block did not. A thread that signals for both must look
 later than both (``count_and_signal``), or ask all of them (``group_signals.signal_ranks``).
 
 The abort word is in the memory of the GPU that reads it. Only the board is in the host's memory (``STOP_WORDS`` says
-where the addresses are). A waiting block must not look at the host's memory. On an H100, 108 blocks that looked there
-in every 64th iteration of their wait slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that looked only
-at the GPU's memory, however often, did not slow it. So looking costs nothing in a wait that ends at once, and costs a
-kernel one load from its own GPU's memory, in parallel with other loads.
+where the addresses are). A waiting block must not look at the host's memory. On an H100, 108 blocks looked there in
+every 64th iteration of their wait. They slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that looked
+only at the GPU's memory, however often, did not slow it. So looking costs nothing in a wait that ends at once, and
+costs a kernel one load from its own GPU's memory, in parallel with other loads.
 
 CUDA graphs. In a captured graph no argument of a kernel changes. The number of the call, on which the values of flags
 depend, is read from device memory.

@@ -4,7 +4,7 @@ and RMSNorm that follow, in one kernel.
 
 One-shot: every rank stores its rows into every peer's workspace, and sums all of them. Two-shot: row ``m`` belongs to
 rank ``m % WORLD``, its owner. The owner gets all partial rows, sums them and stores the sum into every peer's workspace
-(with a norm into its own, too). It stores the sum and not the normed row: a normed row and a new residual would be
+(with a norm into its own, too). It stores the sum and not the normed row. A normed row and a new residual would be
 twice the bytes, and every rank adds its own residual, whatever that holds. Sums are in fp32, in the order of the ranks,
 rounded once, so all ranks get the same bits. There is no barrier across ranks: a block waits for the flags of its own
 columns or rows.
@@ -24,17 +24,17 @@ would cost a round trip to L2 in a kernel of 5 us. All waits are bounded (``sign
 
 Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half
 ``n % 2``. Rank ``r`` begins call ``n`` when its call ``n - 1`` has ended, because kernels of a slot run one after the
-other. In call ``n - 1`` a block of ``r`` has waited for a signal of each peer (in two-shot for the peer's partial rows,
-which are signalled even if there are none). So each peer had begun its call ``n - 1``, and had therefore ended call
-``n - 2``, the last one to read that half. This holds for any number of blocks or rows in each call, since halves belong
-to the slot and not to the call. It holds whether blocks are resident together or not, since it depends on whole
-kernels. A peer may be one call ahead: its flags are then larger than what is waited for, and its data are in the other
-half. Calls with credits in the same slot would break this; the arena gives them other slots.
+other. In call ``n - 1`` a block of ``r`` has waited for a signal of each peer. (In two-shot it is the signal of the
+peer's partial rows, which comes even if there are none.) So each peer had begun its call ``n - 1``, and had therefore
+ended call ``n - 2``, the last one to read that half. This holds for any number of blocks or rows in each call, since
+halves belong to the slot and not to the call. It holds whether blocks are resident together or not, since it depends on
+whole kernels. A peer may be one call ahead: its flags are then larger than what is waited for, and its data are in the
+other half. Calls with credits in the same slot would break this; the arena gives them other slots.
 
 Aborts (``signals``). A block looks at the abort word when it loads the call number and, in two-shot, when it loads the
 partial rows after its wait for them. If the word is set, nothing is stored to peers or signalled, in this call and all
-later ones: the argument above depends on calls whose waits have succeeded. A result that was summed after a wait that
-was given up, or in a later call, is NaN, because a replay of a CUDA graph cannot raise an error.
+later ones. The argument above depends on calls whose waits have succeeded. A result that was summed after a wait that
+was given up, or in a later call, is NaN. A replay of a CUDA graph cannot raise an error.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.
 Between calls: the end of a kernel before the start of the next one on the stream. CUDA graphs: the number of the call
@@ -216,8 +216,8 @@ def two_shot(
         staging: a half holds the partial sums ``[WORLD, groups, columns]``, then the sums ``[rows, columns]``. The
             partial sums are, from each source, those of this rank's row in each group of ``WORLD`` rows.
         flags: ``signal_flag(s, u)`` holds the number of the call whose partial segment ``u`` has arrived from source
-            ``s``, and ``signal_flag(s, units + u)`` that of the call whose segment ``u`` of sums has arrived from owner
-            ``s``. ``units`` is the number of segments in all groups.
+            ``s``. ``signal_flag(s, units + u)`` holds that of the call whose segment ``u`` of sums has arrived from
+            owner ``s``. ``units`` is the number of segments in all groups.
     """
     columns = eights * 8
     call = tl.load(calls)

@@ -9,7 +9,7 @@ for parts handles those from number ``first`` on.
 Memory ordering. What is signalled was written by work before it on the same stream (a copy engine, or SMs), or by the
 pushing block itself. Work on a stream begins when all earlier work on the stream is complete and visible. A block's
 release at system scope is cumulative over that, so whoever acquires the flag sees the data (``signals``). After a wait
-the same holds in the other direction: after the acquire and the end of the kernel, whatever is next on the stream sees
+the same holds in the other direction. After the acquire and the end of the kernel, whatever is next on the stream sees
 the data, by whatever unit it reads. The boundary between kernels orders their proxies. So a vendor's matmul may read
 what an earlier wait on its stream waited for.
 
@@ -24,7 +24,7 @@ runs, and starts on another SM. So what a wait depends on finds room. All waits 
 
 CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes.
 No argument changes from replay to replay. In a graph sends, waits for peers and waits for turns are three branches
-without an order between them, so they need three hardware queues (two without turns: ``runtime.replay``,
+without an order between them. So they need three hardware queues (two without turns: ``runtime.replay``,
 ``transports.copy_engine``). A user who captures a graph must see to that. With one queue no such graph has hung
 (``tests.gpu.check_stress``, scenario ``graphs``).
 """
@@ -107,11 +107,11 @@ def spoil(result, words, stop, BLOCK: tl.constexpr):
     """Set ``result`` (``words`` of 4 bytes) to NaN, in every float format, if the group has been aborted. Grid: any
     number of blocks, on the stream after everything that reads the workspace.
 
-    It is for results of kernels and copies that look at no abort word themselves: vendors' matmuls and copies run even
+    It is for results of kernels and copies that look at no abort word themselves. Vendors' matmuls and copies run even
     after waits that were given up, and a replay of a CUDA graph cannot raise an error.
 
     Its look also protects what was read from the workspace before. A rank without permission may overwrite rows of a
-    call that is still running here, but only after it has set this rank's abort word: its stores of the word are done
+    call that is still running here, but only after it has set this rank's abort word. Its stores of the word are done
     when its kernel ends, and its copies start only then. So a call that has read such a row finds the word set when it
     looks later. What was read before the word was set is right. It is spoilt too if the word arrives before the end of
     the call, since the group's results are not valid from then on.
@@ -204,9 +204,9 @@ def push_parts(
     """Store parts ``first .. first + count - 1`` into the peers' workspace, one after the other, and signal each when
     it has arrived. Grid: any number of blocks.
 
-    Data are stored to peers, not loaded from them: a block moves several times as many bytes through NVLink by storing
-    to a peer as by loading from it. A part is cut into ``PIECES``, so that all blocks work on one part and it arrives
-    soon. Pieces are assigned to blocks in turn, and no block waits for anything.
+    Data are stored to peers, not loaded from them. By storing to a peer, a block moves several times as many bytes
+    through NVLink as by loading from it. A part is cut into ``PIECES``, so that all blocks work on one part and it
+    arrives soon. Pieces are assigned to blocks in turn, and no block waits for anything.
 
     Args:
         source: any 16-byte aligned tensor, read as int32 words. From ``origin`` on it holds the shard that goes to

@@ -54,8 +54,8 @@ def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
     """The bias of each matmul, if the sum of ``terms`` adds nothing but single rows to the matmuls' results.
 
     A single row is added to every row of the result. It becomes the bias of a plain matmul of its width and dtype
-    that has no bias. Returns ``None`` if the sum holds anything else (a factor, a scalar), if it does not hold each
-    matmul's result exactly once, or if a row finds no such matmul.
+    that has no bias. Returns ``None`` if the sum holds anything else (a factor, a scalar), or if it does not hold each
+    matmul's result exactly once. The result is also ``None`` if a row finds no such matmul.
     """
     leaves = {m.node: m for m in nodes.leaves}
     found: list[fx.Node] = []

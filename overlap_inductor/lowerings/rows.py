@@ -2,11 +2,11 @@
 """Bring rows into the ranks' order, for every site that is written as one op.
 
 The ops of the schedules with one op for each site (``lowerings.fused.ops`` ...) and of
-``lowerings.ring.looped_reduce_ops`` compute 2-D matmuls whose rows are cut: the rows of rank 0 come first, then those
+``lowerings.ring.looped_reduce_ops`` compute 2-D matmuls whose rows are cut. The rows of rank 0 come first, then those
 of rank 1, and so on. This is the *ranks' order*. Sites that are cut in another way are brought into this form:
 
-- If the rows have the order ``[outer, rank, chunk]``, because an inner dim is gathered or scattered, they are permuted:
-  after a gather the rows of the result, before a scatter the rows of the left operand.
+- If the rows have the order ``[outer, rank, chunk]``, because an inner dim is gathered or scattered, they are permuted.
+  After a gather these are the rows of the result, before a scatter the rows of the left operand.
 - If columns are cut, the op computes the transposed product, and its result is transposed and copied. The vendor's
   matmul reads the transposed operands where they are. A Triton kernel reads a left operand that is contiguous and
   aligned to 16 bytes; the op copies any other one first (``operands.left_operand``).

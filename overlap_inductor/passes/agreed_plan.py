@@ -112,9 +112,9 @@ class SiteFootprint:
 
 
 def _beside(site: DecidedSite, collective: CollectiveNode) -> tuple[str, list[Any] | None]:
-    """What a further collective of a site does, in words that complete "... the one before", and its shape if it moves
-    a tensor of its own that all ranks know: its result is added to that of the first, or it returns the rows of the
-    first, or its tensor moves together with that of the first."""
+    """What a further collective of a site does, in words that complete "... the one before". Its result is added to
+    that of the first, or it returns the rows of the first, or its tensor moves together with that of the first. In the
+    last case its shape is returned too, because all ranks know it."""
     if collective in site.nodes.moved:
         return "with", tools.shape(collective.input)
     return ("added to" if site.nodes.is_sum else "returning rows of"), None

@@ -2,8 +2,8 @@
 """Delay matmuls on which no other matmul or transfer depends. They then run under a transfer that would be exposed.
 
 In a backward graph, a weight's gradient is only a result of the graph. So the matmul of this gradient may run later,
-while the ranks send partial sums of another gradient (Megatron's delayed weight gradient; Qi et al., arXiv:2401.10241,
-section 2, split the backward in the same way). Before and after, for the scatter of an unrolled ring::
+while the ranks send partial sums of another gradient. (Megatron's delayed weight gradient; Qi et al., arXiv:2401.10241,
+section 2, split the backward in the same way.) Before and after, for the scatter of an unrolled ring::
 
     dw = mm(dy^T, x)                                  dx pieces: mm, exchange_send ...
     dx pieces: mm, exchange_send ...              ->  dw = after(mm(dy^T, x), last send)

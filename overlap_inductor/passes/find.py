@@ -71,7 +71,7 @@ class SiteFinder:
 
     def owned(self) -> set[fx.Node]:
         """The matmuls of all sites of early patterns, and of the sites found so far, without those of ``idle``
-        collectives. Sites of early patterns count even if they come later in the graph: a sum of all-reduces is found
+        collectives. Sites of early patterns count even if they come later in the graph. A sum of all-reduces is found
         at its first all-reduce, but may also read matmuls that come later."""
         early = [(node, m.nodes) for (_, node), m in self._early.items() if isinstance(m, Match)]
         found = [(s.collectives[0].node, s.nodes) for s in self.sites]

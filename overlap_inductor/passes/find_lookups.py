@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables``, as DLRM writes them: each rank holds tables
+"""Find ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables``, as DLRM writes them. Each rank holds tables
 of its own, and each rank needs the results of all tables for its slice of the batch.
 
 ::

@@ -328,8 +328,8 @@ def _site(
 
 
 def reads_a_result(tracer: Tracer) -> Reason | None:
-    """Why the region cannot be cut, or ``None``: it reads a tensor from outside that is computed from one of its own
-    matmuls, so that matmul would have to be computed both whole and in pieces."""
+    """Why the region cannot be cut, or ``None``. It cannot if it reads a tensor from outside that is computed from one
+    of its own matmuls. That matmul would have to be computed both whole and in pieces."""
     for leaf in tracer.leaves:
         known: dict[fx.Node, bool] = {}
         forks = any(u not in tracer.region for u in leaf.node.users)
@@ -407,9 +407,9 @@ def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, gathered: Layout, world_size: int) -> ShardedDim:
-    """The dim of the matmul's output that is cut: the dim that holds the ranks for a reduce-scatter or an all-to-all,
-    dim 0 for an all-reduce or an all-gather.
-    Raises ``LayoutError`` if an all-gather's input holds the elements in another order than the matmul's output."""
+    """The dim of the matmul's output that is cut. It is the dim that holds the ranks for a reduce-scatter or an
+    all-to-all, and dim 0 for an all-reduce or an all-gather. Raises ``LayoutError`` if an all-gather's input holds the
+    elements in another order than the matmul's output."""
     if kind in ("reduce_scatter", "all_to_all"):
         return ShardedDim.of(layout)
     if kind == "all_gather" and not layout.same_elements(gathered):

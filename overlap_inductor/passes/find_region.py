@@ -146,10 +146,10 @@ def find(
 
     Args:
         before: the reason that ``find_reduce`` gave, or ``None``. A reason other than ``layout`` and ``op_between`` is
-            returned at once. If this finder finds no site, ``before`` is returned too, except in four cases: a matmul
-            refuses to be cut (``MatmulNode.refusal``); the region reads a result of its own (``reads_a_result``);
-            ``before`` is ``None`` and a layout cannot be followed; or the region has a grouped matmul and is read
-            elsewhere (``used_elsewhere``).
+            returned at once. If this finder finds no site, ``before`` is returned too, except in four cases. First, a
+            matmul refuses to be cut (``MatmulNode.refusal``). Second, the region reads a result of its own
+            (``reads_a_result``). Third, ``before`` is ``None`` and a layout cannot be followed. Fourth, the region has
+            a grouped matmul and is read elsewhere (``used_elsewhere``).
     """
     if before is not None and before.code not in ("layout", "op_between"):
         return None, before

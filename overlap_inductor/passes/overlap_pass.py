@@ -131,7 +131,7 @@ def _find_and_rewrite(
 
 @dataclass(frozen=True)
 class _Rewritten:
-    """What is known of a rewritten graph: the plan that its ranks compare, the groups that compare it, and the
+    """What is known of a rewritten graph: the plan that its ranks compare, and the groups that compare it. Also the
     workspace that its sites need in each group (``plan.workspace_bytes``, ``plan.workspace``)."""
 
     plan: ExchangePlan

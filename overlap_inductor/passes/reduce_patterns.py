@@ -10,8 +10,8 @@
     mm(x, w) -> all_gather                 matmul_all_gather
 
 ``find_reduce`` finds them. If it finds no site because of a layout or an op in between, or reaches no matmul,
-``find_region`` also follows reductions over a dim (sum, mean, max, min) and ``cat`` between the matmul and the
-collective.
+``find_region`` follows more ops between the matmul and the collective. These are reductions over a dim (sum, mean, max,
+min) and ``cat``.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class MatmulReduceScatter:
 
 class MatmulAllReduce:
     """Pattern ``matmul -> all-reduce`` (see ``Pattern``). All-reduces (sum or avg) of one group, op, shape and dtype
-    whose results are only added to each other become one site, at the first of them, if the merged site has no
-    obstacle."""
+    become one site, at the first of them, if their results are only added to each other. They stay apart if the merged
+    site has an obstacle."""
 
     name = "matmul_all_reduce"
     kind = "all_reduce"
@@ -122,8 +122,8 @@ def _sum_of_like(
 
 
 def _all_reduces_in(term: fx.Node, like: CollectiveNode, search: Search) -> list[CollectiveNode] | None:
-    """The all-reduces that ``term`` is a sum of, if all have the group, op, shape and dtype of ``like`` and no node of
-    the sum has another reader; else ``None``."""
+    """The all-reduces that ``term`` is a sum of. ``None`` if one has another group, op, shape or dtype than ``like``,
+    or if a node of the sum has another reader."""
     found, pending = [], [term]
     while pending:
         node = pending.pop()

@@ -25,7 +25,7 @@ WIDTH = 118
 ADVICE_TITLE = "what you can do"
 REPEATED_BLOCK = (
     "No module name holds a layer number. If one block was compiled and is called several times (per-block "
-    "compilation), this one graph serves every call with the same code: count its sites once for each call."
+    "compilation), this one graph serves every call with the same code. Count its sites once for each call."
 )
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement: before an overlap op of a graph moves data, the ranks of a group compare their plans: the transfers that
-they are about to make, not the values in them.
+"""Agreement: before an overlap op of a graph moves data, the ranks of a group compare their plans. A plan holds the
+transfers that they are about to make, not the values in them.
 
 A pass never communicates, because a rank with a cache hit does not run the pass and would leave the others waiting. So
 a graph's call starts with the comparison, before the graph reads or writes anything. Each rank counts its calls of
@@ -18,10 +18,10 @@ reads the verdict of the ranks whose wait for it timed out. So all ranks that th
 result. A rank whose plan was rejected at an earlier call runs the plain program without comparing. It publishes a
 refusal, so no rank waits for its verdicts.
 
-Calls cannot be matched if the ranks hold different collectives in a graph, if their earlier calls held different
-numbers of collectives, if overlap is off on a rank, or if a rank publishes nothing (as when it runs uncompiled). Then
-overlap is disabled for the group permanently (``apart``). The rank that finds one of these cases writes the reason to
-the store, where waiting ranks read it.
+Calls cannot be matched if the ranks hold different collectives in a graph, or if their earlier calls held different
+numbers of collectives. Nor can they if overlap is off on a rank, or if a rank publishes nothing (as when it runs
+uncompiled). Then overlap is disabled for the group permanently (``apart``). The rank that finds one of these cases
+writes the reason to the store, where waiting ranks read it.
 
 At later calls an agreed plan with one group skips the rounds. A rank may recompile alone if its new graph makes the
 same transfers, because the digest is then the same. If it makes other transfers, and digests are compared at every
@@ -115,7 +115,7 @@ class Comparison:
 
         Raises:
             AgreementError: a rank has another version, died, gave no verdict in time, or is inside the transfers of an
-                earlier agreed plan; or the rank that kept a group's store has died.
+                earlier agreed plan. Or the rank that kept a group's store has died.
             StrictError: in mode ``strict``, the plans differ, or overlap is disabled for a group of the plan.
         """
         try:

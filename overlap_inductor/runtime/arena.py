@@ -7,9 +7,9 @@ slots in turn, in the order of the plan that all ranks have agreed upon. Sites o
 calls of a rank run one after the other (``runtime.workspace``).
 
 A rank must not write into a slot that a peer still reads. One of two protocols ensures this. All kernels of a slot use
-the same protocol: a credit that the peer gives when its call ends (``kernels.signals.credit_flag``), or two halves of
-the slot that are used in turn (``kernels.small_message``). Calls are counted in device memory (``Slot.calls``), never
-by the host, so the count stays right when a CUDA graph is replayed or mixed with eager calls.
+the same protocol. It is a credit that the peer gives when its call ends (``kernels.signals.credit_flag``), or two
+halves of the slot that are used in turn (``kernels.small_message``). Calls are counted in device memory
+(``Slot.calls``), never by the host, so the count stays right when a CUDA graph is replayed or mixed with eager calls.
 
 Sizes are planned at compile time (``slots_for``). So ``prepare`` runs at the graph's first run, outside any capture. A
 site with dynamic sizes requests memory for a planned maximum. A call above the maximum runs without overlap. Slots are

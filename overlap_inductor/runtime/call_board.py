@@ -4,8 +4,8 @@
 Two media carry the values: the group's store (``CallStore``), and memory that all ranks map (``call_page.CallPage``).
 For each call and rank, they hold the rank's *value* and its verdict of each round. (The reasons of verdicts, and the
 verdicts for which the page has no place, are always in the store: see ``say``.) The value describes the program that
-the rank runs. It holds the digest of the rank's plan, the place of this group among the plan's groups, the number of
-the group's collectives in the rank's earlier calls, and ``!`` if the rank refuses to overlap.
+the rank runs. It holds the digest of the rank's plan, and the place of this group among the plan's groups. It also
+holds the number of the group's collectives in the rank's earlier calls, and ``!`` if the rank refuses to overlap.
 
 Keys below ``overlap_inductor/agree/<incarnation>`` in the group's store::
 

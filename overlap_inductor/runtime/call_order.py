@@ -9,7 +9,7 @@ ranks make their calls in one order, and this module makes the GPUs keep that or
 
 How. ``with call_order(device):`` encloses all launches of a call. The new call waits for the *end* of the previous
 call: an event that is recorded after the previous call's last launch. It does not wait for work that was queued later
-on the previous call's stream, because such work may wait for a peer that waits for the new call. ::
+on the previous call's stream. Such work may wait for a peer that waits for the new call. ::
 
     rank 0:  A on S1, recv on S1, B on S2             B waits for A, not for recv
     rank 1:  A on S1, B on S2, send after B on S1
@@ -180,7 +180,7 @@ class CallOrder:
         try:
             self._depth -= 1
             # The launches of a failed call are ordered, too. But in a capture, no event is recorded after a failed
-            # call: the capture may have failed, and the record would then raise an error and hide the first one.
+            # call. The capture may have failed, and the record would then raise an error and hide the first one.
             if self._depth == 0 and (kind is None or self._last is self._outside):
                 self._last.ended(self._raw, self._stream)
         finally:

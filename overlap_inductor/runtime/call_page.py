@@ -129,8 +129,8 @@ def shared_page(group: dist.ProcessGroup, key: str) -> CallPage:
         key: key in the group's store, used once. The first rank writes the file's name there.
 
     Raises:
-        NotOnAllRanks: on all ranks, if a rank cannot make or map the file: the ranks are on several machines,
-            ``/dev/shm`` is not the same folder for all of them, or it is full.
+        NotOnAllRanks: on all ranks, if a rank cannot make or map the file. The causes are ranks on several
+            machines, and a ``/dev/shm`` that is full or not the same folder for all of them.
     """
     store, rank, size = group_store(group), group.rank(), group.size()
     path = shared_file.path_of(shared_file.new_number())

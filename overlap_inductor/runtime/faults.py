@@ -3,11 +3,11 @@
 kernel of the group stop.
 
 A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's board
-(``runtime.board``) and sets the abort words of all ranks that share the board. Each abort word is in the memory of the
-GPU whose waiting kernels read it (``kernels.signals`` says why). A kernel stores the words itself. A host copies them
-on a stream that was made for this purpose before anything ran, so the copies never queue behind a kernel that waits. If
-a host can no longer copy to any GPU, the watchdogs of its peers read the board and stop the waits on their own GPUs
-(``stop_waits``).
+(``runtime.board``). It also sets the abort words of all ranks that share the board. Each abort word is in the memory of
+the GPU whose waiting kernels read it (``kernels.signals`` says why). A kernel stores the words itself. A host copies
+them on a stream that was made for this purpose before anything ran, so the copies never queue behind a kernel that
+waits. If a host can no longer copy to any GPU, the watchdogs of its peers read the board and stop the waits on their
+own GPUs (``stop_waits``).
 
 The next call on every rank that shares the board raises an error. It names the site and the rank of the first wait that
 timed out, or the rank that aborted the group.
@@ -53,8 +53,8 @@ _OVER = "No result of this group is valid any more: destroy the group, or end th
 
 
 def stop_words(rank: int, board: Board, table: torch.Tensor) -> torch.Tensor:
-    """The words that follow a rank's abort word: how many abort words a kernel that gives up has to set, and the
-    addresses of its record, of the board and of ``table``.
+    """The words that follow a rank's abort word. They are the number of abort words that a kernel that gives up has to
+    set, and the addresses of its record, of the board and of ``table``.
 
     Args:
         table: int64, the addresses, as this rank's GPU sees them, of the abort words of all ranks or of this rank

@@ -7,8 +7,8 @@ A kind has a function that makes its things, and a function that prepares a thin
     STATES = Kind("record of calls", lambda owner: GroupState(owner.group, owner.incarnation))
     STATES.of(group)            # made at first use, then the same one while the group lives
 
-One rule covers groups that were destroyed. A thing belongs to a group object, not to the group's name. torch calls no
-hook when a group is destroyed, so the group's things are dropped when the next thing of any kind is made::
+One rule covers groups that were destroyed. A thing belongs to a group object, not to the group's name. When a group is
+destroyed, torch calls no hook. So the group's things are dropped when the next thing of any kind is made::
 
     group "tp" made             STATES.of(tp): a new thing, incarnation 0
     group "tp" destroyed        its things are held, because its calls may still run on the GPU

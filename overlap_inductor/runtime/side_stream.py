@@ -24,7 +24,7 @@ class SideStream:
     concurrently with work that is launched there later. ``join`` makes the current stream wait for the side stream.
 
     Every use ends with ``join`` before the op returns. So tensors used on the side stream may be freed on the current
-    stream, and a CUDA graph that is captured on the current stream holds the side stream's work. Two events are enough,
+    stream. A CUDA graph that is captured on the current stream holds the side stream's work. Two events are enough,
     because a wait refers to an event's last record at the time when the wait is issued.
     """
 

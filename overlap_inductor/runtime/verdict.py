@@ -129,8 +129,8 @@ def _check_reachable(
     plans: Mapping[int, ExchangePlan],
     missing: Sequence[int],
 ) -> None:
-    """Raise ``AgreementError`` if the ranks can neither all overlap nor all run the plain program: versions differ, or
-    a rank is or may be inside the transfers of an agreed plan."""
+    """Raise ``AgreementError`` if the ranks can neither all overlap nor all run the plain program. This is so if
+    versions differ, or a rank is or may be inside the transfers of an agreed plan."""
     group, mine = state.group, dist.get_rank()
     odd = {global_rank(group, r): p for r, p in plans.items() if p.version != plan.version}
     if odd:

@@ -2,9 +2,9 @@
 """The watchdog: a daemon thread of the process that reads the fault records of its groups, so that a fault is reported
 even if no overlap op follows.
 
-The next overlap call raises a fault by itself (``FaultRecord.check``). But some programs never make that call: a
-program that only replays a CUDA graph, a program that is stuck elsewhere (in a collective whose peer is gone, in a
-stream wait), and a program whose last call failed. A fault is handled in this order:
+The next overlap call raises a fault by itself (``FaultRecord.check``). But some programs never make that call. A
+program may only replay a CUDA graph, or its last call may have failed. Or it may be stuck elsewhere (in a collective
+whose peer is gone, in a stream wait). A fault is handled in this order:
 
 1. Within ``POLL_SECONDS``, the watchdog of every rank that maps the fault's board (``runtime.board``) stops the group's
    waits on its own GPU. The rank that gave up may not have been able to stop these waits itself. The watchdog logs the

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GroupWorkspace`` holds the objects that the sites of one process group share on this rank: the group's arena, fault
-record and patience (the time after which a kernel's wait for a peer times out).
+"""``GroupWorkspace`` holds the objects that the sites of one process group share on this rank. They are the group's
+arena, fault record and patience (the time after which a kernel's wait for a peer times out).
 
 All ranks of the group make it together, because allocating symmetric memory is a collective. They make it at the first
 run of a graph that needs it, after they have agreed on the plan. It lives as long as the group

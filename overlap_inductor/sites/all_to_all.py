@@ -120,7 +120,7 @@ def layouts_of(collective: CollectiveNode) -> tuple[Layout, Layout]:
 
 def _by_ranks(collective: CollectiveNode) -> Layout:
     """The layout of an input whose dim 0 is cut into equal parts. If the input is a flattened tensor ``[R, ...]`` of
-    symbolic size, the layout has the atoms of that tensor, because a run of symbolic size cannot be split again."""
+    symbolic size, the layout has the atoms of that tensor. A run of symbolic size cannot be split again."""
     shape, ranks, source = tools.shape(collective.input), collective.world_size, collective.input
     known = all(isinstance(size, int) for size in shape)
     while not known and (tools.is_reshape(source) or source.target in tools.SAME):

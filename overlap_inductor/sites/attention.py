@@ -84,8 +84,8 @@ class AttentionNode(MatmulNode):
             return f"{name} drops weights at random (dropout_p={dropout}); expected no dropout"
         if operators.argument(self.node, "is_causal"):
             return (
-                f"is_causal of {name} counts queries and keys from 0, so this rank's queries see only the keys of the"
-                " first ranks; write the mask of the rank's own queries as attn_mask"
+                f"is_causal of {name} counts queries and keys from 0, so this rank's queries see only the first ranks'"
+                " keys; write the mask of its own queries as attn_mask"
             )
         return None
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give the reason why a collective leads to no site, if the finders gave none.
 
-The reason names the nearest matmul if it is of a kind that cannot be cut: a grouped matmul, a convolution, ``mv``, a
-product with a vector that Inductor wrote as ``mul`` and ``sum``, or another kind that ``matmuls.parse`` does not know.
-Otherwise it names the first op between collective and matmul that is not pointwise and does more than move elements,
-else the first slice or ``cat`` between them. If there is neither, it names the matmul, no cut of which matches the
-collective's shards. "No matmul is next to the collective" means that the search found none within ``STEPS`` nodes
-before or after it.
+The reason names the nearest matmul if it is of a kind that cannot be cut. Such kinds are a grouped matmul, a
+convolution, ``mv``, a product with a vector that Inductor wrote as ``mul`` and ``sum``, and any kind unknown to
+``matmuls.parse``. If the matmul can be cut, the reason names an op between it and the collective. This is the first op
+that is not pointwise and does more than move elements, or else the first slice or ``cat``. If there is neither, the
+reason names the matmul: no cut of it matches the collective's shards. "No matmul is next to the collective" means that
+the search found none within ``STEPS`` nodes before or after it.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def _told(found: _Way, collective: CollectiveNode, gather: str) -> Reason:
     if kind == "grouped":
         return Reason(
             "grouped_matmul",
-            f"the matmul next to the collective is {node.name} ({node.target}), which multiplies groups of rows; it can"
-            " be cut only if pointwise ops and one index by rows are between it and a reduction over its tokens, or"
-            " between two all-to-alls that bring and return its rows",
+            f"the matmul next to the collective is {node.name} ({node.target}), which multiplies groups of rows. It can"
+            " be cut before a reduction over its tokens, if only pointwise ops and one index by rows are between them."
+            " It can also be cut between two all-to-alls that bring and return its rows",
         )
     if kind == "vector":
         return Reason(

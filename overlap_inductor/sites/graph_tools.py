@@ -179,7 +179,7 @@ def has_unbacked(sizes: list[Any]) -> bool:
 
 
 def written_between(first: fx.Node, last: fx.Node, read: list[fx.Node]) -> bool:
-    """Whether a node between ``first`` and ``last`` writes one of ``read`` in place, so that a read of that tensor may
+    """Whether a node between ``first`` and ``last`` writes one of ``read`` in place. If so, a read of that tensor may
     not move from ``last`` to ``first`` or back."""
     node = first.next
     while node is not last:

@@ -169,8 +169,8 @@ def _behind_views(node: fx.Node) -> fx.Node:
 
 def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
     """The nodes by which ``top`` is computed from one grouped matmul, row by row, in graph order. ``None`` if it is not
-    computed so, if the search visits more than ``STEPS`` nodes, or if another tensor that they read can neither be cut
-    by rows nor serves all rows."""
+    computed so, or if the search visits more than ``STEPS`` nodes. Also ``None`` if another tensor that they read can
+    neither be cut by rows nor serves all rows."""
     found: dict[fx.Node, bool] = {}
     shape = tools.shape(top)
     if len(shape) != 2 or not _reaches(top, found) or len(found) > STEPS:

@@ -181,7 +181,7 @@ class Layout:
         if rank.uneven:
             raise LayoutError("a cat joins equal pieces, but each rank's part has a size of its own")
         if source != target:
-            # A symbolic size is always kept as the total: symbolic shapes may know that two sizes are equal, and still
+            # A symbolic size is always kept as the total. Symbolic shapes may know that two sizes are equal, and still
             # not see that larger products with these sizes are.
             rank = Atom(rank.size, rank=True, total=None if size is None or isinstance(size, int) else size)
         dims[target].insert(0, rank)

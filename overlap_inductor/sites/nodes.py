@@ -106,8 +106,9 @@ class SiteNodes(ABC):
     @property
     @abstractmethod
     def tokens(self) -> Size:
-        """The token count, an int or a symbolic size: rows of the matmuls' result; after a gather, the size of the
-        gathered dim; after an uneven all-to-all, the rows that this rank sends; for lookups, the bags."""
+        """The token count, an int or a symbolic size. It is the number of rows of the matmuls' result. After a gather
+        it is the size of the gathered dim; after an uneven all-to-all, the number of rows that this rank sends. For
+        lookups it is the number of bags."""
 
     @abstractmethod
     def matmul_sizes(self) -> list[MatmulSizes]:

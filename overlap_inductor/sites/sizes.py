@@ -3,7 +3,7 @@
 
 Ranks of a group must decide alike, but their shards may differ in size. For example, if a weight has 11008 columns, one
 rank of three holds 3670 of them and another rank holds 3668. The sizes of what moves are equal on all ranks. For a
-matmul's dims that do not move, a rank knows only its own size. That size is rounded to five significant bits, so sizes
+matmul's dims that do not move, a rank knows only its own size. That size is rounded to five significant bits. So sizes
 that differ by less than the number of ranks usually round to the same value (3670 and 3668 to 3712). If they round to
 different values, ranks may choose different schedules. Their plans then do not agree, and all of them run the plain
 program.
@@ -143,9 +143,9 @@ def machine_at(collective: CollectiveNode, config: OverlapConfig) -> Machine:
 
 
 def machine_between(ranks: tuple[int, ...], device: torch.device, config: OverlapConfig) -> Machine:
-    """The rates and fixed costs of a group of these global ranks: those of the machine that ``target.planning_for``
-    names, or else those of the device type, or of GPUs without peer access if these ranks' GPUs have none. Facts that
-    ``config.machine`` states replace them one by one."""
+    """The rates and fixed costs of a group of these global ranks. They are those of the machine that
+    ``target.planning_for`` names, or else those of the device type. If these ranks' GPUs have no peer access, they are
+    those of GPUs without it. Facts that ``config.machine`` states replace them one by one."""
     if (box := target()) is not None:
         return told(box.machine, config.machine)
     return told(machine_for(WITHOUT_PEERS if symmetric.without_peers(ranks, device) else device.type), config.machine)

@@ -25,9 +25,9 @@ class RanksError(ConfigError):
 
 @contextmanager
 def one_process_as(ranks: int, fixed: bool, most: int | None = None) -> Iterator[None]:
-    """In this context, every process group that the program makes has the ``fake`` backend, and this process is rank 0
-    of the default group, unless the program passes another ``rank``. The environment variables of ``torchrun`` are set
-    to match. At the end the variables are restored and the default group is destroyed.
+    """In this context, every process group that the program makes has the ``fake`` backend. This process is rank 0 of
+    the default group, unless the program passes another ``rank``. The environment variables of ``torchrun`` are set to
+    match. At the end the variables are restored and the default group is destroyed.
 
     Args:
         ranks: size of the default group, unless the program passes a ``world_size``.

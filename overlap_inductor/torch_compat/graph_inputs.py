@@ -10,8 +10,8 @@ from torch import fx
 
 
 def freezing() -> str | None:
-    """Why the ranks cannot compare the inputs of the graph that is being compiled, if Inductor's freezing is on: it
-    makes constants of parameters after the joint graph's passes. Else ``None``."""
+    """Why the ranks cannot compare the inputs of the graph that is being compiled, if Inductor's freezing is on.
+    Else ``None``. Freezing makes constants of parameters after the joint graph's passes."""
     from torch._inductor import config
 
     if config.freezing and not torch.is_grad_enabled():
@@ -34,8 +34,9 @@ def nested_region(graph: fx.Graph) -> str | None:
 
 
 def is_parameter(node: fx.Node) -> bool | None:
-    """Whether a placeholder of the graph that is being compiled is a parameter or buffer of a module, or an inner
-    tensor of one that is a tensor subclass. ``None`` if that is unknown, as for a graph that Dynamo did not trace.
+    """Whether a placeholder of the graph that is being compiled is a parameter or buffer of a module. It may also be an
+    inner tensor of one that is a tensor subclass. ``None`` if that is unknown, as for a graph that Dynamo did not
+    trace.
 
     AOTAutograd calls such inputs static and lists their positions among the forward's inputs. The names of a backward
     graph's inputs contain these positions, counted from 1.

@@ -62,8 +62,8 @@ class StepValues:
         """Mark ``node``, one of whose arguments was replaced, as up to date if its value is still right.
 
         The value is right if a new evaluation has the same sizes, strides, offset, dtype and device. A view is left to
-        Inductor, because it shares memory with its argument. Without the mark, Inductor gives the node a new value,
-        finds that its storage differs, and then evaluates every node that depends on it, to the end of the graph.
+        Inductor, because it shares memory with its argument. Without the mark, Inductor gives the node a new value and
+        finds that its storage differs. It then evaluates every node that depends on it, to the end of the graph.
         """
         value = node.meta.get("val")
         if operators.operator(node) is None or operators.is_mutable(node) or not isinstance(value, FakeTensor):

@@ -18,8 +18,8 @@ class ByStorage(Generic[T]):
     """A dictionary whose keys are sequences of tensors, compared by storage and offset. The address does not count:
     FSDP2 frees a gathered parameter by resizing its storage, and its memory comes back elsewhere.
 
-    An entry keeps none of the tensors' memory alive. It ends when one of its storages is freed: the next ``put`` drops
-    it, and until then ``get`` cannot find it, because its weak references keep torch from using the identities again.
+    An entry keeps none of the tensors' memory alive. It ends when one of its storages is freed. The next ``put`` drops
+    it. Until then ``get`` cannot find it, because its weak references keep torch from using the identities again.
     """
 
     def __init__(self) -> None:

@@ -68,8 +68,8 @@ def global_rank() -> int:
 
 
 def in_range(name: str, site_at: int, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``implementation`` of op ``name`` in a profiler range that carries the site's id, so that the ops and
-    kernels of a trace can be joined with the report. Without a profiler the wrapper only checks for one.
+    """Wrap ``implementation`` of op ``name`` in a profiler range that carries the site's id. The ops and kernels of a
+    trace can then be joined with the report. Without a profiler the wrapper only checks for one.
 
     Args:
         site_at: index of the site's id among the op's arguments.

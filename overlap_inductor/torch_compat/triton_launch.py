@@ -9,8 +9,8 @@ the C launcher that lies below Triton's own launcher. The C launcher's interface
 versions of Triton that ``_DIRECT`` does not list, kernels are launched in the documented way, ``compiled[grid](...)``:
 32 us.
 
-Compiling and loading happen before the first launch, to avoid a deadlock: loading a module waits for the device, and
-another kernel of the same op may already be running there and waiting for the kernel that is to be loaded.
+Compiling and loading happen before the first launch, to avoid a deadlock. Loading a module waits for the device.
+Another kernel of the same op may already be running there and waiting for the kernel that is to be loaded.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ def call_arguments(kernel: Any, launch: Launch) -> dict[str, Any]:
     """The arguments of ``kernel`` that describe the call's slot, group and site, by parameter.
 
     The result holds those of the following that are parameters of ``kernel``: ``peer_data`` and ``peer_flags`` (int64
-    ``[world_size]`` addresses), ``flags``, ``queues`` and ``calls`` (int32, this rank's), ``signals`` (number of flags
-    per source), ``stop`` (int32, the group's fault memory), ``patience`` (nanoseconds), ``site`` (the site's number in
-    the fault record), ``rank``, ``WORLD``.
+    ``[world_size]`` addresses), and ``flags``, ``queues`` and ``calls`` (int32, this rank's). Further: ``signals``
+    (number of flags per source), ``stop`` (int32, the group's fault memory), ``patience`` (nanoseconds), ``site`` (the
+    site's number in the fault record), ``rank`` and ``WORLD``.
     """
     slot, faults = launch.slot, launch.faults
     known = {

@@ -5,8 +5,8 @@ of rows, a second copy sets the receiver's flag.
 The copies occupy no SM. A copy engine moves 379 GB/s on an H200, with 3 us between two copies, on one stream or on
 several. The flag is copied from a word that holds the number of the call, which takes 2 us. A kernel that signals would
 delay the next copy by 12 us; a value written by the stream itself, by 15 to 20 us. A CUDA graph that holds the copies
-fixes no call number: ``transports.credits.credit_kernel`` writes the word in each call, once it has the credits of all
-peers, which allow this rank to write into their workspace.
+fixes no call number: ``transports.credits.credit_kernel`` writes the word in each call. It does so once it has the
+credits of all peers, which allow this rank to write into their workspace.
 
 Ordering. The copies of a stream run one after the other. A copy begins only when everything that the copy before it has
 written is visible. So a reader that acquires the flag sees the rows (``tests.gpu.check_litmus``, "copy engine, copied
@@ -50,9 +50,9 @@ receivers at random and waited for them. That reaches 58.6 % of a link (Karol, H
 in pieces of 16 MiB. On several streams at once they delivered some 200 GB/s. With pieces of 32 MiB they delivered 343
 GB/s, but only because 14 rounds ended before the ranks fell out of step.
 
-So if all pieces of a send are large, a piece whose receiver is another than that of the piece before it waits for its
-turn (``kernels.transfer.wait_for_turn``): until its receiver has got the piece that another rank sends to that receiver
-one turn earlier. The first piece of a send does not wait. A late rank then stays as late as it was
+So if all pieces of a send are large, a piece waits for its turn (``kernels.transfer.wait_for_turn``) if it has another
+receiver than the piece before it. It waits until its receiver has got the piece that another rank sends to that
+receiver one turn earlier. The first piece of a send does not wait. A late rank then stays as late as it was
 (bench/results/turns.jsonl). A wait costs some 5 us, which small pieces do not gain back. It also needs room on an SM,
 for one warp and no shared memory. So a schedule allows no turns (``Share.turns_from``) if its kernel occupies every SM
 while it waits for the copies, as schedule ``fused`` does. No piece waits if the process has fewer than
@@ -92,8 +92,8 @@ class CopyEngine:
     moved_by = "copy engines, over symmetric memory"
     needs_sms = False
     fastest_from = 2 << 20
-    """Measured against transport ``sm_push``, which takes SMs from the matmul (2 H200s; also with each in the place of
-    one rank of 4 or of 8, as in ``bench.mirrored``)."""
+    """Measured against transport ``sm_push``, which takes SMs from the matmul. (2 H200s; also with each in the place of
+    one rank of 4 or of 8, as in ``bench.mirrored``.)"""
 
     def prepare(
         self,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Transfer`` says which rows of a shard go where in the peers' workspace. It holds plain numbers only.
 
-A ``PeerCopies`` transport prepares parts of a transfer once (kernels compiled and loaded, the peers' addresses looked
-up) and then starts them with one call on the current stream.
+A ``PeerCopies`` transport prepares parts of a transfer once: it compiles and loads kernels, and looks up the peers'
+addresses. It then starts them with one call on the current stream.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Share:
 
     Attributes:
         sms: SMs that the transport may occupy.
-        turns_from: if all pieces of a send have at least this many bytes, pieces wait for their turn, so that their
+        turns_from: if all pieces of a send have at least this many bytes, pieces wait for their turn. Then their
             receiver gets nothing from another rank at the same time (``transports.copy_engine`` says which pieces
             wait). ``None``: no piece waits.
     """

@@ -223,7 +223,7 @@ def test_no_looping_op_for_what_it_does_not_compute(kind: str) -> None:
 
 
 def test_an_output_gathered_in_another_order() -> None:
-    """A transposed result is gathered in another order than the matmul computes it, so a band of the matmul's rows is
+    """A transposed result is gathered in another order than the matmul computes it. So a band of the matmul's rows is
     not a contiguous part of the gathered tensor."""
     with fake_group(2):
         made = HandGraph()

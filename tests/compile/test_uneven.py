@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks whose graphs may differ (uneven shards, a bias on one rank) find the same sites with the same ids, and move the
-same data in the same order."""
+"""Ranks whose graphs may differ (uneven shards, a bias on one rank) find the same sites with the same ids. They move
+the same data in the same order."""
 
 from __future__ import annotations
 

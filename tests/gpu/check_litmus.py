@@ -8,7 +8,7 @@ write and read. Some ways omit an ordering on purpose, and may fail.
 In each round, block b of an even rank fills a tile in its partner's memory with the round's number, and signals. Block
 b of the partner waits, counts the words that hold another number, and acknowledges. Then two blocks of one GPU do the
 same. Rank 0 prints one JSON row per way. The exit status is 1 if a word was wrong in a way on which the kernels rely,
-if a wait timed out, or if the time-out that is provoked at the end is not recorded as it should be.
+or if a wait timed out. It is also 1 if the time-out that is provoked at the end is not recorded as it should be.
 Results: ``bench/results/litmus.jsonl``.
 
 Ranks that share a GPU take turns on it, milliseconds at a time. There are far fewer rounds, and the partner's stores
@@ -64,9 +64,9 @@ def write_rounds(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Write tiles and signal. ``way``: ``ordinary`` (stores, then a release of the flag), ``unordered`` (a plain store
-    sets the flag before the tile is stored), ``bulk`` (the bulk copy unit stores the tile, then a fence) or ``bulk
-    without fence``."""
+    """Write tiles and signal. ``way`` is one of four. ``ordinary``: stores, then a release of the flag. ``unordered``:
+    a plain store sets the flag before the tile is stored. ``bulk``: the bulk copy unit stores the tile, then a fence.
+    ``bulk without fence``: the same, but for the fence."""
     block = tl.program_id(0)
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     for i in range(first, first + rounds):

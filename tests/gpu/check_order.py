@@ -7,8 +7,8 @@ each scenario.
 
 With ``--ranks-share-gpus``, two ranks can share one GPU. They then take turns on it, so a call takes tens of
 milliseconds. For each input, the first result is compared with fp64, and later results must be bitwise equal to it. The
-exit status is 1 if a result was wrong, if a wait timed out, if a capture that must be refused was not, or if the ranks
-did not get the same reason for the missing workspace.
+exit status is 1 if a result was wrong, if a wait timed out, or if a capture that must be refused was not. It is also 1
+if the ranks did not get the same reason for the missing workspace.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ CHOSEN = (("fused", "sm_push"), ("chunked", "copy_engine"), ("small_message", "o
 
 
 class Place:
-    """What the scenarios share: three sites of one variant in two slots (the first and the third site share a slot),
-    two streams, and a flag between ranks 0 and 1."""
+    """What the scenarios share: three sites of one variant in two slots, two streams, and a flag between ranks 0 and 1.
+    (The first and the third site share a slot.)"""
 
     def __init__(self, variant: stress_sites.Variant, rank: int) -> None:
         self.rank = rank

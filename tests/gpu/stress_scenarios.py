@@ -43,8 +43,8 @@ that sleeps for 20 ms."""
 
 def make_groups(rank: int, world_size: int, seconds: float) -> dict[str, dist.ProcessGroup]:
     """This rank's groups: ``world``; ``second``, of the same ranks; ``pair``, of ranks ``r`` and ``W - 1 - r``; ``row``
-    and ``column`` of a mesh ``[W / 2, 2]``, which on 2 ranks are ``world`` and ``second``. All ranks call this
-    together. ``world_size`` is even."""
+    and ``column`` of a mesh ``[W / 2, 2]``. On 2 ranks, ``row`` and ``column`` are ``world`` and ``second``. All ranks
+    call this together. ``world_size`` is even."""
     timeout, everyone = datetime.timedelta(seconds=seconds), range(world_size)
 
     def mine(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:

@@ -259,8 +259,8 @@ def poison(group: dist.ProcessGroup, like: Sequence[torch.Tensor]) -> None:
     """Fill with NaN the part of the group's workspace that peers write to, and the memory that the allocator will
     return for tensors like ``like``. All ranks call it together.
 
-    A rank may do this to its own workspace only between two barriers and with nothing in flight on any rank, because a
-    peer's next call may write there as soon as this rank's last call has ended. Flags and counters are not changed.
+    A rank may do this to its own workspace only between two barriers and with nothing in flight on any rank. A peer's
+    next call may write there as soon as this rank's last call has ended. Flags and counters are not changed.
     """
     torch.cuda.synchronize()
     dist.barrier(group)

@@ -121,7 +121,7 @@ SAMPLE = [
     "gathered output",
 ]
 """Some cases of each pattern. They suffice for settings that treat all cases alike: a dtype, padding, and a ring with
-an even number of ranks, in which both directions meet at one rank."""
+an even number of ranks. (In such a ring both directions meet at one rank.)"""
 
 
 @pytest.mark.parametrize(

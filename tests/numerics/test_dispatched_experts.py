@@ -75,7 +75,7 @@ def _every_load(
 )
 def test_every_load(world_size: int, tokens: int, dtype: torch.dtype, shared: bool, sub_chunks: int) -> None:
     """Catches rows that are computed by another expert, returned to a wrong rank or place, or saved in a wrong order
-    for the backward graph, and a rank that waits for a piece without rows."""
+    for the backward graph. Also catches a rank that waits for a piece without rows."""
     for rank, (sites, errors, problems) in enumerate(
         run_ranks(world_size, _every_load, tokens, dtype, shared, sub_chunks, timeout=300)
     ):

@@ -91,8 +91,8 @@ def _problems(rows: Mapping[str, dict[str, Any]], expected: Mapping[str, tuple[i
     ids=["2 ranks", "3 ranks"],
 )
 def test_blocks(world_size: int, names: tuple[str, ...]) -> None:
-    """Catches a gradient that is summed twice or not at all, rows of the wrong rank, padding rows in a sum, and a
-    gather that is no longer overlapped."""
+    """Catches a gradient that is summed twice or not at all, rows of the wrong rank, and padding rows in a sum. Also
+    catches a gather that is no longer overlapped."""
     for rank, rows in enumerate(run_ranks(world_size, _rows, names, timeout=500)):
         problems = _problems(rows, EXPECTED)
         assert not problems, f"rank {rank}: {problems}"

@@ -99,8 +99,8 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize(("world_size", "examples"), [pytest.param(2, 12, marks=pytest.mark.thorough), (3, 12), (4, 4)])
 def test_drawn_parts(world_size: int, examples: int) -> None:
-    """Catches rows that are sent to a wrong rank or place, a rank that waits for an empty piece, and plans that do not
-    agree although only the sizes of parts differ."""
+    """Catches rows that are sent to a wrong rank or place, and a rank that waits for an empty piece. Also catches plans
+    that do not agree although only the sizes of parts differ."""
     results = run_ranks(world_size, _draws, examples, timeout=500)
     assert {count for count, _ in results} == {examples}
     for rank, (_, problems) in enumerate(results):

@@ -17,7 +17,7 @@ def interpret_cheaply() -> None:
 
     _list_builtins_once()
     _patch_language_once()
-    # The interpreter computes each sum and product of integers a second time in 64 bits, and drops the result: it looks
+    # The interpreter computes each sum and product of integers a second time in 64 bits, and drops the result. It looks
     # for an overflow only if its option ``debug`` is set.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     _look_up_dtypes_once()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of experts that are divided among the ranks, as ``transformers`` computes it at inference: each rank
+"""A layer of experts that are divided among the ranks, as ``transformers`` computes it at inference. Each rank
 multiplies the rows of its own experts, and an all-reduce adds the ranks' sums."""
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 """The ways in which frameworks spell a matmul beside a collective: functions, with inputs for any number of ranks.
 
 Each spelling has a letter, which tests and golden files name. (O has no entry in ``SPELLINGS``. ``ring_cases`` has it:
-``dgrad and wgrad on one gather``.) The graphs below are what the pass reads, in Inductor's post-grad graph: ``gather``,
-``scatter`` and ``reduce`` are the collectives ``all_gather_into_tensor``, ``reduce_scatter_tensor`` and ``all_reduce``;
-``[view]`` is a reshape that may be there; ``W`` is the number of ranks.
+``dgrad and wgrad on one gather``.) The graphs below are what the pass reads, in Inductor's post-grad graph. ``gather``,
+``scatter`` and ``reduce`` are the collectives ``all_gather_into_tensor``, ``reduce_scatter_tensor`` and ``all_reduce``.
+``[view]`` is a reshape that may be there, and ``W`` is the number of ranks.
 
 A. Gather on dim 0. Functional collectives and DTensor, where tokens are the first dim. ::
 

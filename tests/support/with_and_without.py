@@ -54,7 +54,7 @@ def compared(
     ``fields`` are fields of ``OverlapConfig``.
 
     With ``close``, the plain compile comes last. It is left out if on all ranks the results with overlap differ by less
-    than ``close`` from those of eager PyTorch, which then take the place of the plain compile's.
+    than ``close`` from those of eager PyTorch. The results of eager PyTorch then take the place of the plain compile's.
 
     If ``build`` or the computation raises, the row holds the error, and its ``could_not_be`` names the stage."""
     compile_anew()

@@ -131,7 +131,7 @@ PIECES = {
     ),
 }
 """``{name: (pattern, kind of its collective, piece)}``. There is at least one piece for every schedule (except
-``keep``) and for every route of the ring that these patterns use, and one piece that is slower than the plain graph."""
+``keep``) and for every route of the ring that these patterns use. One piece is slower than the plain graph."""
 
 
 def every_schedule() -> OverlapReport:

@@ -119,8 +119,8 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_reasons_are_those_that_graphs_give() -> None:
-    """Catches a reason code that a graph gives but that the search of the sources does not find, and a code that the
-    search finds but that no graph gives."""
+    """Catches a reason code that a graph gives but that the search of the sources does not find. Also catches a code
+    that the search finds but that no graph gives."""
     assert set(reasons.codes()) == {code for code, _, _ in CASES.values()}
 
 

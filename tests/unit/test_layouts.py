@@ -21,8 +21,7 @@ from overlap_inductor.sites.layouts import ShardedDim
 from overlap_inductor.sites.layouts import product
 from overlap_inductor.sites.layouts import same_size
 
-settings.register_profile("layouts", deadline=None, max_examples=150)
-settings.load_profile("layouts")
+many = settings(max_examples=150)
 
 shards = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 world_sizes = st.integers(2, 5)
@@ -59,6 +58,7 @@ def regrouped(draw: st.DrawFn, shape: list[int]) -> list[int]:
     return shape
 
 
+@many
 @given(st.data(), shards, world_sizes)
 def test_chains_of_views_and_permutes(data: st.DataObject, shard: list[int], world_size: int) -> None:
     """Catches a reshape after a permute that maps dims to the wrong atoms. A site would then multiply rows of another
@@ -80,6 +80,7 @@ def test_chains_of_views_and_permutes(data: st.DataObject, shard: list[int], wor
     np.testing.assert_array_equal(array_of(layout, raw.refined()), array)
 
 
+@many
 @given(st.data(), shards, world_sizes)
 def test_gather_on_another_dim(data: st.DataObject, shard: list[int], world_size: int) -> None:
     """``cat(split(x, dim=0), dim=d)``: the rank atom must stand in front of the dim's own elements."""
@@ -93,6 +94,7 @@ def test_gather_on_another_dim(data: st.DataObject, shard: list[int], world_size
     assert (sharded.outer, sharded.chunk, sharded.size) == (1, shard[target], shard[target] * world_size)
 
 
+@many
 @given(st.data(), shards, world_sizes)
 def test_rows_of_a_rank(data: st.DataObject, shard: list[int], world_size: int) -> None:
     """``ShardedDim`` splits an index into (outer, rank, chunk), even if the gathered dim was merged with its
@@ -109,6 +111,7 @@ def test_rows_of_a_rank(data: st.DataObject, shard: list[int], world_size: int) 
         np.testing.assert_array_equal(whole[:, rank].ravel(), own.ravel())
 
 
+@many
 @given(st.data(), shards, world_sizes)
 def test_scatter_mirrors_gather(data: st.DataObject, shard: list[int], world_size: int) -> None:
     """``cat(split(x, dim=d), dim=0)`` before a reduce-scatter moves the rank atom from dim ``d`` to the front."""
@@ -123,6 +126,7 @@ def test_scatter_mirrors_gather(data: st.DataObject, shard: list[int], world_siz
     np.testing.assert_array_equal(array_of(after, before), joined)
 
 
+@many
 @given(shards, world_sizes)
 def test_without_rank_is_the_shard(shard: list[int], world_size: int) -> None:
     """A piece's layout has the shard's shape. If the caller gives a sub-chunk's size for an atom, the shape has this
@@ -134,6 +138,7 @@ def test_without_rank_is_the_shard(shard: list[int], world_size: int) -> None:
     assert own.shape({id(atom): 99}) == [99, *shard[1:]]
 
 
+@many
 @given(st.data(), shards, world_sizes)
 def test_same_elements(data: st.DataObject, shard: list[int], world_size: int) -> None:
     """``same_elements`` is true only if both layouts hold the same elements in the same order. Two layouts with

@@ -21,10 +21,10 @@ GROUPS: dict[str, dict[str, str]] = {
             " sites with the largest requests are left as written until the others fit."
         ),
         "too_many_steps": (
-            "The unrolled steps exceed `OVERLAP_INDUCTOR_STEP_NODE_BUDGET`, and no looping op computes this site:"
-            " batched and scaled matmuls; a pointwise op other than one cast between matmul and collective; a"
-            " pointwise op after a gather whose result is also read elsewhere; a bias or layout that the looping op"
-            " lacks."
+            "The unrolled steps exceed `OVERLAP_INDUCTOR_STEP_NODE_BUDGET`, and no looping op computes this site."
+            " Looping ops compute no batched or scaled matmuls, and no pointwise op but one cast between matmul and"
+            " collective. They compute no pointwise op after a gather if its result is also read elsewhere. Some lack"
+            " a bias or a layout."
         ),
         "moving_pass": (
             "Inductor buckets collectives or schedules overlap itself (`bucket_all_gathers_fx`,"
@@ -52,8 +52,8 @@ GROUPS: dict[str, dict[str, str]] = {
             "The matmul beside the collective is grouped, as in a mixture of experts. It is cut into blocks of tokens"
             " only if a reduction follows, and one index before the reduction brings the rows back to the tokens. Only"
             " pointwise ops may stand between the matmul and this index. Between two all-to-alls it is cut by ranks"
-            " only if the second one returns the rows of the first to where they came from, and each row is computed by"
-            " itself."
+            " only if each row is computed by itself. The second exchange must return the rows of the first to where"
+            " they came from."
         ),
         "fsdp_weight_gather": "A weight is gathered for use (FSDP), and a setting of Inductor hides the gather.",
     },
@@ -97,9 +97,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "dtype": "The matmul or the collective has a dtype that is not supported, or partial sums would be in fp8.",
         "strides": "The collective's input is not a strided tensor.",
         "uneven_splits": (
-            "The parts that an all-to-all sends are not known to have equal sizes, and either they are not rows of a"
-            " matmul, or an op is computed between the matmul and the all-to-all. Or an exchange of shard dims is"
-            " uneven."
+            "The parts that an all-to-all sends are not known to have equal sizes. Then they must be rows of a matmul,"
+            " and no op may be computed between the matmul and the all-to-all. Or an exchange of shard dims is uneven."
         ),
         "not_divisible": "The number of rows of a reduce-scatter is not a multiple of the number of ranks.",
         "dynamic_shape": (

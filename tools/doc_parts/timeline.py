@@ -15,8 +15,8 @@ from xml.sax.saxutils import escape
 
 MATMUL, TRANSFER, OTHER = "matmul", "transfer", "other"
 LANE, LEFT, UNIT, TOP, BOX = 38, 150, 26.0, 24, 26
-"""Sizes in pixels: the height of a lane, the width of the column of lane names, the width of one unit of time, the
-space above the first lane, and the height of a box."""
+"""Sizes in pixels: the height of a lane, the width of the column of lane names, and the width of one unit of time. Then
+the space above the first lane, and the height of a box."""
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,8 @@ def _copy_beside_seconds(sizes: SiteSizes, machine: Machine, matmul: float) -> f
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of vendor matmuls on chunks while transfers run: the longer of the two, an exposed fraction of the
-    shorter, the exposed part of the copy, and a fixed cost for each leg."""
+    """Seconds of vendor matmuls on chunks while transfers run. They sum the longer of the two, an exposed fraction
+    of the shorter, the exposed part of the copy, and a fixed cost for each leg."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + _copy_beside_seconds(
@@ -76,8 +76,8 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether chunks are estimated to be at least 5 % faster than ``keep`` (25 % in groups larger than those measured),
-    and by more than the host or late peers may cost.
+    """Whether chunks are estimated to be at least 5 % faster than ``keep`` (25 % in groups larger than those measured).
+    They must also save more time than the host or late peers may cost.
 
     A call must take the GPU at least as long as the host: a model without CUDA graphs would wait for the host. If the
     call's launches are replayed as one, fewer tiles and a smaller gain are enough.

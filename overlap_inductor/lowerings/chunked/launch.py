@@ -3,7 +3,7 @@
 rows on the side stream.
 
 Each function is the host's part of one call. At a site's first call with operands of a shape it prepares every kernel
-of the call, because loading one while another waits on the device would stop the group. After that it only launches. (A
+of the call. Loading one while another waits on the device would stop the group. After that it only launches. (A
 vendor's matmul is loaded at its first launch. Loading waits for all earlier work on this rank. That work never waits
 for anything that is launched later on any rank; ``kernels.transfer`` says why.)
 
@@ -12,9 +12,9 @@ wrapping around. So the rows that arrive first, or must leave first, come first.
 shards, or parts of one (``chunked.sizes``). A chunk that wraps around the end of the tensor takes two matmuls.
 
 Launches. For W ranks and C chunks (in each of B bands) the host launches about ``2 * W + 2 * C + 3`` kernels and copies
-for a gather or a scatter with copy engines, and ``B * (4 * W + C + 5)`` for an all-reduce. If copies take turns, there
-are ``W`` or ``2 * B * W`` more. If SMs push, the terms with W are absent. A call that is replayed is one CUDA graph
-(``runtime.replay``).
+for a gather or a scatter with copy engines. For an all-reduce it launches ``B * (4 * W + C + 5)``. If copies take
+turns, there are ``W`` or ``2 * B * W`` more. If SMs push, the terms with W are absent. A call that is replayed is one
+CUDA graph (``runtime.replay``).
 """
 
 from __future__ import annotations

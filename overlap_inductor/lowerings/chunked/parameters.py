@@ -33,9 +33,9 @@ from 16 MiB on."""
 TILE = 128, 256
 """Rows and columns of the vendor's tile, which one SM multiplies at a time."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
-"""Limits for the bands of an all-reduce if the size of a call decides their number: the smallest band with up to 4
-ranks, in bytes for each peer, and the most bands. With more ranks the smallest band grows in proportion. (8 H200s: of
-bands of 4 to 32 MiB, those of 16 MiB were the fastest.)"""
+"""Limits for the bands of an all-reduce if the size of a call decides their number. ``BAND_BYTES`` is the smallest band
+with up to 4 ranks, in bytes for each peer. With more ranks it grows in proportion. ``MOST_BANDS`` is the largest number
+of bands. (8 H200s: of bands of 4 to 32 MiB, those of 16 MiB were the fastest.)"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +150,7 @@ def fitted(
         if pattern == "matmul_all_reduce":
             # (The second leg follows the first, so rows that are sent early also come back early.)
             sizes = tuple(sorted(sizes, reverse=True)) if len(sizes) > 1 else even_sizes(world_size - 1, 2)
-            # With several bands the smallest chunk is first: the previous band is summed after a band's first matmul,
+            # With several bands the smallest chunk is first. The previous band is summed after a band's first matmul,
             # and only the last transfer of the last band is exposed.
             sizes = sizes if bands == 1 else sizes[::-1]
     if sizes and sum(sizes) != world_size - 1:

@@ -29,8 +29,8 @@ it becomes two, the smaller first. (A scatter on 4 H200s: of 1024 tokens 206 -> 
 4096 tokens the same.)
 """
 FLOPS_A_BYTE = 2300
-"""FLOPs (bf16) that an H200 computes while it sends one byte, including the fixed costs of pieces of 4 to 32 MB: 620
-TFLOP/s against 379 GB/s and 5 us for each piece."""
+"""FLOPs (bf16) that an H200 computes while it sends one byte, including the fixed costs of pieces of 4 to 32 MB. (620
+TFLOP/s against 379 GB/s and 5 us for each piece.)"""
 
 
 def transfer_ratio(sent_itemsize: int, operand_itemsize: int, other: int) -> float:

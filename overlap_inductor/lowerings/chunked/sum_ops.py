@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of schedule ``chunked`` for a sum of matmuls that is reduced once (the backward of layers that read one
-tensor: q, k and v; gate and up). Otherwise they are like those of ``one_op.ops``.
+"""The ops of schedule ``chunked`` for a sum of matmuls that is reduced once. The backward of layers that read one
+tensor has such sums: q, k and v; gate and up. Otherwise they are like those of ``one_op.ops``.
 
 Shapes (W ranks, this rank's view): each ``lhs [W*m, K_i]`` (in an all-reduce any number of rows), ``rhs [K_i, N]``,
 fp16 or bf16; the bias belongs to the first product. A chunk's rows are multiplied by all right operands, in one vendor

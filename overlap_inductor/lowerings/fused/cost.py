@@ -20,8 +20,8 @@ class FusedCost:
     """Constants of a fused kernel.
 
     Attributes:
-        exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``: for a gather, for a
-            scatter, for an all-reduce whose matmul is longer, and for one whose transfer is longer. The last was
+        exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``. The kinds are a
+            gather, a scatter, an all-reduce whose matmul is longer, and one whose transfer is longer. The last was
             measured on 2 GPUs, each in the place of one rank of 8 (``bench.mirrored``), and raised by a tenth for
             contention. It was not measured on 8 GPUs.
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
@@ -38,8 +38,8 @@ COST = FusedCost()
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of one fused kernel: the longer of matmul and transfer, an exposed fraction of the shorter, the copy of
-    the gathered tensor if it is used, and a fixed cost for each leg."""
+    """Seconds of one fused kernel. They sum the longer of matmul and transfer, an exposed fraction of the shorter, and
+    a fixed cost for each leg. The copy of the gathered tensor is added if it is used."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + copy_seconds(sizes, machine)

@@ -24,7 +24,7 @@ EXTRAS = tuple(f"extra{i}" for i in range(MOST_EXTRAS))
 
 class Tail(NamedTuple):
     """The pointwise ops that follow a launch's matmuls or reduction: an epilogue or ``None`` for each result, and the
-    extra tensors that the epilogues read, in the order of the epilogues and contiguous."""
+    extra tensors that the epilogues read. The extra tensors are contiguous and in the order of the epilogues."""
 
     epilogues: tuple[Epilogue | None, ...] = ()
     extras: Sequence[torch.Tensor] = ()

@@ -42,8 +42,8 @@ class FusedParameters:
         pushers: number of blocks that push. In an all-gather they push before they multiply, in an all-reduce whenever
             something is ready. 0 (all-reduce): ``push_inner`` decides.
         push_inner: K for which one block pushes as fast as all others multiply (all-reduce). Of the numbers of pushing
-            blocks that were tried, the best were 4 to 8 for K = 14336, 10 to 12 for 7168 and 20 to 24 for 3584 (2 and 4
-            H200s, and 2 H200s that each took the place of one rank of 8).
+            blocks tried, the best were 4 to 8 for K = 14336, 10 to 12 for 7168 and 20 to 24 for 3584. (Tried on 2 and 4
+            H200s, and on 2 H200s that each took the place of one rank of 8.)
         unit: number of neighbouring tiles that are pushed at once (all-reduce).
         slices: number of slices along K in which a shard is pushed (all-gather). A tile waits for them one by one.
         slices_tiles: largest number of tiles for which a shard is cut into ``slices``; with more tiles it is cut into
@@ -110,8 +110,8 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
     "matmul_reduce_scatter": {"stagger_ns": 150, "stages": 4, "halves": True},
     "matmul_all_reduce": {"parts": 0, "pushers": 0, "stages": 4, "halves": True},
 }
-"""By pattern, the best of the values tried on 2 and 4 H200s (bench/results/fused.jsonl, operators.jsonl), and on 2
-H200s that each took the place of one rank of 4 or of 8 (bench/results/mirrored.jsonl)."""
+"""By pattern, the best of the values tried on 2 and 4 H200s (bench/results/fused.jsonl, operators.jsonl). They were
+also tried on 2 H200s that each took the place of one rank of 4 or of 8 (bench/results/mirrored.jsonl)."""
 
 
 MOST_WEIGHTS = 4

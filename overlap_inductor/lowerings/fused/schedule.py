@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused`` for a site: one op, whose kernel's epilogue computes the pointwise ops that follow its results.
 
-With a dynamic token count there is no epilogue: calls of few tokens run as written, and the op would have to run their
+With a dynamic token count there is no epilogue. Calls of few tokens run as written, and the op would have to run their
 pointwise ops one by one.
 """
 

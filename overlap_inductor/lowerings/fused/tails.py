@@ -28,9 +28,9 @@ def results_of(site: OverlapSite) -> list[fx.Node]:
 
 
 def tails_of(site: OverlapSite, planned: list[str] | None = None) -> list[Tail | None]:
-    """The tail of each result: ``None`` if the result has none that the kernel can compute, if the vendor's matmul
-    computes the result, or if the kernel does not write its rows in the order of the result's rows. The list is empty
-    for a dynamic token count. ``planned``: what ``described`` returned when the site was planned."""
+    """The tail of each result. It is ``None`` if the result has none that the kernel can compute, or if the vendor's
+    matmul computes the result. It is also ``None`` if the kernel writes its rows in another order than the result's.
+    The list is empty for a dynamic token count. ``planned``: what ``described`` returned when the site was planned."""
     if not isinstance(site.nodes.tokens, int):
         return []
     return (_gather_tails if site.facts.pattern == GATHER else _reduce_tail)(site, planned)

@@ -88,8 +88,8 @@ def form_of(site: OverlapSite) -> RowsForm:
 def served(site: OverlapSite) -> OverlapSite:
     """The site with only those matmuls that one op can compute together.
 
-    In a gather, these are the plain matmuls that the op can compute and that read the gathered tensor in the same shape
-    and dtype as the first of them. The other matmuls stay in the graph and read the gathered tensor that the op
+    In a gather, these are the plain matmuls that the op can compute. They must read the gathered tensor in the same
+    shape and dtype as the first of them. The other matmuls stay in the graph and read the gathered tensor that the op
     returns. An example is a weight's gradient, which contracts the tokens. Returns ``site`` unchanged if the op can
     compute all matmuls, or none, or if some are scaled and some plain.
     """

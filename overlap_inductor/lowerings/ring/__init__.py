@@ -4,13 +4,12 @@
 In each step, a piece is multiplied while others are sent and received. The steps are unrolled in the graph, or one op
 loops over them.
 
-- Ops: the unrolled steps' ops, e.g. ``gather_step``, in ``ops``; ``all_gather_matmul``, ``matmul_reduce_scatter``,
-  ``matmul_all_reduce`` and ``matmul_all_gather`` in ``looped_gather_ops`` and ``looped_reduce_ops``;
-  ``grouped_matmul_reduce_scatter`` and ``grouped_matmul_all_reduce`` in ``looped_grouped_ops``;
-  ``matmul_all_to_all`` and ``all_to_all_matmul`` in ``looped_exchange_ops``; for parts of different sizes,
-  ``matmul_all_to_all_uneven`` and ``all_to_all_uneven_matmul`` in ``looped_uneven_ops``;
-  ``all_to_all_experts`` in ``looped_experts_ops``. Lookups in tables and attention have no
-  looping op.
+- Ops: the ops of unrolled steps, such as ``gather_step``, are in ``ops``. ``all_gather_matmul``,
+  ``matmul_reduce_scatter``, ``matmul_all_reduce`` and ``matmul_all_gather`` are in ``looped_gather_ops`` and
+  ``looped_reduce_ops``. ``grouped_matmul_reduce_scatter`` and ``grouped_matmul_all_reduce`` are in
+  ``looped_grouped_ops``. ``matmul_all_to_all`` and ``all_to_all_matmul`` are in ``looped_exchange_ops``, and
+  ``all_to_all_experts`` is in ``looped_experts_ops``. For parts of different sizes, ``matmul_all_to_all_uneven`` and
+  ``all_to_all_uneven_matmul`` are in ``looped_uneven_ops``. Lookups in tables and attention have no looping op.
 - Kernels: none. Inductor's own matmul computes each piece of an unrolled ring, and the vendor's matmul each piece of a
   looping op.
 - Tests: ``tests/compile/test_spellings.py`` (graphs), ``tests/numerics/test_random_programs.py`` (numbers),

@@ -12,7 +12,7 @@ rows when they have arrived, and returns each piece once it is computed::
 The op returns while the last pieces are under way. Step ``exchange_wait`` waits for them.
 
 The rows of a piece are computed in the order of their experts. ``index`` says where each row in this order lies among
-those that arrived, so its inverse, sorted for the piece, gives this order, and counting gives the ends of the piece's
+those that arrived. So its inverse, sorted for the piece, gives this order. Counting gives the ends of the piece's
 experts. So the op needs no counts, and the host reads nothing.
 """
 
@@ -106,8 +106,8 @@ def _all_to_all_experts(
     exchanges.close_exchange(arrived, group, site)
     buffer = x.new_empty(cuts[-1][-1], parsed.width, dtype=getattr(torch, parsed.dtype))
     back = exchanges.open_uneven(buffer, in_elements(cuts, parsed.width), "direct", group, site, transport)
-    # All hops of the first exchange start before any of the second, because a transport may move the messages between
-    # two ranks in the order in which they were started.
+    # All hops of the first exchange start before any of the second. A transport may move the messages between two ranks
+    # in the order in which they were started.
     for hop in range(there.hop_count):
         step, part = divmod(hop, parts)
         to = cuts[(rank + 1 + step) % world_size]

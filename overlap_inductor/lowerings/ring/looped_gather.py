@@ -4,8 +4,8 @@ out their operands and results for it.
 
 The op sees each shard as one matrix, with the elements in the collective's own order. A matmul's operand consists of
 these matrices, one for each rank, plain or transposed, joined along rows or columns. If the gathered dim has the order
-``[outer, rank, chunk]``, the op still computes in the ranks' order, and a permute changes the order of that dim: in the
-matmul's result, or in the matmul's other operand if the dim is contracted.
+``[outer, rank, chunk]``, the op still computes in the ranks' order. A permute then changes the order of that dim: in
+the matmul's result, or in its other operand if the dim is contracted.
 """
 
 from __future__ import annotations

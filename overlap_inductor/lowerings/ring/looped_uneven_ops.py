@@ -31,8 +31,8 @@ def check_parts(rows: int, sent: Sequence[int], received: Sequence[int], rank: i
     """Raises ``ValueError`` if ``sent`` and ``received`` do not describe an all-to-all of ``rows`` rows."""
     if sum(sent) != rows or sent[rank] != received[rank] or min(*sent, *received) < 0:
         raise ValueError(
-            f"site {site}: rank {rank} of the group has {rows} rows, sends {list(sent)} and receives {list(received)};"
-            " expected parts that add up to the rows, and the own part in both"
+            f"site {site}: rank {rank} of the group has {rows} rows, sends {list(sent)} and receives {list(received)}."
+            " Expected: parts that add up to the rows, and the own part in both"
         )
 
 

@@ -162,7 +162,7 @@ def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
 
 def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | None:
     """Why ``torch._int_mm`` cannot multiply a piece of an int8 matmul, or may be unable to because sizes are only known
-    at run time; ``None`` if it can multiply all pieces. On a GPU, it needs more than 16 rows, and multiples of 8 for N
+    at run time. ``None`` if it can multiply all pieces. On a GPU, it needs more than 16 rows, and multiples of 8 for N
     and K."""
     parts, world_size = _parameters(site, config)["sub_chunks"], site.facts.collective.world_size
     for i, (matmul, facts) in enumerate(zip(site.matmuls, site.facts.matmuls, strict=True)):
@@ -209,16 +209,17 @@ def unrolled_nodes(site: DecidedSite) -> int | None:
 def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     """Decide which rings are unrolled, and write that into their decisions. The others become looping ops.
 
-    In graph order, a ring is unrolled if its nodes fit what is left of the graph's ``budget`` of nodes; rings that no
+    In graph order, a ring is unrolled if its nodes fit what is left of the graph's ``budget`` of nodes. Rings that no
     looping op can compute come first. A ring is not unrolled if its op chooses by the token count, or if a later pass
     of Inductor moves nodes (``moving_pass``). A site that is not unrolled and that no looping op can compute is
     refused.
 
-    Ranks may unroll different sites if a site's numbers of pointwise ops on two ranks lie on both sides of a multiple
-    of 8, or if a looping op computes a site on some ranks only. If one rank unrolls a site and another runs its looping
-    op, they can exchange data as long as both send the same pieces on the same route. The ranks' plans differ, and all
-    run the graph without overlap, if the two cut the site differently, if the unrolled accumulator travels, if only the
-    looping op computes nodes before it sends, or if one rank refuses the site.
+    Ranks may unroll different sites in two cases. A looping op may compute a site on some ranks only. Or a site's
+    numbers of pointwise ops on two ranks may lie on both sides of a multiple of 8. If one rank unrolls a site and
+    another runs its looping op, they can exchange data as long as both send the same pieces on the same route. The
+    ranks' plans differ if they cut the site differently, if the unrolled accumulator travels, or if only the looping op
+    computes nodes before it sends. They also differ if one rank refuses the site. Then all ranks run the graph without
+    overlap.
     """
     mover = moving_pass()
     loopable = {s.facts.id: form_of(s).loopable(s) for s in rings}

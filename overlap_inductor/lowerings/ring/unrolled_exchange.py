@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``matmul(s) -> all-to-all`` and ``all-to-all -> matmul(s)`` as unrolled steps of transfers between two ranks.
 
-The slice for rank ``r + i`` is computed and sent in step i, and this rank's own slice comes last, so the slices travel
+The slice for rank ``r + i`` is computed and sent in step i. This rank's own slice comes last, so the slices travel
 under the matmuls of later ones (arXiv:2305.06942, section 3; CommFuse 1.5 and 1.6). The wait stands where the program
 waits, so the last slices also travel under what comes before it::
 

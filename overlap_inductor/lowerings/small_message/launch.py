@@ -87,9 +87,9 @@ def all_reduce_norm(
     """``(normed, residual_out)``, both ``[M, N]``: ``residual_out = residual + all_reduce(product)``, and ``normed`` is
     its RMSNorm times ``weight [N]``. ``out``: tensors for both.
 
-    Each step is rounded to the dtype of ``product``, as in a model that computes op by op: the sum over ranks, the sum
-    with the residual, the normed row, and its product with ``weight``. The norm itself is computed in fp32 (Zhang and
-    Sennrich, Root Mean Square Layer Normalization, 2019, section 3).
+    Each step is rounded to the dtype of ``product``, as in a model that computes op by op. The steps are the sum over
+    ranks, the sum with the residual, the normed row, and its product with ``weight``. The norm itself is computed in
+    fp32 (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, section 3).
 
     Raises:
         UnsupportedError, TransferError: as ``all_reduce``.

@@ -4,10 +4,10 @@ with the residual add and RMSNorm that follow.
 
 Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``residual [M, N]``, ``weight [N]``; results ``[M,
 N]``. All ops return the chain's next token last. ``settings`` is JSON text of those ``SmallParameters`` that are fixed;
-each call's rows decide the others. A call does not run the kernel if it has no rows, if it is larger than a small
-message, or if the group has no workspace left for it (``runtime.workspace`` says so in the log). It then runs the plain
-collective, or the op of schedule ``beyond`` if one is given (only without a norm). All ranks do the same, because rows
-and workspace are the same on all.
+each call's rows decide the others. A call does not run the kernel if it has no rows, or if it is larger than a small
+message. Nor does it if the group has no workspace left for it (``runtime.workspace`` says so in the log). It then runs
+the plain collective, or the op of schedule ``beyond`` if one is given (only without a norm). All ranks do the same,
+because rows and workspace are the same on all.
 """
 
 from __future__ import annotations

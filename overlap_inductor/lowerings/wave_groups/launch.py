@@ -4,7 +4,7 @@ waves (FlashOverlap, arXiv 2504.19519).
 
 A site's first call plans it, on all ranks of the group together. The collective's curve (its seconds by bytes) is
 measured once for each group of ranks, transport and kind of collective. The matmul is timed with each number of SMs
-left free, the predictor partitions the matmul's bands for each of these numbers, and the fastest of these calls is
+left free. The predictor partitions the matmul's bands for each of these numbers, and the fastest of these calls is
 kept. All ranks use the measurements of the group's first rank, and sites whose matmuls are alike on that rank share a
 plan. The inner size and the bias may differ on other ranks: a partition cuts rows, and all ranks have the same number
 of rows.

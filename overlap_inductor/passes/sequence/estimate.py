@@ -35,8 +35,8 @@ MARGIN = 1.02
 """With ``sequence_parallel=auto``, a stretch is rewritten only if it is then estimated to be more than this many times
 as fast as written."""
 PASSES = 4
-"""How many times a tensor of the all-reduce's size is read or written for each all-reduce: the residual is read and
-written, the all-reduce's result is read, the norm's result is written. Inductor fuses the rest."""
+"""How many times a tensor of the all-reduce's size is read or written for each all-reduce. The residual is read and
+written, the all-reduce's result is read, and the norm's result is written. Inductor fuses the rest."""
 
 
 @dataclass

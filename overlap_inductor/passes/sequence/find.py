@@ -65,8 +65,8 @@ class Stretch:
         sources: the all-reduces that become reduce-scatters.
         rows: the nodes that are computed on rows, in graph order, without the sources.
         sums: the nodes that reduce all tokens.
-        reads: for each tensor that is not held as rows but is read by a node on rows: the graph's inputs that must be
-            the same on all ranks (``same_values``).
+        reads: the graph's inputs that must be the same on all ranks (``same_values``). They are listed for each tensor
+            that is not held as rows but is read by a node on rows.
         needs_whole: for each node whose rows are gathered, the users that need all rows, each with its reason.
         readers: the users that need all rows of a node that is held as rows, before ``gather_less`` moves gathers.
         whole_too: nodes that are also computed with all rows, because fewer bytes are gathered in front of them.
@@ -183,7 +183,7 @@ def _same_numbers(node: fx.Node, tokens: Tokens) -> None:
 
 def find_sources(graph: fx.Graph) -> dict[fx.Node, Source]:
     """The all-reduces with op ``sum`` of tensors with at least two dims, by the node that holds their result.
-    All-reduces of one group, shape and dtype whose results are only added to each other are one source: their inputs
+    All-reduces of one group, shape and dtype whose results are only added to each other are one source. Their inputs
     can be added first, and one reduce-scatter then sums them over the ranks."""
     found: dict[fx.Node, Source] = {}
     for _, kind, collective in find_collectives(graph):

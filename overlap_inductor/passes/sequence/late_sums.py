@@ -31,7 +31,7 @@ MOST_USERS = 4
 
 
 def is_late(node: fx.Node) -> bool:
-    """Whether ``node``, a sum over tokens, may be combined at the end of the graph: only results of the graph are
+    """Whether ``node``, a sum over tokens, may be combined at the end of the graph. Only results of the graph may be
     computed from it, in a few small steps."""
     if REDUCE_OPS[node.target] != "sum" or any(isinstance(s, torch.SymInt) for s in tools.shape(node)):
         return False

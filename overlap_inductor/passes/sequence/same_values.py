@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide whether a tensor has the same values on every rank of a group.
 
-If an op on rows also reads a tensor that is not held as rows, each rank reads the part of that tensor that belongs to
-its own rows. The result equals that of the plain program only if all ranks hold the same tensor. If the tensor is
+An op on rows may also read a tensor that is not held as rows. Then each rank reads the part of that tensor that belongs
+to its own rows. The result equals that of the plain program only if all ranks hold the same tensor. If the tensor is
 computed from results of the group's all-reduces and all-gathers, the graph proves this. If it is computed from inputs
-of the graph, the graph cannot prove it: a norm's weight is the same on all ranks, but a shard of a projection is not.
-So these inputs are listed, and the ranks compare their values at the graph's first run (``runtime.same_inputs``). A
-matmul's result counts as different on each rank, because its weight may be a shard. So does what is computed from a
-symbolic size, unless the ranks exchange tensors of that size: their plans then differ if the sizes do.
+of the graph, the graph cannot prove it. For example, a norm's weight is the same on all ranks, but a shard of a
+projection is not. So these inputs are listed, and the ranks compare their values at the graph's first run
+(``runtime.same_inputs``). A matmul's result counts as different on each rank, because its weight may be a shard. So
+does what is computed from a symbolic size, unless the ranks exchange tensors of that size: their plans then differ if
+the sizes do.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class SameValues:
 
     def _same_on_a_mesh(self, node: fx.Node) -> bool:
         """Whether ``node`` keeps equal inputs equal on the ranks of this group. An all-reduce or all-gather of another
-        group does if both groups are dims of a mesh: then each rank of this group has the same place in its own copy of
+        group does if both groups are dims of a mesh. Then each rank of this group has the same place in its own copy of
         the other group."""
         other = collectives.group_of(node)
         if other is None:

@@ -63,8 +63,8 @@ class RowWriter:
 
     Attributes:
         gathered_again: the forward's gathers that the backward repeats.
-        made: for each collective that was written, the number of its stretch and the node whose place it takes: an
-            all-reduce, a node that is gathered, or a sum over tokens.
+        made: for each collective that was written, the number of its stretch and the node whose place it takes. That
+            node is an all-reduce, a node that is gathered, or a sum over tokens.
     """
 
     def __init__(self, graph: fx.Graph, held: Mapping[fx.Node, Rows], config: OverlapConfig) -> None:

@@ -50,8 +50,8 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
 
 
 def added_nodes(seam: Seam, bands: int) -> int:
-    """Estimated number of FX nodes that bands add: for each band but the first the nodes of the region, slices of the
-    other tensors that it reads, and the steps for a piece of this rank's rows.
+    """Estimated number of FX nodes that bands add. Each band but the first adds the nodes of the region, slices of the
+    other tensors it reads, and the steps for a piece of this rank's rows.
 
     The region's number is rounded up to a multiple of 8, because an op may exist on one rank only."""
     inside = {seam.scattered, *seam.region}

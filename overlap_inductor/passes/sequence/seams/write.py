@@ -14,8 +14,8 @@ Before and after, for two bands (``lowerings.ring.unrolled_bands`` wrote the ste
 Contract: the graph computes the same numbers, because each band is computed by the rules of ``passes.sequence.rules``.
 If a step of another site stands between the two sites, the seam fails: waits of one group must keep their order.
 
-Source: Domino (Wang et al., arXiv:2409.15241) cuts the batch and the weights of each layer by hand, so that the
-collective of one part runs under the matmuls of the other.
+Source: Domino (Wang et al., arXiv:2409.15241) cuts the batch and the weights of each layer by hand. The collective of
+one part then runs under the matmuls of the other.
 """
 
 from __future__ import annotations
