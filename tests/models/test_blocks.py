@@ -39,7 +39,11 @@ def test_block(by_hand: bool, checkpointing: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("by_hand", "checkpointing"), GENERATED, ids=[f"{'by hand' if h else 'dtensor'}-{c}" for h, c in GENERATED]
+    ("by_hand", "checkpointing"),
+    [
+        pytest.param(h, c, id=f"{'by hand' if h else 'dtensor'}-{c}", marks=[pytest.mark.thorough] * (not h))
+        for h, c in GENERATED
+    ],
 )
 def test_block_in_generated_code(by_hand: bool, checkpointing: str) -> None:
     """Catches an error that only generated code can have: a buffer that is overwritten before the last hop has read

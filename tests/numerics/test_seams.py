@@ -48,7 +48,7 @@ def _run(rank: int, world_size: int) -> tuple[float, list[bool]]:
     return error, early
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 3)), 4])
 def test_training_in_bands(world_size: int) -> None:
     """Catches rows of the wrong band, a band that is read before it has arrived, and steps that were not moved."""
     for error, early in run_ranks(world_size, _run, timeout=300):
