@@ -38,7 +38,7 @@ was given up, or in a later call, is NaN. A replay of a CUDA graph cannot raise 
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.
 Between calls: the end of a kernel before the start of the next one on the stream. CUDA graphs: the number of the call
-is read from device memory. The last block to have read it increments it, in time that it would spend waiting anyway.
+is read from device memory. The last block that has read the number increments it. The block would only wait meanwhile.
 """
 
 from __future__ import annotations

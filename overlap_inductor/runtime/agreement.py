@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement: before an overlap op of a graph moves data, the ranks of a group compare their plans. A plan holds the
-transfers that they are about to make, not the values in them.
+"""Agreement: before an overlap op of a graph moves data, the ranks of a group compare their plans. A plan lists the
+transfers that its rank is about to make, not the values that are moved.
 
 A pass never communicates, because a rank with a cache hit does not run the pass and would leave the others waiting. So
 a graph's call starts with the comparison, before the graph reads or writes anything. Each rank counts its calls of
@@ -10,7 +10,9 @@ other ranks' digests::
     call n:   publish digest                     a rank that overlaps nothing goes on here
               equal = all digests of call n are mine
               for each round: publish equal; equal = all ranks with my digest say equal
-              equal -> overlap ops; else the plain compile of the graph, from then on unless the plan was agreed before
+              equal -> run the overlap ops
+              else  -> run the plain compile of the graph: at this call only if the plan was agreed before, else also at
+                       all later calls
 
 Each round passes a rejection on to the other groups of a rank. A graph with one group has one round. A graph with
 several groups has one round for each of them, and one more for a rank that was late. In the last round, the late rank
@@ -85,9 +87,9 @@ class Comparison:
         """True if this rank runs the plain program without comparing. It is set only if all ranks of the groups set
         it."""
         self.settled: list[tuple[GroupState, str, int]] | None = None
-        """The data of ``count``. ``None`` until the plan is settled: agreed upon, or known to overlap nothing. For each
-        group, it has the group's state, the constant part of the values published for the group, and the number of the
-        plan's collectives in the group."""
+        """The data of ``count``, or ``None`` if ``call`` must decide about the next call. For each group, it has the
+        group's state, the constant part of the values published for the group, and the number of the plan's
+        collectives in the group."""
         self.tied = False
         """True if a settled plan is compared at every call. Such a plan has one group."""
         self.counted = False
@@ -270,7 +272,8 @@ def plans_waiting(group: dist.ProcessGroup) -> str:
     if state is None or state.newest is None:
         return ""
     try:
-        # Look at two calls, because only a graph that runs in Inductor's own callable has counted the call that failed.
+        # The call that failed has number ``state.calls`` if it was counted, and ``state.calls + 1`` if it was not. Only
+        # graphs that run in Inductor's own callable count their calls first.
         plans = call_board.plans_now(state, state.newest, (state.calls, state.calls + 1))
     except RuntimeError:
         # The rank that kept the store may have died.

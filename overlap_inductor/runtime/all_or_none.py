@@ -4,8 +4,8 @@ memory that all ranks map.
 
 A rank that fails alone and raises would leave the others in a collective that it never joins. So each rank makes the
 attempt. The first rank of the group reads the others' results from the group's store and writes its verdict there. The
-others wait for the verdict. One rank decides, so if all of them get the verdict, either all ranks go on or all raise
-the same text::
+others wait for the verdict. One rank decides. So if all ranks get the verdict, either all go on or all raise the same
+text::
 
     rank 0                         rank 1                            rank 2
     attempt: succeeded             attempt: out of memory            attempt: succeeded
@@ -49,7 +49,7 @@ class NotOnAllRanks(OverlapError):
 
 
 def _keys(owner: Owner) -> Iterator[str]:
-    """Prefixes of keys in the group's store, one for each of its attempts."""
+    """Prefixes of keys in the group's store, one for each attempt of the group."""
     return (f"overlap_inductor/all_or_none/{owner.incarnation}/{number}" for number in itertools.count(1))
 
 
@@ -67,7 +67,8 @@ def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Resul
         seconds: how long the first rank waits for the others' results, at most the group's timeout.
 
     Raises:
-        NotOnAllRanks: ``attempt`` raised on a rank, a rank wrote no result in time, or the first rank no verdict.
+        NotOnAllRanks: ``attempt`` raised on a rank, or a rank wrote no result in time, or the first rank wrote no
+            verdict in time.
         OverlapError: the group was destroyed, and nothing is held for it.
     """
     keys = _KEYS.of(group)

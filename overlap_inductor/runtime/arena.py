@@ -6,15 +6,15 @@ A group has a few *slots*. A call of a site holds one slot from its start to its
 slots in turn, in the order of the plan that all ranks have agreed upon. Sites of other graphs may share them, because
 calls of a rank run one after the other (``runtime.workspace``).
 
-A rank must not write into a slot that a peer still reads. One of two protocols ensures this. All kernels of a slot use
-the same protocol. It is a credit that the peer gives when its call ends (``kernels.signals.credit_flag``), or two
-halves of the slot that are used in turn (``kernels.small_message``). Calls are counted in device memory
+A rank must not write into a slot that a peer still reads. One of two protocols ensures this. Either the peer gives a
+credit when its call ends (``kernels.signals.credit_flag``), or calls use the two halves of the slot in turn
+(``kernels.small_message``). All kernels of a slot use the same protocol. Calls are counted in device memory
 (``Slot.calls``), never by the host, so the count stays right when a CUDA graph is replayed or mixed with eager calls.
 
-Sizes are planned at compile time (``slots_for``). So ``prepare`` runs at the graph's first run, outside any capture. A
-site with dynamic sizes requests memory for a planned maximum. A call above the maximum runs without overlap. Slots are
-never moved, grown or freed while the group lives, because captured graphs hold their addresses. A later graph that
-needs more gets slots of its own.
+The sizes of a graph's requests are planned at compile time. So ``prepare`` can allocate all slots at the graph's first
+run, which must be outside any capture. A site with dynamic sizes requests memory for a planned maximum. A call above
+the maximum runs without overlap. Slots are never moved, grown or freed while the group lives, because captured graphs
+hold their addresses. A later graph that needs more gets slots of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ALIGNMENT = 1024
 TILE_BYTES = 2048
 """Bytes of the smallest tile: 128 rows of 8 elements of two bytes."""
 SLOTS = 2
-"""The largest number of slots that those sites of a graph take in turn that use one protocol."""
+"""The largest number of slots that a graph's sites of one protocol take in turn."""
 CREDITS, HALVES = "credits", "halves"
 """Protocols that keep the calls of a slot apart: a credit of each peer, or two halves used in turn."""
 
@@ -78,7 +78,7 @@ class Slot:
         data: uint8 ``[nbytes]`` on every rank.
         flags: int32 on every rank. ``credit_flag`` and ``signal_flag`` of ``kernels.signals`` say where each flag is.
             ``calls``, ``queues`` and ``tiles`` follow the flags in the same allocation, and no peer accesses them.
-            There is one allocation, because each allocation may fail on one rank alone and must then fail on all ranks.
+            They share one allocation, because all ranks must agree on the success of each allocation.
         calls: int32 ``[1]`` on the device, number of this rank's calls that have used the slot.
         queues: int32 on the device, words in which blocks of a kernel claim work and count. ``QUEUE_WORDS`` words, then
             one word per rank and signal. All but the word ``ANNOUNCED`` are zero between calls.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Board``: pages of the host's memory that all ranks of a group and their GPUs see, if the ranks can share memory. A
-rank whose wait times out (it *gives up*) records there for what it waited.
+rank whose wait times out (it *gives up*) records there what it waited for.
 
 ::
 
@@ -82,7 +82,7 @@ def own_board(world_size: int, device: torch.device) -> Board:
 
 
 class Exchange(Protocol):
-    """Zeroed int32 symmetric memory of a group that is not in use yet (``torch_compat.symmetric.SymmetricBuffer``)."""
+    """Zeroed int32 symmetric memory, not in use yet (``torch_compat.symmetric.SymmetricBuffer``)."""
 
     @property
     def local(self) -> torch.Tensor: ...

@@ -28,9 +28,9 @@ captured graph as a whole is ordered against all other calls. A graph of ``torch
 ``make_graphed_callables``, ``mode="reduce-overhead"``) that holds calls counts as one call each time it is replayed.
 The graph starts after the end of the previous call, and the next call on another stream starts after the end of the
 graph. A call in any other capture is refused, because this module would not notice the replays. This includes a capture
-that began before the process made its first ``CallOrder``. Such a replay and a call on another stream could use a slot
-at the same time, and the results of both would be wrong. (If a program launches the ``raw_cuda_graph_exec`` of a graph
-itself, this module does not notice that either. The program must then ensure the order.)
+that began before the process made its first ``CallOrder``. An unnoticed replay and a call on another stream could use a
+slot at the same time, and the results of both would be wrong. (If a program launches the ``raw_cuda_graph_exec`` of a
+graph itself, this module does not notice that either. The program must then ensure the order.)
 
 Graphs that ``runtime.replay`` makes of one call need no such order, because they are launched inside that call.
 """

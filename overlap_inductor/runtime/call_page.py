@@ -15,8 +15,8 @@ call, even for groups of GPUs. The group's store does the same in a fraction of 
 
 Memory ordering: a reader accepts an entry only if its checksum fits. So an entry that is half written, or whose stores
 arrive out of order, counts as not written yet. The place of an entry is written again ``CALLS`` calls later. A rank
-that waits for the others is never that far ahead. A rank that overlaps nothing does not wait, so it may be that far
-ahead. Then the reader raises ``Overwritten``.
+that waits for the others is never that far ahead. A rank does not wait if it overlaps nothing, or if its plan is not
+compared again. It may then be that far ahead, and the reader raises ``Overwritten``.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ def _say_unknown(error: str) -> None:
 
 
 def _first_replay(launch: Launch, key: object, allocations: Allocations, start: Start, device: torch.device) -> bool:
-    """Capture a call and launch its graph. Returns False if either failed. After a failure, the call is not captured
-    again as long as ``launch.seen`` holds it."""
+    """Capture a call and launch its graph. Returns False if either failed, or if a limit was reached. The call is then
+    not captured again as long as ``launch.seen`` holds it."""
     # A new graph never replaces an older one. If it did, a site that alternates between more calls than the limit would
     # capture each call repeatedly.
     replay = recorder(device).replay_of(start) if len(launch.replays) < MOST_OF_A_SITE else None

@@ -4,14 +4,15 @@
 A graph cannot show that a norm's weight is the same on all ranks (``passes.sequence.same_values``). So each rank hashes
 these inputs. There are two kinds:
 
-- *Parameters and buffers* stay in their memory from call to call. Their digests are part of what ranks compare before
-  they run the graph (``ExchangePlan.inputs``), for each set of parameters that the graph is called with. A compiled
-  block that serves several layers has one set for each layer. A digest is taken once, when the process first sees the
-  memory. So all later graphs of a model have the same digests, also after training steps.
+- *Parameters and buffers* stay in their memory from call to call. For a graph with one group, their digests are part of
+  the plan that ranks compare before they run the graph (``ExchangePlan.inputs``). There is a plan for each set of
+  parameters that the graph is called with. A compiled block that serves several layers has one set for each layer. A
+  digest is taken once, when the process first sees the memory. So all later graphs of a model have the same digests,
+  also after training steps.
 - *Arguments* of a call change from call to call. ``difference`` compares them in the call in which the ranks agree upon
   a plan. It also compares the parameters of a graph with several groups, once for each set of parameters
-  (``were_compared``). A parameter may be the same on all ranks of one group only, and the plan is compared in all
-  groups. ::
+  (``were_compared``). The plan cannot hold their digests: it is compared in all groups, and a parameter may be the same
+  on all ranks of one group only. ::
 
     rank 0                    rank 1                          rank 2
     writes digests            reads them; all are its own     reads them; "primals_7" is not its own

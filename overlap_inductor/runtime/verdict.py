@@ -110,7 +110,7 @@ def _left_behind(state: GroupState) -> str:
     the others. So it either overlaps nothing, or runs plans that are not compared again (``GroupState.unasked``).
 
     Raises:
-        AgreementError: the group has such plans.
+        AgreementError: the group has plans that are not compared again.
     """
     why = f"a rank is {CALLS} or more calls ahead of rank {dist.get_rank()}, without overlap"
     if state.unasked:
@@ -217,7 +217,7 @@ def one_round(
         number: number of the round, from 0.
         verdict: ``(EQUAL, DIFFERENT or APART; reason)``.
         begun: when this call's comparison began, in seconds of ``time.monotonic()``.
-        limit: seconds. Round ``number`` waits until ``number + 2`` times ``limit`` after ``begun``.
+        limit: seconds. Round ``number`` waits until ``begun + (number + 2) * limit``.
         kind: distinguishes several series of rounds of one call.
 
     Raises:

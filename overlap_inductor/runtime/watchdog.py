@@ -126,7 +126,8 @@ class Watchdog:
     def look(self) -> None:
         """Check every record once."""
         for watch in tuple(self._watches):
-            # The record is read last: that of a destroyed group then shows all faults from before the destruction.
+            # The record is read after ``alive``. So if the group was destroyed, all faults from before its destruction
+            # are in the record.
             alive, error = watch.alive(), watch.faults.error()
             if error is not None and watch.seen is None:
                 self._found(watch, error, alive)

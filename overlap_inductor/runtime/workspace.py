@@ -47,8 +47,8 @@ log = logging.getLogger("overlap_inductor")
 MOST_PREPARED = 64
 """The largest number of prepared kernels that a site keeps."""
 MOST_KNOWN = 2**14
-"""Number of calls that a group remembers, over all its sites. A step of a large model has hundreds of calls, and other
-calls for each token count. Each remembered call takes half a KiB."""
+"""The largest number of calls that a group remembers, over all its sites. A step of a large model has hundreds of
+calls, and other calls for each token count. Each remembered call takes half a KiB."""
 
 
 @dataclass(frozen=True)
@@ -287,9 +287,10 @@ def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit
         limit: bytes that all slots of the group may take on this rank.
 
     Returns:
-        ``None`` if every site has its slot, or if the slots do not fit under a ``limit``. If a rank could not allocate
-        or map memory, a text that names the rank and what it could not do. The text is the same on every rank, and no
-        rank has new slots. So all ranks make the same decision: run without overlap, or call again later.
+        ``None`` if every site has its slot, or if the slots do not fit under a ``limit``. Otherwise a rank could not
+        allocate or map memory, and the returned text names the rank and what it could not do. The text is the same on
+        every rank, and no rank has new slots. So all ranks make the same decision: run without overlap, or call again
+        later.
 
     Raises:
         OverlapError: memory would have to be allocated while a CUDA graph is captured.

@@ -31,7 +31,7 @@ once. The copy then runs, and so do the copies of all calls that are queued by t
 * A call that starts later writes nothing, because its host checks first (``FaultRecord.check``).
 
 This holds alike for calls that are launched one by one, for graphs of calls, and for graphs that a program captures.
-The look is a kernel of the call. It costs nothing if the call's last kernel does it. Alternatives considered:
+A kernel of the call looks. The look costs nothing if the call's last kernel does it. Alternatives considered:
 
 * A wait that never ends without a credit would hold back every copy. It would also hold back every later kernel of this
   rank, so a program that was told of the fault could not even save its weights.
@@ -43,7 +43,7 @@ If one of them timed out, the word becomes a number for which no rank waits, as 
 out.
 
 Turns. Each rank sends to the next rank, then to the one after that, and so on (the shard of a gather: in the opposite
-direction). While all ranks are in step, no two send to the same rank. Two ranks that do get half a link each, so a late
+direction). While all ranks are in step, no two send to the same rank. If two do, each gets half a link, so a late
 rank's delay is paid twice. The late rank then collides with the next rank, until the ranks send as if each chose its
 receivers at random and waited for them. That reaches 58.6 % of a link (Karol, Hluchyj and Morgan, IEEE Trans. Comm. 35,
 1987, section III). In 21 rounds eight H200s delivered 186 GB/s each in pieces of 4 MiB, 226 in pieces of 8 MiB and 250

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Separate kernels for credits: a peer's credit allows this rank to write into that peer's workspace. ``credit_kernel``
 waits for the credits of all peers before a call's first transfer. ``end_kernel`` gives a credit to each peer at the
-call's end. ``spoil_kernel`` sets a result to NaN if the group was aborted (``kernels.transfer.spoil``), and
-``spoiling_end`` does both."""
+call's end. ``spoil_kernel`` sets a result to NaN if the group was aborted (``kernels.transfer.spoil``).
+``spoiling_end`` does what ``end_kernel`` and ``spoil_kernel`` do."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def open_uneven(
 ) -> Exchange:
     """``open_exchange`` for slots of different sizes, given by ``places`` (see ``Exchange``). It opens an exchange even
     if this rank sends and receives nothing, because other ranks may, and all ranks number their exchanges alike. All
-    ranks call it together (``Exchanges.join``). Raises ``TransferError`` if they do not, too."""
+    ranks call it together (``Exchanges.join``). Also raises ``TransferError`` if a rank does not join."""
     moved_by = transport_named(Exchanges, transport)
     try:
         moved_by.join(group, buffer.device)

@@ -70,8 +70,8 @@ class PeerCopies(Transport, Protocol):
 
     @property
     def fastest_from(self) -> int | None:
-        """Smallest piece, in bytes, for which the transport is faster than those with a smaller value. ``None``: the
-        transport is used only if it is asked for by name."""
+        """Smallest piece, in bytes, for which the transport is faster than the transports that have a smaller value
+        here. ``None``: the transport is used only if it is asked for by name."""
         ...
 
     def prepare(

@@ -66,7 +66,7 @@ class RowsForm(Protocol):
         """Write the op into the graph.
 
         Args:
-            op: returns the op's overload for a prefix of the pattern in its name.
+            op: returns the op's overload for the prefix that precedes the pattern in its name (``lowerings.rows.Op``).
             scales: the scale arguments of each matmul (``scaled.terms``); empty for plain matmuls.
             own: the schedule's own arguments, which follow the operands. The last one is the settings.
 

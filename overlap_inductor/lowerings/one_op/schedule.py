@@ -90,7 +90,7 @@ class OneOpSchedule:
     Attributes:
         plan: the schedule's plan module.
         cost: estimated seconds of a site of these sizes.
-        pays: whether a site of these sizes is estimated to be enough faster than with ``keep``.
+        pays: whether a site of these sizes is estimated to be enough faster with this schedule than with ``keep``.
         reach: why these ranks cannot run the schedule on this device; ``None`` if they can. The answer is the same on
             all ranks.
         dynamic: whether the token count may be symbolic at compile time.

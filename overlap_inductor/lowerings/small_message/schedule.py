@@ -44,7 +44,7 @@ from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports import sm_push
 
 SETTINGS = "{}"
-"""Nothing is fixed: the kernel's launch depends on each call's rows."""
+"""Settings that fix no parameter: the size of each call decides all of them."""
 ONE_BY_ONE = '{"replays": false}'
 
 
@@ -116,14 +116,14 @@ class SmallMessageSchedule:
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         most = _most_rows(site)
-        # Only the largest number of rows is estimated. If the kernel pays there, it also pays for fewer rows, as long
-        # as the plain collective has the larger fixed cost, as in the shipped facts.
+        # Of a dynamic number of rows, only the largest is estimated. If the kernel pays there, it also pays for fewer
+        # rows, as long as the plain collective has the larger fixed cost, as in the shipped facts.
         scale = 1.0 if isinstance(site.nodes.tokens, int) else most / max(hint(site.nodes.tokens), 1)
         return self.forced(site, config) if cost.pays(sizes_at(site, scale), machine_of(site, config)) else None
 
     def joined(self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]) -> list[PlanPiece]:
         """Small messages serve calls of few tokens, whatever the size of the example inputs. The other schedule serves
-        the token counts of its own plan above that. Counts that neither plan serves are kept."""
+        the larger token counts of its own plan. Counts that neither plan serves run ``keep``."""
         return _joined(own[0], others[0]) if others else own
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
@@ -186,8 +186,8 @@ class SmallMessageSchedule:
 
 
 def _joined(small: PlanPiece, large: list[PlanPiece]) -> list[PlanPiece]:
-    """A plan with ``small`` for few tokens, then the overlapped piece of ``large``. Token counts between the two are
-    kept. One op serves the whole plan."""
+    """A plan with ``small`` for few tokens, then the overlapped piece of ``large``. Token counts between the two run
+    ``keep``. One op serves the whole plan."""
     moving = next(p for p in large if p.schedule != "keep")
     most = small.tokens[1] or 0
     first = max(moving.tokens[0], most + 1)
@@ -222,7 +222,7 @@ def _norm(site: OverlapSite) -> NormEpilogue | None:
     if len(nodes.collectives) > 1 or nodes.collectives[0].reduce_op != "sum" or not isinstance(site.nodes.tokens, int):
         return None
     norm = find_norm(nodes.result)
-    # A residual that is a collective's result is refused. If it is another all-reduce's, that site may take the norm.
+    # A residual that is a collective's result is refused, because that collective's own site may take the norm.
     if (
         norm is None
         or collectives.is_a_wait(norm.residual)

@@ -4,10 +4,10 @@ waves (FlashOverlap, arXiv 2504.19519).
 
 A site's first call plans it, on all ranks of the group together. The collective's curve (its seconds by bytes) is
 measured once for each group of ranks, transport and kind of collective. The matmul is timed with each number of SMs
-left free. The predictor partitions the matmul's bands for each of these numbers, and the fastest of these calls is
-kept. All ranks use the measurements of the group's first rank, and sites whose matmuls are alike on that rank share a
-plan. The inner size and the bias may differ on other ranks: a partition cuts rows, and all ranks have the same number
-of rows.
+left free. For each of these numbers, the predictor partitions the matmul's bands, and the whole call is timed. The
+fastest of these calls is kept. All ranks use the measurements of the group's first rank, and sites whose matmuls are
+alike on that rank share a plan. The inner size and the bias may differ on other ranks: a partition cuts rows, and all
+ranks have the same number of rows.
 
 The first call also loads every kernel before any of them waits, because loading a module waits for the device. (A
 kernel for another inner size or bias is loaded by the matmul of the first call that needs it, before any kernel of that
@@ -288,8 +288,8 @@ class Call:
         """How this call runs, decided at the first call of its sizes by all ranks together.
 
         Raises:
-            OverlapError: it would have to be decided while a CUDA graph is captured, or the partition given does not
-                fit.
+            OverlapError: it would have to be decided while a CUDA graph is captured, the given partition does not fit,
+                or all rows of ``GroupWaves.tables`` are taken.
         """
         agreed = (self.site, self.scatters, self.a.shape[0], self.b.shape[1], self.a.dtype, self.parameters)
         own = (self.b.shape[0], *self.b.stride(), self.bias is None)
