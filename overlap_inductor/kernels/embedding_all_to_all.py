@@ -10,9 +10,9 @@ is left, a block claims copies: it waits until the results of one peer have arri
 ``out``. The workspace has the layout of the collective's result, so nothing is permuted.
 
 Numbers. A bag is summed in fp32, one row after the other in the order of its indices, starting from 0, and rounded
-once. Torch's kernel for GPUs does the same, so sums are bitwise equal, also with a padding index, whose rows count as 0.
-A mean is the sum divided by the number of rows that are not padding, rounded to nearest as there. The mean of an empty
-bag is 0. Two things may differ from torch in the last bit. With weights of samples, each compiler may or may not
+once. Torch's kernel for GPUs does the same, so sums are bitwise equal, also with a padding index, whose rows count as
+0. A mean is the sum divided by the number of rows that are not padding, rounded to nearest as there. The mean of an
+empty bag is 0. Two things may differ from torch in the last bit. With weights of samples, each compiler may or may not
 round the product of weight and row before it is added. Torch's kernel for CPUs sums in an order of its own. Plain rows
 (``BAGGED`` is False) are copied exactly.
 
@@ -22,10 +22,10 @@ then reports ``device-side assert triggered``, and the context is lost. (Torch's
 negative indices and reads in front of the table.) Launch with the options ``debug=True``, because Triton drops asserts
 otherwise, and ``sanitize_overflow=False``. The peers' waits end when their patience is over.
 
-Memory ordering (``signals``): ordinary stores, then ``count_and_signal`` for the slice: a barrier and an acquire-release
-add for each piece, and one release at system scope by the block that adds last. The receiver's ``wait_at_least``
-acquires the flag, and a barrier follows. Its loads bypass L1. ``last_block_ends`` gives the credits after the last copy
-out of the workspace.
+Memory ordering (``signals``): ordinary stores, then ``count_and_signal`` for the slice: a barrier and an
+acquire-release add for each piece, and one release at system scope by the block that adds last. The receiver's
+``wait_at_least`` acquires the flag, and a barrier follows. Its loads bypass L1. ``last_block_ends`` gives the credits
+after the last copy out of the workspace.
 
 Forward progress. A piece waits only for its peer's credit, which depends only on the previous call. Copies wait for the
 pieces of other ranks. A block claims a copy only after all pieces of its rank are claimed, and only running blocks
@@ -85,8 +85,8 @@ def _look_up(
 ):  # fmt: skip
     """The results ``[BAGS, SPAN]`` of ``bags`` in one table, in the dtype of ``out``.
 
-    ``fact``: the table's facts. With ``SAVES``, what the backward graph reads is stored, too: the bag of each index, and
-    the number of rows of each bag.
+    ``fact``: the table's facts. With ``SAVES``, what the backward graph reads is stored, too: the bag of each index,
+    and the number of rows of each bag.
     """
     table = tl.multiple_of(tl.load(fact).to(out.dtype), 16)
     indices = tl.load(fact + 1).to(index.dtype)
@@ -211,8 +211,8 @@ def embedding_all_to_all(
     """Grid: any number of blocks.
 
     Args:
-        out: the collective's result, a slot of ``tables * rows * WIDTH`` elements from each rank: fp32, fp16 or bf16, as
-            are the tables. Row-major and aligned to 16 bytes, as are tables and workspace.
+        out: the collective's result, a slot of ``tables * rows * WIDTH`` elements from each rank: fp32, fp16 or bf16,
+            as are the tables. Row-major and aligned to 16 bytes, as are tables and workspace.
         facts: int64 ``[tables, TABLE_FACTS]``: see ``kernels.layout``.
         index: any pointer of the dtype of indices and offsets, which is int32 or int64.
         staging: this rank's workspace as int32 words. Slots in the order of ranks, each with the layout of a slot of

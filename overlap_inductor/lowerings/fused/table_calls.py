@@ -4,7 +4,8 @@
 A kernel cannot take the addresses of hundreds of tensors as arguments, so it reads them from a tensor of ``facts`` on
 the device (``kernels.layout.TABLE_FACTS``). A call copies them there from pinned memory before it launches the kernel,
 unless they are those of the site's previous call. In a captured CUDA graph the facts have memory of their own in the
-graph's pool, and the copy is a node of the graph. The pinned memory that it reads is never written again, nor freed. The call waits for nothing on the device.
+graph's pool, and the copy is a node of the graph. The pinned memory that it reads is never written again, nor freed.
+The call waits for nothing on the device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 from overlap_inductor.errors import OverlapError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.embedding_all_to_all import embedding_all_to_all
-from overlap_inductor.kernels.layout import TABLE_FACTS
 from overlap_inductor.lowerings.fused.table_parameters import TableParameters
 from overlap_inductor.lowerings.fused.table_parameters import needed
 from overlap_inductor.lowerings.fused.table_parameters import power_of_two

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of the fused lookup kernel. It was not measured on GPUs: the constants are those of other fused kernels, and
-a group of any size counts as unmeasured."""
+"""Estimates of the fused lookup kernel. It was not measured on GPUs: the constants are those of other fused kernels,
+and a group of any size counts as unmeasured."""
 
 from __future__ import annotations
 

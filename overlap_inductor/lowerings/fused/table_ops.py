@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The op of schedule ``fused`` for lookups in embedding tables and the all-to-all that follows: one kernel for a site.
 
-``fused_embedding_all_to_all(...) -> (results, token)``. ``results`` begins with the result of the all-to-all, flat. With
-``saves``, the other results of ``_embedding_bag`` follow, which the backward graph reads: for each table, the bag of
-each index, the number of rows of each bag, and the row of each maximum, which no sum or mean fills.
+``fused_embedding_all_to_all(...) -> (results, token)``. ``results`` begins with the result of the all-to-all, flat.
+With ``saves``, the other results of ``_embedding_bag`` follow, which the backward graph reads: for each table, the bag
+of each index, the number of rows of each bag, and the row of each maximum, which no sum or mean fills.
 
 If there is no workspace left for the site, the op runs the program's own lookups and the plain all-to-all
 (``runtime.workspace`` logs that). All ranks do the same, because the workspace is the same on all.
@@ -162,8 +162,8 @@ def _embedding_all_to_all_fake(
     return [out, *(t for s in saved for t in s)], chain.new_empty(1)
 
 
-# ``offsets``: empty for plain rows. ``samples``: weights of the indices, or empty. ``padding``: a padding index or -1 for
-# each table, for bags only. ``mode``: see ``MODES``. ``last_offset``, ``rows_first``: see ``table_calls.Lookups``.
+# ``offsets``: empty for plain rows. ``samples``: weights of the indices, or empty. ``padding``: a padding index or -1
+# for each table, for bags only. ``mode``: see ``MODES``. ``last_offset``, ``rows_first``: see ``table_calls.Lookups``.
 define(
     "fused_embedding_all_to_all(Tensor chain, Tensor[] tables, Tensor[] indices, Tensor[] offsets, Tensor[] samples,"
     " int[] padding, str mode, bool last_offset, bool rows_first, bool saves, str settings, str group_name, str site)"
