@@ -113,12 +113,12 @@ def _look_up(
             read = (there & known & (pad == 0))[:, None] & (columns < WIDTH)[None, :]
             found = found + (tl.load(table + at, mask=read, other=0.0),)
         for step in tl.static_range(UNROLL):
-            value = found[step].to(tl.float32)
             if WEIGHTED:
                 there = start + step < length
                 weight = tl.load(samples + begin + start + step, mask=there, other=0.0)
-                value = value * weight.to(tl.float32)[:, None]
-            total += value
+                total += found[step].to(tl.float32) * weight.to(tl.float32)[:, None]
+            else:
+                total += found[step].to(tl.float32)
         if SAVES:
             of_index = tl.load(fact + 7)
             for step in tl.static_range(UNROLL):

@@ -188,11 +188,11 @@ def _changed(lookups: Lookups, index: int | None = None, offsets: list[int] | No
 def test_a_wrong_index_or_offset_fails_an_assert() -> None:
     """On a GPU, the assert stops the kernel. Without an assert, the rows of another tensor would be read and sent."""
     case = Case(rows=2, tables=1)
-    launch = SharedWorkspace.of(2, *case.need).launch(0)
     good = case.lookups(0, 0)
     wrong = [_changed(good, index=len(good.tables[0])), _changed(good, index=-1)]
     wrong += [_changed(good, offsets=o) for o in ([0, 2, 1, 2], [0, 1, 1, 99], [0, 1, -1, 1])]
     for lookups in wrong:
+        launch = SharedWorkspace.of(2, *case.need).launch(0, 20_000)
         with _with_asserts(), pytest.raises(Exception, match="out of range|not in order"):
             look_up(lookups, launch, PARAMETERS)
 
@@ -216,7 +216,7 @@ def test_results_that_do_not_arrive_become_nan() -> None:
 
 def test_what_the_kernel_does_not_support() -> None:
     case = Case(rows=2, tables=2)
-    launch = SharedWorkspace.of(2, *case.need).launch(0)
+    launch = SharedWorkspace.of(2, *case.need).launch(0, 20_000)
     good = case.lookups(0, 0)
     table, indices, offsets = good.tables[0], good.indices[0], good.offsets[0]
     for wrong, text in (

@@ -22,7 +22,6 @@ from overlap_inductor.lowerings.schedule import Replaced
 from overlap_inductor.runtime.arena import Request
 from overlap_inductor.sites.lookup_nodes import PooledNodes
 from overlap_inductor.sites.lookup_nodes import TableNodes
-from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.nodes import nodes_of
 from overlap_inductor.sites.sizes import machine_of
@@ -83,7 +82,7 @@ class TableSchedule(OneOpSchedule):
             return super().exchange(site, piece)
         return ExchangeTerms(piece.parameters, site.nodes.cut(), False)
 
-    def rewrite(self, emit: StepEmitter, site: DecidedSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
+    def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
         if not _is_table(site):
             return super().rewrite(emit, site, parameters)
         return table_sites.rewrite(emit, nodes_of(site, PooledNodes), parameters["settings"])
