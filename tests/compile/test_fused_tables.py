@@ -128,6 +128,25 @@ def test_padding_samples_and_short_indices_are_computed() -> None:
     assert "[2, 2], 'sum', False, True, False" in report.after
 
 
+def test_bags_of_dynamic_lengths() -> None:
+    """The number of indices is known at run time only. A batch of unknown size is refused."""
+    with fake_group(2), torch.no_grad():
+        model = DLRM(2, 50, 4, 5)
+        batch = batch_of(model, 4, 3, torch.Generator().manual_seed(1))
+        for indices in batch.indices:
+            torch._dynamo.mark_dynamic(indices, 0)
+        report = report_of(model, *batch.arguments(), schedule="fused")
+        assert summary(report) == [(PATTERN, 0, ["embedding_bag M"] * 2, "overlapped")]
+        w, indices = torch.randn(7, 4), torch.arange(32).view(16, 2) % 7
+        torch._dynamo.mark_dynamic(indices, 0)
+
+        def layer(i: torch.Tensor) -> torch.Tensor:
+            whole = torch.cat([i, i])
+            return exchange(torch.cat([F.embedding_bag(whole, t, mode="sum") for t in (w, w + 1)], 1))
+
+        assert "only known at run time" in _refusal(layer, indices)
+
+
 def test_ranks_compare_how_they_send() -> None:
     with fake_group(2):
         forward, _ = _trained("sum", "cat")
