@@ -167,8 +167,8 @@ class Rewriter:
         for site in sites:
             self.current = site
             placement = site.nodes.place()
-            if placement is None:
-                chosen = schedule_named(site.decision.moving.schedule).anchor(site)
+            chosen = schedule_named(site.decision.moving.schedule).anchor(site)
+            if placement is None or (chosen is not None and not placement.hoisted and not placement.sunk):
                 anchors.append((chosen or max(c.node for c in site.collectives), site))
                 continue
             if placement.obstacle is not None:

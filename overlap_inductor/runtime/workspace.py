@@ -63,6 +63,7 @@ class Launch:
         site: the site's number in ``faults``.
         patience_ns: how long a kernel waits for a peer, ns.
         prepared: kernels that are ready to be launched, by the caller's key.
+        kept: what must live as long as this object, such as device memory that kernels read, by the caller's key.
         seen: for each call that was seen once: the allocations that its copies read and write, and whether it may be
             captured (``runtime.replay``).
         replays: for each call that was captured: the same allocations, and the function that launches the graph.
@@ -75,6 +76,7 @@ class Launch:
     site: int
     patience_ns: int
     prepared: dict[Any, Any] = field(default_factory=dict, compare=False)
+    kept: dict[Any, Any] = field(default_factory=dict, compare=False)
     seen: dict[Any, tuple[tuple[int, ...], bool]] = field(default_factory=dict, compare=False)
     replays: dict[Any, tuple[tuple[int, ...], Callable[[], None]]] = field(default_factory=dict, compare=False)
 

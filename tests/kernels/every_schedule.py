@@ -16,6 +16,9 @@ from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.fused import calls as fused
 from overlap_inductor.lowerings.fused import ops as fused_ops
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
+from overlap_inductor.lowerings.fused.table_calls import Lookups
+from overlap_inductor.lowerings.fused.table_calls import look_up
+from overlap_inductor.lowerings.fused.table_parameters import TableParameters
 from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
 from overlap_inductor.lowerings.small_message import launch as small_message
 from overlap_inductor.lowerings.small_message.parameters import SmallParameters
@@ -108,6 +111,14 @@ def _small(two_shot: bool, norm: bool) -> Call:
     return Call(run)
 
 
+def _tables(launch: Launch, value: float) -> torch.Tensor:
+    """Bags of four rows of ``4 * value``."""
+    table, bags = torch.full((3, 8), 4.0 * value), 4 * launch.world_size
+    indices, offsets = torch.arange(4 * bags) % 3, 4 * torch.arange(bags)
+    lookups = Lookups([table], [indices], [offsets], [], [-1], bags, False, False, True)
+    return look_up(lookups, launch, TableParameters(1, blocks_an_sm=1, unroll=4, bags=4, copies=1, copy_words=32))
+
+
 EVERY = {
     **{f"fused {pattern}": _fused(pattern) for pattern in (GATHER, SCATTER, REDUCE)},
     "fused gather in slices": _fused(GATHER, replace(FUSED, slices=2, slices_tiles=2**20, slices_pushers=1)),
@@ -116,6 +127,7 @@ EVERY = {
     **{f"chunked {pattern}, pushed": _chunked(pattern) for pattern in (GATHER, SCATTER, REDUCE)},
     "chunked gather, pushed, gathered tensor read": _with_gathered(_chunked_with_gathered),
     "chunked all-reduce, copied in bands": _chunked(REDUCE, replace(CHUNKED, transport="copy_engine", bands=2)),
+    "fused tables": Call(_tables, gathers=True),
     "small_message, one-shot": _small(False, False),
     "small_message, one-shot with norm": _small(False, True),
     "small_message, two-shot": _small(True, False),

@@ -21,12 +21,13 @@ from overlap_inductor.lowerings.fused import parameters
 from overlap_inductor.lowerings.fused.parameters import column_tiles
 from overlap_inductor.lowerings.fused.parameters import in_one_launch
 from overlap_inductor.lowerings.fused.parameters import parameters_of
+from overlap_inductor.lowerings.fused.tables import PATTERN as TABLES
+from overlap_inductor.lowerings.fused.tables import TableSchedule
 from overlap_inductor.lowerings.fused.tails import GATHER
 from overlap_inductor.lowerings.fused.tails import described
 from overlap_inductor.lowerings.fused.tails import results_of
 from overlap_inductor.lowerings.fused.tails import tails_of
 from overlap_inductor.lowerings.one_op.form import served
-from overlap_inductor.lowerings.one_op.schedule import OneOpSchedule
 from overlap_inductor.lowerings.one_op.schedule import operands
 from overlap_inductor.lowerings.schedule import Replaced
 from overlap_inductor.sites import graph_tools as tools
@@ -38,7 +39,7 @@ from overlap_inductor.torch_compat import symmetric
 
 
 @dataclass(frozen=True)
-class FusedSchedule(OneOpSchedule):
+class FusedSchedule(TableSchedule):
     """See ``SiteSchedule``. If any result has an epilogue, the plan has a parameter ``epilogue``: a list with each
     result's program as text. The text is empty for a result without an epilogue."""
 
@@ -85,7 +86,7 @@ FUSED = FusedSchedule(
     name="fused",
     called="in a fused kernel",
     noun="fused kernel",
-    patterns=("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
+    patterns=("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", TABLES),
     plan=parameters,
     parameters=parameters.FusedParameters,
     cost=cost.seconds,
@@ -94,5 +95,5 @@ FUSED = FusedSchedule(
     needed=parameters.needed,
     replays=True,
     called_by_others=True,
-    ops=("overlap_inductor.lowerings.fused.ops",),
+    ops=("overlap_inductor.lowerings.fused.ops", "overlap_inductor.lowerings.fused.table_ops"),
 )

@@ -272,7 +272,7 @@ class OneOpSchedule:
         need = self.needed(pattern, world_size, max(rows, 1), int(left.shape[1]), int(right.shape[1]), sent, parameters)
         return Request(site.facts.id, *need)
 
-    def anchor(self, site: OverlapSite) -> None:
+    def anchor(self, site: OverlapSite) -> fx.Node | None:
         return None
 
     def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:

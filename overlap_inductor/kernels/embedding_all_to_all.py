@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``fused``, transport ``sm_push``: look up the batch in this rank's tables, and store each result into the
+workspace of the rank that needs it, in one kernel (fused embedding + all-to-all, arXiv 2305.06942).
+
+A *slice* is the part of the batch that belongs to one rank. A block claims pieces from a queue. A piece is some bags of
+one table, all in one slice. The slices of ranks ``rank + 1``, ``rank + 2``, ... come first and this rank's own slice
+last, so the last transfer runs under the lookups of the own slice. Results for a peer are stored into its workspace,
+and the peer is signalled when the last piece of its slice is stored. Own results are stored into ``out``. When no piece
+is left, a block claims copies: it waits until the results of one peer have arrived, and copies a part of them to
+``out``. The workspace has the layout of the collective's result, so nothing is permuted.
+
+Numbers. A bag is summed in fp32, one row after the other in the order of its indices, starting from 0, and rounded
+once. Torch's kernel for GPUs does the same, so sums are bitwise equal, also with a padding index, whose rows count as
+0. A mean is the sum divided by the number of rows that are not padding, rounded to nearest as there. The mean of an
+empty bag is 0. Two things may differ from torch in the last bit. With weights of samples, each compiler may or may not
+round the product of weight and row before it is added. Torch's kernel for CPUs sums in an order of its own. Plain rows
+(``BAGGED`` is False) are copied exactly.
+
+Errors. An index that is not in its table, or a bag that ends before it begins or outside the indices, fails a
+``tl.device_assert`` before the piece is stored or signalled. Nothing outside a table is read. As without overlap, CUDA
+then reports ``device-side assert triggered``, and the context is lost. (Torch's kernel for bags does not check for
+negative indices and reads in front of the table.) Launch with the options ``debug=True``, because Triton drops asserts
+otherwise, and ``sanitize_overflow=False``. The peers' waits end when their patience is over.
+
+Memory ordering (``signals``): ordinary stores, then ``count_and_signal`` for the slice: a barrier and an
+acquire-release add for each piece, and one release at system scope by the block that adds last. The receiver's
+``wait_at_least`` acquires the flag, and a barrier follows. Its loads bypass L1. ``last_block_ends`` gives the credits
+after the last copy out of the workspace.
+
+Forward progress. A piece waits only for its peer's credit, which depends only on the previous call. Copies wait for the
+pieces of other ranks. A block claims a copy only after all pieces of its rank are claimed, and only running blocks
+claim. So every claimed piece ends, whether or not all blocks are resident, and then every copy ends. One resident block
+on each rank is enough. All waits are bounded.
+
+Aborts. If the abort word is set, nothing is stored to peers or signalled, and copied words become NaN in every float
+format, because a replay of a CUDA graph cannot raise an error.
+
+CUDA graphs. The number of the call is read from device memory. Addresses and numbers of indices are read from
+``facts``. In a captured graph, an earlier node writes ``facts`` from host memory that is never changed or freed
+(``lowerings.fused.table_calls``).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from overlap_inductor.kernels import layout
+from overlap_inductor.kernels.all_gather_matmul import last_block_ends
+from overlap_inductor.kernels.signals import QUEUE_WORDS
+from overlap_inductor.kernels.signals import WAIT_CREDIT
+from overlap_inductor.kernels.signals import WAIT_KINDS
+from overlap_inductor.kernels.signals import WAIT_RESULT
+from overlap_inductor.kernels.signals import count_and_signal
+from overlap_inductor.kernels.signals import credit_flag
+from overlap_inductor.kernels.signals import look
+from overlap_inductor.kernels.signals import may_store
+from overlap_inductor.kernels.signals import signal_flag
+from overlap_inductor.kernels.signals import wait_at_least
+
+TABLE_FACTS = tl.constexpr(layout.TABLE_FACTS)
+
+
+@triton.jit
+def _bounds(fact, index, bags, inside, all_bags, count, BAGGED: tl.constexpr):
+    """``(first index, number of indices)`` of each bag, int64 and int32. A bag that is not ``inside`` is empty."""
+    begin = bags.to(tl.int64)
+    end = begin + 1
+    if BAGGED:
+        offsets = tl.load(fact + 2).to(index.dtype)
+        # As in torch: the first bag begins at 0, and the last one ends with the indices, whatever the offsets say.
+        begin = tl.load(offsets + bags, mask=inside & (bags > 0), other=0).to(tl.int64)
+        end = tl.load(offsets + bags + 1, mask=inside & (bags + 1 < all_bags), other=0).to(tl.int64)
+        end = tl.where(bags + 1 < all_bags, end, count)
+    in_order = (begin >= 0) & (begin <= end) & (end <= count)
+    tl.device_assert(in_order | (inside == 0), "a bag's offsets are not in order or outside of its indices")
+    return begin, tl.where(inside & in_order, end - begin, 0).to(tl.int32)
+
+
+@triton.jit
+def _look_up(
+    fact, out, index, bags, inside, all_bags, columns,
+    WIDTH: tl.constexpr, BAGS: tl.constexpr, SPAN: tl.constexpr, UNROLL: tl.constexpr, BAGGED: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SAVES: tl.constexpr,
+):  # fmt: skip
+    """The results ``[BAGS, SPAN]`` of ``bags`` in one table, in the dtype of ``out``.
+
+    ``fact``: the table's facts. With ``SAVES``, what the backward graph reads is stored, too: the bag of each index,
+    and the number of rows of each bag.
+    """
+    table = tl.multiple_of(tl.load(fact).to(out.dtype), 16)
+    indices = tl.load(fact + 1).to(index.dtype)
+    samples = tl.load(fact + 3).to(out.dtype)
+    rows = tl.load(fact + 4)
+    count = tl.load(fact + 5)
+    padding = tl.load(fact + 6)
+    begin, length = _bounds(fact, index, bags, inside, all_bags, count, BAGGED)
+    total = tl.zeros((BAGS, SPAN), tl.float32)
+    wrong = tl.zeros((BAGS,), tl.int32)
+    padded = tl.zeros((BAGS,), tl.int32)
+    for start in range(0, tl.max(length), UNROLL):
+        # All loads first, so that their latencies overlap.
+        found = ()
+        for step in tl.static_range(UNROLL):
+            there = start + step < length
+            place = begin + start + step
+            row = tl.load(indices + place, mask=there, other=0).to(tl.int64)
+            known = (row >= 0) & (row < rows)
+            pad = row == padding
+            wrong |= (there & (known == 0)).to(tl.int32)
+            padded += (there & pad).to(tl.int32)
+            at = row[:, None] * WIDTH + columns[None, :]
+            read = (there & known & (pad == 0))[:, None] & (columns < WIDTH)[None, :]
+            found = found + (tl.load(table + at, mask=read, other=0.0),)
+        for step in tl.static_range(UNROLL):
+            if WEIGHTED:
+                there = start + step < length
+                weight = tl.load(samples + begin + start + step, mask=there, other=0.0)
+                total += found[step].to(tl.float32) * weight.to(tl.float32)[:, None]
+            else:
+                total += found[step].to(tl.float32)
+        if SAVES:
+            of_index = tl.load(fact + 7)
+            for step in tl.static_range(UNROLL):
+                there = (start + step < length) & (of_index != 0)
+                tl.store(of_index.to(index.dtype) + begin + start + step, bags.to(index.dtype.element_ty), mask=there)
+    tl.device_assert(wrong == 0, "index out of range of its embedding table")
+    counted = length - padded
+    if SAVES:
+        sizes = tl.load(fact + 8)
+        tl.store(sizes.to(index.dtype) + bags, counted.to(index.dtype.element_ty), mask=inside & (sizes != 0))
+    if MEAN:
+        total = tl.math.div_rn(total, tl.maximum(counted, 1).to(tl.float32)[:, None])
+    return total.to(out.dtype.element_ty)
+
+
+@triton.jit
+def _pool_piece(
+    out, facts, index, peer_data, peer_flags, flags, queues, call, stop, patience, site, rank, signals,
+    tables, rows, piece_rows, row_stride, table_stride,
+    WORLD: tl.constexpr, WIDTH: tl.constexpr, BAGS: tl.constexpr, SPAN: tl.constexpr, UNROLL: tl.constexpr,
+    BAGGED: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SAVES: tl.constexpr,
+):  # fmt: skip
+    """Claim one piece, look it up and store it. Returns whether there was one left."""
+    i = tl.atomic_add(queues, 1, sem="relaxed")
+    of_table = tl.cdiv(rows, piece_rows)
+    of_slice = tables * of_table
+    there = i < of_slice * WORLD
+    if there:
+        peer = (rank + 1 + i // of_slice) % WORLD
+        table = i % of_slice // of_table
+        first = i % of_table * piece_rows
+        last = tl.minimum(first + piece_rows, rows)
+        if peer != rank:
+            wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
+        # If the credit did not arrive, nothing is stored at the peer.
+        limit = tl.where((peer == rank) | may_store(stop), last, first)
+        base = tl.where(peer == rank, out.to(tl.int64), tl.load(peer_data + peer)).to(out.dtype)
+        slot = tl.cast(rank, tl.int64) * tables * rows * WIDTH + tl.cast(table, tl.int64) * table_stride
+        to = tl.multiple_of(base, 16) + slot
+        columns = tl.arange(0, SPAN)
+        for start in range(first, last, BAGS):
+            of_peer = start + tl.arange(0, BAGS)
+            found = _look_up(
+                facts + table * TABLE_FACTS, out, index, peer * rows + of_peer, of_peer < last, WORLD * rows, columns,
+                WIDTH, BAGS, SPAN, UNROLL, BAGGED, MEAN, WEIGHTED, SAVES,
+            )  # fmt: skip
+            at = of_peer[:, None].to(tl.int64) * row_stride + columns[None, :]
+            tl.store(to + at, found, mask=(of_peer < limit)[:, None] & (columns < WIDTH)[None, :])
+        if peer != rank:
+            flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
+            count_and_signal(
+                queues + QUEUE_WORDS + peer, of_slice, signal_flag(flag, rank, 0, signals, WORLD), call + 1, stop
+            )
+    return there
+
+
+@triton.jit
+def _copy_piece(
+    result, staging, flags, queues, call, stop, patience, site, rank, signals, slot_words,
+    WORLD: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Claim a copy of a part of one peer's results, wait for them and copy. Returns whether there was one left. The
+    peers are taken in the order in which they store to this rank."""
+    i = tl.atomic_add(queues + 1, 1, sem="relaxed")
+    there = i < (WORLD - 1) * COPIES
+    if there:
+        source = (rank + WORLD - 1 - i // COPIES) % WORLD
+        flag = signal_flag(flags, source, 0, signals, WORLD)
+        wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_RESULT, source)
+        aborted = look(stop)
+        skipped = tl.cast(source, tl.int64) * slot_words
+        size = tl.cdiv(tl.cdiv(slot_words, COPIES), BLOCK) * BLOCK
+        first = i % COPIES * size
+        last = tl.minimum(first + size, slot_words)
+        for start in range(first, last, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            came = tl.load(staging + skipped + at, mask=at < last, cache_modifier=".cg")
+            tl.store(result + skipped + at, tl.where(aborted == 0, came, -1), mask=at < last)
+    return there
+
+
+@triton.jit(do_not_specialize=["rank", "site", "signals", "tables", "rows", "piece_rows"])
+def embedding_all_to_all(
+    out, facts, index, staging, peer_data, peer_flags, flags, queues, calls, stop, patience, site, rank, signals,
+    tables, rows, piece_rows, row_stride, table_stride, slot_vectors,
+    WORLD: tl.constexpr, WIDTH: tl.constexpr, BAGS: tl.constexpr, SPAN: tl.constexpr, UNROLL: tl.constexpr,
+    BAGGED: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SAVES: tl.constexpr, COPIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of blocks.
+
+    Args:
+        out: the collective's result, a slot of ``tables * rows * WIDTH`` elements from each rank: fp32, fp16 or bf16,
+            as are the tables. Row-major and aligned to 16 bytes, as are tables and workspace.
+        facts: int64 ``[tables, TABLE_FACTS]``: see ``kernels.layout``.
+        index: any pointer of the dtype of indices and offsets, which is int32 or int64.
+        staging: this rank's workspace as int32 words. Slots in the order of ranks, each with the layout of a slot of
+            ``out``.
+        queues: word 0 counts claimed pieces, word 1 claimed copies. Words ``QUEUE_WORDS + peer`` count the pieces that
+            are stored for ``peer``.
+        rows: bags of a slice. Every table has ``WORLD * rows`` bags.
+        piece_rows: bags of a piece, a multiple of ``BAGS``.
+        row_stride, table_stride: elements from bag to bag of a table, and from table to table, in a slot.
+        slot_vectors: vectors of 16 bytes of a slot.
+        WIDTH: elements of a row. A row is a number of whole vectors.
+        BAGS, SPAN: powers of two: bags that are looked up at once, and at least ``WIDTH``.
+        UNROLL: rows of each bag that are loaded at once.
+        BAGGED: False for plain rows: bag ``i`` is index ``i``.
+        WEIGHTED: each row is multiplied by the weight of its sample, which has the dtype of the tables.
+        COPIES: number of parts in which a peer's results are copied.
+    """
+    call = tl.load(calls)
+    working = True
+    while working:
+        working = _pool_piece(
+            out, facts, index, peer_data, peer_flags, flags, queues, call, stop, patience, site, rank, signals,
+            tables, rows, piece_rows, row_stride, table_stride,
+            WORLD, WIDTH, BAGS, SPAN, UNROLL, BAGGED, MEAN, WEIGHTED, SAVES,
+        )  # fmt: skip
+    result = out.to(tl.pointer_type(tl.int32), bitcast=True)
+    copying = True
+    while copying:
+        # As a product of four, so that the compiler knows that masks end between vectors.
+        copying = _copy_piece(
+            result, staging, flags, queues, call, stop, patience, site, rank, signals, slot_vectors * 4,
+            WORLD, COPIES, BLOCK,
+        )  # fmt: skip
+    last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD, False)
