@@ -11,7 +11,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "switched_off": "The pattern is not in `OVERLAP_INDUCTOR_PATTERNS`, or the schedule is `keep`.",
         "report_mode": "Mode `report` finds and plans, and leaves the graph as it is.",
         "schedule_not_available": (
-            "The schedule or transport that you forced does not compute this site. The text says why."
+            "The schedule or transport that you forced does not compute this site, or no schedule does. The text says"
+            " why."
         ),
     },
     "It does not pay, or does not fit": {
