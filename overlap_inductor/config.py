@@ -140,7 +140,7 @@ class OverlapConfig:
 
     machine: str | None = _key(None)
     """Facts about this job's ranks and links that ``auto`` estimates with, such as ``{"link_bytes": 6.25e7}``: the path
-    of a JSON file, or the JSON object itself. What it does not name keeps its shipped value. After reading, the field
+    of a JSON file, or the JSON object itself. A fact that is left out keeps its shipped value. After reading, the field
     holds the facts, so that cache keys have the content and not the path."""
 
     dump: str | None = _no_key(None)

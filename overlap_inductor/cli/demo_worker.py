@@ -9,7 +9,6 @@ with the results of a part.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import statistics
@@ -63,9 +62,6 @@ class Settings:
     def from_json(cls, text: str) -> Settings:
         value = json.loads(text)
         return cls(**{**value, "parts": tuple(value["parts"])})
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
 
     @property
     def dtype(self) -> torch.dtype:

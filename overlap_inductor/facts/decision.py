@@ -45,8 +45,8 @@ class PlanPiece:
 
 @dataclass
 class Decision:
-    """What happens to a site. ``status``: overlapped | kept | refused | failed; ``source``: analytic | profile |
-    measured | forced."""
+    """What happens to a site. ``status``: overlapped | kept | refused | failed; ``source``: analytic | forced.
+    (``profile`` and ``measured`` are reserved for the switch ``tune``.)"""
 
     status: str
     source: str

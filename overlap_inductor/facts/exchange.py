@@ -32,7 +32,8 @@ class ExchangePlan:
             and collectives of groups of one rank have none.
         overlaps: whether the pass changed the graph: a line is an overlapped transfer, or the graph was rewritten to
             divide tokens among the ranks.
-        config: the switches. ``difference`` names those that differ as a likely cause. Not in the digest.
+        config: the switches. Not in the digest. If steps differ, ``difference`` also names the switches that differ,
+            because they are a likely cause.
         groups: this rank's names of the process groups that the steps call g0, g1, ...; one tuple for each joined plan.
             Not in the digest.
         parts: the plans that ``joined`` made this one from; empty for the plan of a single graph.

@@ -29,8 +29,8 @@ class Collective:
             matmul. Reduce-scatter or all-to-all after the matmuls: the dim of the first matmul's result that is
             scattered. All-to-all before the matmuls: the dim of the all-to-all's result that holds the ranks.
             All-to-all beside lookups: 0. Else ``None``.
-        role: role in the first matmul (M, N, K or B) of the dim that is cut, or ``None``. An all-gather of an output
-            has a role and no ``dim``.
+        role: role (M, N, K or B) of the cut dim in the first matmul, or ``None``. An all-gather of an output has a role
+            and no ``dim``.
         reduce_op: ``sum``, ``avg``, ...; ``None`` if the collective does not reduce.
         bytes: bytes of the full tensor (after a gather, before a scatter), an int or an expression. For ``fused``,
             those of the op's result; if the op returns several tensors, those of the first one.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``StretchFacts`` describes a stretch between all-reduces, and what the sequence-parallel rewrite did to it.
+"""``StretchFacts`` describes a stretch, and what the sequence-parallel rewrite did to it.
 
-A stretch has all-reduces and the token-wise work behind them. The rewrite makes reduce-scatters of the all-reduces,
+A stretch has all-reduces and the token-wise work after them. The rewrite turns the all-reduces into reduce-scatters,
 runs the work on each rank's rows, and gathers where all rows are needed. Plain data.
 """
 
@@ -47,10 +47,10 @@ class StretchFacts:
             not estimated.
         reasons: why the stretch is not rewritten.
         program: the first 16 hex digits of a hash. It covers the operators and numbers of all nodes that run on rows or
-            reduce them, and of those that compute what they read. Ranks compare it, because such a number may differ
+            reduce rows, and of the nodes that compute their inputs. Ranks compare it, because such a number may differ
             between ranks.
         gathered_for: for each op that needs all rows, how often a node of this op reads a tensor that is held as rows:
-            ``{"aten.mm.default": 5}``. Several of them may share one gather.
+            ``{"aten.mm.default": 5}``. Several such reads may share one gather.
     """
 
     id: str

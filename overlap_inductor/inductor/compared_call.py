@@ -2,8 +2,8 @@
 """``ComparedCall``: the callable of a compiled graph, which first compares plans with the other ranks
 (``runtime.agreement``).
 
-It takes the place of ``CompiledFxGraph.current_callable`` and calls the earlier callable, CUDA graph trees included. So
-nothing has been read, written or captured when it compares. If the ranks differ, it calls the graph compiled without
+It takes the place of ``CompiledFxGraph.current_callable`` and calls the earlier callable, which may record CUDA graphs.
+So nothing has been read, written or captured when it compares. If the ranks differ, it calls the graph compiled without
 overlap (``plain_program``), which it compiles when first needed::
 
     graph(inputs)   ->   all ranks exchange the same?   yes: overlapped(inputs), after making the workspace once
@@ -128,8 +128,8 @@ class ComparedCall:
         if outcome.overlapped and (outcome.fresh or new or not self.ready):
             failure = "" if self.ready else self._prepare(inputs)
             failure = failure or (self._inputs_differ(inputs) if outcome.fresh or new else "")
-            # If this rank alone has compiled an agreed plan again, the other ranks do not call ``also``. No rank needs
-            # to: the plan's slots exist.
+            # If this rank alone has compiled an agreed plan again, the other ranks do not call ``also``, so this rank
+            # must not call it either. The plan's part of the workspace exists already.
             outcome = comparison.also(failure) if outcome.fresh or new or failure else outcome
             self.ready = self.ready or outcome.overlapped
             for group, indices in self.parameters.items() if outcome.overlapped else ():

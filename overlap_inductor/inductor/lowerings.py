@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inductor lowerings of ops of the ring and of ``agree``. ``take`` and ``narrow`` become views, ``assemble`` becomes a
-buffer into which its pieces are written, and ``after`` and ``gather_step`` add scheduling edges. ``packed`` becomes a
-copy, and ``agree`` stays a call.
+buffer into which its pieces are written. ``after``, ``gather_step`` and ``exchange_wait`` add scheduling edges.
+``packed`` becomes a copy, and ``agree`` stays a call.
 
 This process's rank is a symbol in the generated code (``rank_symbol``), defined before a group's first transfer. The
 slice of rank ``r + shift`` is a ``ReinterpretView`` whose offset contains this symbol. Inductor's own matmuls and

@@ -83,8 +83,8 @@ def compute_dependencies(original: Callable[..., Any], scheduler: Any) -> Any:
 
 
 def symbol_uses(original: Callable[..., Any], node: Any) -> Any:
-    """Around ``get_scheduler_node_symbol_uses``: add the ranks' symbols to what a partition that holds ``node``
-    gets."""
+    """Around ``get_scheduler_node_symbol_uses``: add the ranks' symbols to the inputs of a partition that holds
+    ``node``."""
     found = original(node)
     return found | ir.OrderedSet(rank.symbol for rank in _needed(node.node))
 

@@ -24,12 +24,12 @@ class Failure:
 
     Attributes:
         stage: ``pass`` (nothing of the graph is overlapped) | ``rewrite`` (``sites`` are not overlapped) |
-            ``seam`` (``sites`` are overlapped without bands) |
+            ``seam`` (the two ``sites`` of a seam, ``passes.sequence.seams``, are overlapped without bands) |
             ``sequence_parallel`` (no stretch of the graph is rewritten).
         error: the exception's type and message.
         traceback: as Python prints it. A file's path is relative to the folder from which the file was imported, so
             that it is the same on every machine.
-        sites: ids of the sites whose rewrite failed, or of the two sites of the seam that failed.
+        sites: ids of the sites whose rewrite failed, or of the two sites of the seam; empty for the other stages.
     """
 
     stage: str

@@ -16,7 +16,8 @@ log = logging.getLogger("overlap_inductor")
 
 
 def show(text: str) -> None:
-    """Log ``text`` at level INFO. Show it also if no level is set that would show or hide it."""
+    """Log ``text`` at level INFO. If no handler would show it, write it to standard error. It is hidden only if
+    the user has disabled logging at this level or set a higher level for the logger."""
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info("%s", text)
         return

@@ -56,8 +56,8 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def with_arguments(node: fx.Node, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of ``node``, positional and by keyword. Those that the schema calls by the names in ``values`` have
-    these values."""
+    """The arguments of ``node``, positional and by keyword. An argument whose name in the schema is in ``values`` has
+    the value given there."""
     op = operator(node)
     names = [a.name for a in op._schema.arguments][: len(node.args)] if op is not None else []
     args = tuple(values.get(name, given) for name, given in zip(names, node.args, strict=True))

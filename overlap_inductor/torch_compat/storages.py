@@ -16,10 +16,11 @@ T = TypeVar("T")
 
 class ByStorage(Generic[T]):
     """A dictionary whose keys are sequences of tensors, compared by storage and offset. The address does not count:
-    FSDP2 frees a gathered parameter by resizing its storage, and its memory comes back elsewhere.
+    FSDP2 frees a gathered parameter by resizing its storage, and allocates its memory elsewhere later.
 
-    An entry keeps none of the tensors' memory alive. It ends when one of its storages is freed. The next ``put`` drops
-    it. Until then ``get`` cannot find it, because its weak references keep torch from using the identities again.
+    An entry keeps none of the tensors' memory alive. It ends when one of its storages is freed. From then on ``get``
+    cannot find it, because its weak references keep torch from using the storages' identities again. The next ``put``
+    drops it.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "switched_off": "The pattern is not in `OVERLAP_INDUCTOR_PATTERNS`, or the schedule is `keep`.",
         "report_mode": "Mode `report` finds and plans, and leaves the graph as it is.",
         "schedule_not_available": (
-            "The schedule or transport that you forced does not compute this site. The text says why."
+            "The schedule or transport that you forced does not compute this site, or no schedule does. The text says"
+            " why."
         ),
     },
     "It does not pay, or does not fit": {
@@ -23,8 +24,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "too_many_steps": (
             "The unrolled steps exceed `OVERLAP_INDUCTOR_STEP_NODE_BUDGET`, and no looping op computes this site."
             " Looping ops compute no batched or scaled matmuls, and no pointwise op but one cast between matmul and"
-            " collective. They compute no pointwise op after a gather if its result is also read elsewhere. Some lack"
-            " a bias or a layout."
+            " collective. They compute no pointwise op after a gather if its result is also read elsewhere. Some"
+            " compute no bias, or not every layout."
         ),
         "moving_pass": (
             "Inductor buckets collectives or schedules overlap itself (`bucket_all_gathers_fx`,"
@@ -33,8 +34,8 @@ GROUPS: dict[str, dict[str, str]] = {
         ),
         "world_size_one": "The group has one rank: nothing is moved.",
         "few_tokens": (
-            "The stretch between two all-reduces has fewer tokens than ranks, or so few that the reduce-scatters and"
-            " all-gathers of the sequence-parallel rewrite would cost more than the all-reduces."
+            "A stretch has fewer tokens than ranks, or so few that the reduce-scatters and all-gathers of the"
+            " sequence-parallel rewrite would cost more than the all-reduces."
         ),
         "uneven_tokens": (
             "The number of tokens is symbolic, and in this graph it is not a multiple of the number of ranks. Numbers"
@@ -112,7 +113,11 @@ GROUPS: dict[str, dict[str, str]] = {
         "pattern_not_available": "No pattern starts at this kind of collective, for example broadcast.",
         "taken_by_async_tp": "Inductor's own async TP has replaced the site before this pass ran.",
         "group_not_resolved": "The process group does not exist in this process.",
-        "backend_not_supported": "The graph is compiled ahead of time (AOTInductor) or with `cpp_wrapper`.",
+        "backend_not_supported": (
+            "The graph is compiled ahead of time (AOTInductor) or with `cpp_wrapper`, or it cannot be kept for a run"
+            " without overlap. All-reduces are also not rewritten in a nested compile region, or if Inductor's freezing"
+            " is on."
+        ),
     },
     "A bug": {
         "rewrite_failed": "The rewrite raised an exception. The graph was restored and runs as written.",
