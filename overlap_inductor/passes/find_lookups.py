@@ -43,7 +43,7 @@ aten = tools.aten
 STEPS = 12
 """The most nodes that the search from a part to its lookup may see."""
 FEW = 16
-"""The most tables of plain rows that are looked up rank by rank, which adds nodes for each table and rank."""
+"""The most tables that are looked up rank by rank, which adds nodes for each table and rank. Tables of bags are not."""
 _POOLS = (aten.sum.dim_IntList, aten.mean.dim)
 
 
