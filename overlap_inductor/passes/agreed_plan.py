@@ -73,8 +73,8 @@ class SiteFootprint:
         self.group = first.group_name
         self.what = _what(first)
         self.further = [(_what(c), *_beside(site, c)) for c in site.collectives[1:]]
-        # Ranks cannot compare how many rows each of them sends to another. That both give the same number is a duty of
-        # the program, with or without overlap.
+        # A rank knows only the numbers of rows that it sends and receives itself, so the plan does not name them. The
+        # program must give sender and receiver the same number, with or without overlap.
         shape = tools.shape(first.input)
         self.shape = ["uneven", *shape[1:]] if site.nodes.uneven_rows() else shape
         self.pattern = facts.pattern

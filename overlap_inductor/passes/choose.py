@@ -39,13 +39,13 @@ def find_and_choose(
     sites, or the same number of sites with more matmuls:
 
     - If that other site is not overlapped, find again, and let the reducing site take the matmul.
-    - If the matmul that was left holds the rest of the sum as its bias, take it apart (``fused_sums.unfold``) and find
-      again.
+    - If the matmul that was left holds the rest of the sum as its bias, write the matmul and the addition as two nodes
+      (``fused_sums.unfold``) and find again.
 
     Args:
         phase: inference, forward or backward.
         refusal: why the compile can hold no overlap ops, or ``None``.
-        failed: for the id of each site whose rewrite has failed, why it failed.
+        failed: ``{site id: why its rewrite failed}``.
     """
 
     def chosen_without(idle: set[str]) -> Choice:

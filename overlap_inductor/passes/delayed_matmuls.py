@@ -107,8 +107,9 @@ def _sites(graph: fx.Graph, exposed: Mapping[str, float], in_bands: Collection[s
     """The transfers of each site in bands or with one wait for all hops, from the last send to the first wait.
 
     A site in bands has a wait for each band. The transfers of all bands are then under way at the first wait, and the
-    link carries them in order. A matmul in front of that wait shortens the wait for each band. So it can hide as much
-    as the waits for all bands are exposed. In front of a later wait, it can only hide what is left from there on."""
+    link carries them in order. A matmul in front of that wait shortens the wait for each band. So it can hide the
+    exposed time of all bands. In front of a later wait, it could only hide the exposed time of that band and of the
+    bands after it."""
     sends: dict[str, fx.Node] = {}
     waits: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -123,9 +124,9 @@ def _sites(graph: fx.Graph, exposed: Mapping[str, float], in_bands: Collection[s
 
 
 def _hold_under_experts(graph: fx.Graph) -> None:
-    """Make the wait for the rows that experts return run after the matmuls between the experts and the wait: gradients
-    of the experts' weights. Otherwise Inductor may order them after the wait. Matmuls behind the wait that do not need
-    the rows move up to it: a shared expert."""
+    """Make the wait for the rows that experts return run after the matmuls between the experts and the wait, such as
+    gradients of the experts' weights. Otherwise Inductor may order these matmuls after the wait. Matmuls behind the
+    wait that do not need the rows, such as those of a shared expert, move in front of it."""
     waits = graph.find_nodes(op="call_function", target=overlap.exchange_wait.default)
     for experts in graph.find_nodes(op="call_function", target=overlap.all_to_all_experts.default):
         for wait in (w for w in waits if w.meta.get(SITE) == experts.meta[SITE]):

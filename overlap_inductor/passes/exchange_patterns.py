@@ -27,8 +27,8 @@ from overlap_inductor.sites.nodes import CollectiveNode
 
 
 class AllToAllExperts:
-    """Pattern ``all-to-all -> experts -> all-to-all`` (see ``Pattern``). It is asked first, because both exchanges
-    belong to it."""
+    """Pattern ``all-to-all -> experts -> all-to-all`` (see ``Pattern``). It is asked before ``MatmulAllToAll`` and
+    ``AllToAllMatmul``, because both exchanges belong to its site."""
 
     name = "all_to_all_experts"
     kind = "all_to_all"

@@ -32,8 +32,8 @@ aten = tools.aten
 def find_dispatched(
     dispatch: CollectiveNode, collectives: dict[fx.Node, CollectiveNode]
 ) -> tuple[DispatchedNodes | None, Reason | None]:
-    """``(site at the first exchange or None, obstacle or why there is none)``. Neither if no
-    grouped matmuls return rows from one exchange to another. ``collectives``: all that may be part of a site."""
+    """``(site at the first exchange, None)``, or ``(None, why there is no site)``. ``(None, None)`` if no grouped
+    matmuls return rows from one exchange to another. ``collectives``: by node, all that may be part of a site."""
     indexed = _indexed(dispatch)
     if indexed is None:
         return None, None
@@ -50,7 +50,8 @@ def find_dispatched(
 
 
 def _indexed(dispatch: CollectiveNode) -> fx.Node | None:
-    """The rows of the exchange in the order of an index, if nothing else reads them."""
+    """The node that puts the exchange's rows into the order of an index; ``None`` if there is none, or if another node
+    reads the rows too."""
     if changes_shards(dispatch.node) or len(tools.shape(dispatch.wait)) != 2:
         return None
     readers = [u for u in dispatch.wait.users if u.target is not aten.sym_size.int]
@@ -63,8 +64,8 @@ def _indexed(dispatch: CollectiveNode) -> fx.Node | None:
 
 
 def _steps(indexed: fx.Node) -> list[fx.Node]:
-    """The nodes that compute the rows that are put back from ``indexed``, row by row, in graph order. Others may read
-    them, too: a weight's gradient does."""
+    """The nodes that compute the rows that are put back, row by row and starting with ``indexed``, in graph order.
+    Nodes outside may read them too, for example the matmul of a weight's gradient."""
     found = {indexed}
 
     def visit(node: fx.Node) -> bool:

@@ -99,7 +99,7 @@ class AllGatherMatmul:
 
 
 def _logical_dim(nodes: GatherNodes) -> int | None:
-    """The dim that the user gathered, of the tensor before it was flattened for the matmul. It is the dim along which a
-    ``cat`` joins the shards, or 0 if there is no such ``cat``."""
+    """The dim along which the user gathered, before the tensor was flattened for the matmul. It is the dim along which
+    a ``cat`` joins the shards, or 0 if there is no such ``cat``."""
     sources = [n for n in nodes.through if n.target is aten.cat.default]
     return operators.argument(sources[0], "dim") if sources else 0

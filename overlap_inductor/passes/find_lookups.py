@@ -43,7 +43,7 @@ aten = tools.aten
 STEPS = 12
 """The most nodes that the search from a part to its lookup may see."""
 FEW = 16
-"""The most tables of plain rows that are looked up rank by rank, which adds nodes for each table and rank."""
+"""The most tables that are looked up rank by rank. Each of them adds nodes for every rank."""
 _POOLS = (aten.sum.dim_IntList, aten.mean.dim)
 
 
@@ -102,9 +102,10 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
         and statically_known_true(tools.numel(tools.shape(lookup.lhs)) % collective.world_size == 0)
         for part, lookup in found
     )
-    # With several tables, a bag is looked up as a whole. The offsets of a slice are only known at run time.
+    # Bags cannot be looked up rank by rank, because the offsets of a slice are only known at run time. If the whole
+    # batch is looked up at once, one table's exchange can only hide behind another table's lookups.
     if len(parts) == 1 and not by_rank:
-        return _one_table(collective, ", or one table with plain lookups, whose rows the ranks divide")
+        return _one_table(collective, ", or one table of plain rows that can be looked up rank by rank")
     return PooledNodes(
         collective, [lookup for _, lookup in found], block, tables, parts, between, sent, received, by_rank=by_rank
     )

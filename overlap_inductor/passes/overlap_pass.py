@@ -151,7 +151,7 @@ class _Outcome:
 
 def _choose_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, refusal: str | None) -> _Outcome:
     """Choose sites and rewrite them. If a rewrite fails, restore the graph and choose again without the site that
-    failed, or without bands for the two sites of the seam that failed."""
+    failed. If a seam failed (``passes.sequence.seams``), choose again without bands for its two sites."""
     failures: list[Failure] = []
     while True:
         failed = {site: Reason("rewrite_failed", f.error) for f in failures if f.stage != "seam" for site in f.sites}

@@ -32,7 +32,7 @@ class Match:
     Attributes:
         nodes: the site's nodes.
         dim: the dim that is gathered or scattered, as in ``facts.site.Collective``.
-        role: the role (M, N, K or B) in the first matmul of the dim that is cut, or ``None``.
+        role: the role (M, N, K or B) that the cut dim has in the first matmul, or ``None``.
         obstacle: why the site must stay as written although it was found; ``None`` if it may be rewritten.
         left: matmuls of other sites that this site reads as plain tensors.
     """
@@ -51,7 +51,7 @@ class Miss:
     Attributes:
         reasons: why there is no site; empty if the graph around the collective does not resemble the pattern.
         final: if true, the finder does not ask the patterns after this one.
-        anchor: the node whose module the report names, if not the collective's.
+        anchor: the node whose module the report names; ``None`` for the collective itself.
         left: as in ``Match``.
     """
 
@@ -67,8 +67,8 @@ class Search(Protocol):
     Attributes:
         phase: inference, forward or backward.
         collectives: every collective of the graph, as ``sites.collectives.find_collectives`` gives it.
-        merged: collectives that were merged into one site, at the first of them. A pattern that merges collectives adds
-            them here, and the finder skips the later ones.
+        merged: the collectives of sites that have several. Such a site is found at the first of its collectives. Its
+            pattern adds them here, and the finder skips the later ones.
     """
 
     phase: str
@@ -78,12 +78,13 @@ class Search(Protocol):
     def collectives(self) -> Mapping[fx.Node, tuple[fx.Node, str, CollectiveNode | Reason]]: ...
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of the sites found so far and of all early patterns, but not of those in ``SiteFinder.idle``."""
+        """The matmuls of the sites found so far and of all sites of early patterns, without those of sites in
+        ``SiteFinder.idle``."""
         ...
 
     def taken(self) -> set[fx.Node]:
-        """The collectives of the sites found so far and of all early patterns. A pattern whose sites have several
-        collectives must not claim one of these."""
+        """The collectives of the sites found so far and of all sites of early patterns. A pattern whose sites have
+        several collectives must not claim one of these."""
         ...
 
 

@@ -182,8 +182,8 @@ class Rewriter:
                 # so the steps are written before it.
                 anchors.append((placement.sunk[0], site))
                 continue
-            # The steps are written right after the last sunk node. If another site moves nodes to the same anchor, they
-            # come after the steps and may read them.
+            # The steps are written right after the last sunk node. If another site moves nodes to the same anchor,
+            # those nodes come after the steps and may read their results.
             anchors.append((placement.sunk[-1] if placement.sunk else placement.anchor, site))
             behind.update(placement.sunk[-1:])
         self.current = None
@@ -248,7 +248,7 @@ class Rewriter:
 
     def _kept(self) -> list[delayed_matmuls.Transfer]:
         """The collectives that are left in the graph and have a wait of their own, with their estimated seconds. Those
-        whose number of rows is known only when the graph runs are left out."""
+        of one rank, and those with a size that is known only when the graph runs, are left out."""
         found = [c for _, _, c in collectives.find_collectives(self.graph) if isinstance(c, CollectiveNode)]
         return [
             delayed_matmuls.Transfer(

@@ -7,8 +7,8 @@ the result those that sent::
     all_to_all_single(x [R c, h])                     [R c] [h]      ->  [R c] [h]
     shard_dim_alltoall(x [a, R b], gather 0, shard 1)  [a] [R b]     ->  [R a] [b]
 
-If the parts are not known to be equal, the rank atom counts rows (``Atom.uneven``), and those of the input are not
-those of the result.
+If the parts are not known to be equal, the rank atom counts rows (``Atom.uneven``). The input and the result then each
+have a rank atom of their own.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def layouts_of(collective: CollectiveNode) -> tuple[Layout, Layout]:
 
 def _by_ranks(collective: CollectiveNode) -> Layout:
     """The layout of an input whose dim 0 is cut into equal parts. If the input is a flattened tensor ``[R, ...]`` of
-    symbolic size, the layout has the atoms of that tensor. A run of symbolic size cannot be split again."""
+    symbolic size, the layout has the atoms of that tensor. Otherwise a rank's part would be one run of symbolic size,
+    which no reshape can split."""
     shape, ranks, source = tools.shape(collective.input), collective.world_size, collective.input
     known = all(isinstance(size, int) for size in shape)
     while not known and (tools.is_reshape(source) or source.target in tools.SAME):

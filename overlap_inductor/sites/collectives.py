@@ -174,8 +174,8 @@ def _wait_of(node: fx.Node) -> fx.Node | Reason:
 
 
 def _reads_rows(user: fx.Node, node: fx.Node) -> bool:
-    """Whether ``user`` only reads how many rows the all-to-all ``node`` receives. They are arguments of the node, too
-    (``all_to_all.write_row_counts``)."""
+    """Whether ``user`` only reads how many rows the all-to-all ``node`` receives. This number is a sum of arguments
+    of ``node`` (``all_to_all.write_row_counts``)."""
     is_exchange = _NAMES.get(operators.qualified_name(node)[1]) == "all_to_all"
     return is_exchange and user.target is torch.ops.aten.sym_size.int and user.args[1] == 0
 

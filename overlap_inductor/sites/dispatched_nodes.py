@@ -127,12 +127,12 @@ class DispatchedNodes(SiteNodes):
         return [*self.steps, self.put, *self._readers()]
 
     def places(self) -> list[Placement]:
-        """At the second exchange, where everything that the experts read has been computed. What reads the steps'
-        results before it moves down to it."""
+        """At the second exchange, where everything that the experts read has been computed. Nodes in front of it that
+        are computed from the steps move down to it."""
         return [Placement(self.combine.node, self._readers(), [], [])]
 
     def _readers(self) -> list[fx.Node]:
-        """The nodes in front of the second exchange that are computed from the steps and belong to others."""
+        """The nodes in front of the second exchange that are computed from the steps but do not belong to the site."""
         members, found = {*self.steps, self.put}, set[fx.Node]()
 
         def visit(node: fx.Node) -> bool:
@@ -174,7 +174,7 @@ class DispatchedNodes(SiteNodes):
         first, *steps = self.steps
         read = [n for step in steps for n in tools.tensor_inputs(step) if n not in self.steps and n is not self.ends]
         read = list(dict.fromkeys(read))
-        # The weights of as many experts as there are rows have the shape of a tensor with one entry for each row.
+        # If there are as many experts as rows, the weights look like a tensor with one entry for each row.
         count, weights = tools.shape(first)[0], {m.rhs for m in self.grouped}
         rows = [n for n in read if n not in weights and cut_by_rows(n, count)]
         whole = [n for n in read if n not in rows]

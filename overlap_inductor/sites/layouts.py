@@ -117,8 +117,8 @@ class Layout:
         return cls(((Atom(rows, rank=True, uneven=True),), *((atom,) for atom in others)))
 
     def refined(self) -> Layout:
-        """The layout with each atom that was split since replaced by its parts. Raises ``LayoutError`` if short shards
-        were split."""
+        """The same layout, in which the parts of an atom that was split replace the atom. Raises ``LayoutError`` if
+        short shards were split."""
         if any(atom.chunk is not None and atom.chunk.children for dim in self.dims for atom in dim):
             raise LayoutError("a reshape splits the shards into smaller dims, but their padding was cut off here")
         return Layout(tuple(tuple(leaf for atom in dim for leaf in atom.leaves()) for dim in self.dims))

@@ -113,7 +113,7 @@ class PooledNodes(TableNodes):
         parts: for each table, the tensor that the ``cat`` joins.
         between: the nodes between the parts and the collective, in graph order.
         received: layout of the collective's result, in the atoms of ``wire``.
-        sent: layout of its input.
+        sent: layout of the collective's input.
         by_rank: whether each rank's slice of the batch is looked up apart from the others'. If not, the whole batch is
             looked up, one table after the other.
     """
@@ -131,7 +131,8 @@ class PooledNodes(TableNodes):
         return self.between
 
     def places(self) -> list[Placement]:
-        """In front of the first lookup, so that each table is sent once it is looked up."""
+        """In front of the first lookup, so that each table's results are sent as soon as they are looked up. Empty with
+        ``by_rank``."""
         return [] if self.by_rank else [Placement(min(m.node for m in self.lookups), [], [], [])]
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:

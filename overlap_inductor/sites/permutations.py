@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an index tensor holds each index once, proved from the nodes that compute it.
+"""Prove that an index tensor holds each index once, from the nodes that compute the tensor.
 
 Dispatchers of experts bring rows from the order of their ranks into the order of their experts by an index that holds
 each row once. They compute it from the counts ``v`` of rows, by rank and expert, and from the same counts in another

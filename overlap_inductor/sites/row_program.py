@@ -7,7 +7,7 @@ r0`` is::
 
     {"ops": [["aten._grouped_mm.default", [{"row": 0}, {"whole": 0}, {"ends": 0}], {}],
              ["aten.mul.Tensor", [{"row": 2}, {"row": 1}], {}]],
-     "result": 3, "handed_out": []}
+     "result": 3, "width": 4096, "dtype": "bfloat16", "handed_out": []}
 
 ``row 0`` are the rows that arrived, ``row 1 ...`` those of other tensors. The ops' results follow, in order. ``whole``
 tensors serve all rows. ``ends`` says where the rows of each expert end. This module does not use FX.

@@ -111,7 +111,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
 
 
 def _weights(matmul: GroupedNode, scale: float) -> float:
-    """Bytes of the weights that a grouped matmul reads. It reads no expert that has no rows."""
+    """Bytes of the weights that a grouped matmul reads. It does not read the weights of experts without rows."""
     experts, *sizes = map(hint, tools.shape(matmul.rhs))
     rows = hint(tools.shape(matmul.lhs)[0]) * scale
     return float(min(experts, rows) * math.prod(sizes) * tools.dtype(matmul.rhs).itemsize)
@@ -143,9 +143,9 @@ def machine_at(collective: CollectiveNode, config: OverlapConfig) -> Machine:
 
 
 def machine_between(ranks: tuple[int, ...], device: torch.device, config: OverlapConfig) -> Machine:
-    """The rates and fixed costs of a group of these global ranks. They are those of the machine that
-    ``target.planning_for`` names, or else those of the device type. If these ranks' GPUs have no peer access, they are
-    those of GPUs without it. Facts that ``config.machine`` states replace them one by one."""
+    """The rates and fixed costs of a group of these global ranks. If ``target.planning_for`` names a machine, they are
+    those of this machine. Else they are those of the device type, or of GPUs without peer access if these ranks' GPUs
+    have none. In both cases, each fact that ``config.machine`` states replaces the default."""
     if (box := target()) is not None:
         return told(box.machine, config.machine)
     return told(machine_for(WITHOUT_PEERS if symmetric.without_peers(ranks, device) else device.type), config.machine)

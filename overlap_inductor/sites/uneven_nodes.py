@@ -61,7 +61,8 @@ class UnevenReceivedNodes(GatherNodes):
         return _rows(self.collective)
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """Like ``GatherNodes.matmul_sizes``, as if as many rows arrived as are sent."""
+        """Like ``GatherNodes.matmul_sizes``, but with the number of rows that this rank sends, in place of the number
+        that arrive."""
         found = []
         for consumer, sizes in zip(self.consumers, super().matmul_sizes(), strict=True):
             sized = {"M": sizes.m, "N": sizes.n, "K": sizes.k} | {consumer.role: self.tokens}

@@ -23,8 +23,8 @@ from overlap_inductor.sites.step_emitter import part_count
 
 
 class SentRing:
-    """See ``form.RingForm``. The slices for the other ranks are computed first, and each is sent once it is
-    computed."""
+    """See ``form.RingForm``. The slices for the other ranks are computed first, and each is sent as soon as it
+    is computed."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         parts = part_count(nodes_of(site, SentNodes).lead, config.sub_chunks)

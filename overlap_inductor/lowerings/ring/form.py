@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``RingForm``: the interface through which the ring cuts and writes a site.
 
-There is one implementation for each subclass of ``SiteNodes`` (``FORMS``). A form cuts a site into pieces and writes
+There is one implementation for each kind of site nodes (``FORMS``). A form cuts a site into pieces and writes
 its steps, unrolled into the graph or as one looping op::
 
     unrolled    for each piece: an op that waits for and starts transfers, and the mm of the piece

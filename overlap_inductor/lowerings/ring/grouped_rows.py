@@ -2,7 +2,7 @@
 """Write some rows of a ``sites.grouped.GroupedMatmul``: the grouped matmul of these rows only.
 
 The rows' places are sorted, which puts them into the experts' order. Place ``p`` belongs to the first expert whose end
-is larger than ``p``. So the ends of the piece's experts are the numbers of its places below the ends of all rows::
+is larger than ``p``. So in the piece, an expert's rows end at the number of places that are smaller than its end::
 
     ordered = sort(places[rows])
     y       = _grouped_mm(x[ordered], w, searchsorted(ordered, ends))
@@ -93,8 +93,8 @@ class GroupedRows:
         return found
 
     def _computed_once(self, node: fx.Node) -> fx.Node:
-        """``node``, in memory if it is one column. Otherwise each piece may compute all of it, for example the softmax
-        of the router."""
+        """``node``; if it is one column, written to memory once. If it were not, each piece might compute the whole
+        column again, for example the softmax of the router."""
         if not same_size(tools.shape(node)[1], 1):
             return node
         if node not in self._columns:

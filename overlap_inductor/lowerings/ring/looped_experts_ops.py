@@ -3,7 +3,7 @@
 and return, piece by piece.
 
 All rows that this rank sends start at once. The rank computes its own rows while they travel, then each other rank's
-rows when they have arrived, and returns each piece once it is computed::
+rows when they have arrived. It returns each piece as soon as the piece is computed::
 
     start all hops of the first exchange
     experts(own rows)
@@ -11,9 +11,10 @@ rows when they have arrived, and returns each piece once it is computed::
 
 The op returns while the last pieces are under way. Step ``exchange_wait`` waits for them.
 
-The rows of a piece are computed in the order of their experts. ``index`` says where each row in this order lies among
-those that arrived. So its inverse, sorted for the piece, gives this order. Counting gives the ends of the piece's
-experts. So the op needs no counts, and the host reads nothing.
+The rows of a piece are computed in the order of their experts. ``index`` gives, for each row in this order, its place
+among the rows that arrived. So the inverse of ``index``, sorted for the piece, gives this order. A search for ``ends``
+in it gives where each expert's rows end in the piece. So the op needs no row counts by expert, and the host reads
+nothing.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def _all_to_all_experts(
     arrived = x.new_empty(places[-1][-1], width)
     arrived[places[rank][0] : places[rank][-1]].copy_(x[cuts[rank][0] : cuts[rank][-1]])
     there = exchanges.open_uneven(arrived, in_elements(places, width), "direct", group, site, transport)
-    # No other op looks for this exchange. If no rows arrive and none return, both buffers have the same address.
+    # An open exchange is found by its buffer's address. If no rows arrive and none return, both buffers have the same
+    # address. So this exchange, which no other op looks for, is closed before the second one opens.
     exchanges.close_exchange(arrived, group, site)
     buffer = x.new_empty(cuts[-1][-1], parsed.width, dtype=getattr(torch, parsed.dtype))
     back = exchanges.open_uneven(buffer, in_elements(cuts, parsed.width), "direct", group, site, transport)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping ops of experts' grouped matmuls whose sum is reduced: the rows of ``looped_reduce_ops``, computed by a
-grouped matmul of their experts.
+"""The looping ops that reduce sums of experts' rows. They run the loops of ``looped_reduce_ops``, but a grouped matmul
+computes the rows.
 
 Shapes: ``lhs [S, K]`` and ``rhs [E, K, N]``. ``ends [E]``: where each expert's rows of ``lhs`` end. ``places [T, k]``:
 the rows of ``lhs @ rhs`` that each token sums. ``mask [S, 1]``: rows that count as zeros. ``shares [S, 1]``: a factor

@@ -55,12 +55,13 @@ def send_as_made(
     exchange: exchanges.Exchange | None,
     group: dist.ProcessGroup,
 ) -> Tensors:
-    """Compute the pieces for the other ranks, in the order of routes ``owner`` and ``direct``, and send each once it is
-    computed. Returns the pieces, which must live until their hops have ended.
+    """Compute the pieces for the other ranks, in the order of routes ``owner`` and ``direct``, and send each as soon as
+    it is computed. Returns the pieces, which must live until their hops have ended.
 
     Args:
         piece: computes sub-chunk ``part`` of the slice for rank ``slot``: ``piece(slot, part)``.
-        bands: which of the ``parts`` sub-chunks.
+        bands: the sub-chunks to compute, by index.
+        parts: the number of sub-chunks of a slice.
         exchange: sends the pieces; ``None`` if they have no elements.
     """
     world_size, sent = group.size(), []

@@ -32,7 +32,7 @@ def check_parts(rows: int, sent: Sequence[int], received: Sequence[int], rank: i
     if sum(sent) != rows or sent[rank] != received[rank] or min(*sent, *received) < 0:
         raise ValueError(
             f"site {site}: rank {rank} of the group has {rows} rows, sends {list(sent)} and receives {list(received)}."
-            " Expected: parts that add up to the rows, and the own part in both"
+            " Expected: parts that add up to the rows, and the same own part in both lists"
         )
 
 

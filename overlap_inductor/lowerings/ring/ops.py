@@ -331,8 +331,8 @@ def _after(piece: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     return piece.clone()
 
 
-# Orders the kernel that computes ``piece`` after the op that returned ``token``. Its lowering returns ``piece`` itself
-# and adds a scheduling edge.
+# Makes the kernel that computes ``piece`` run after the op that returned ``token``. The lowering returns ``piece``
+# itself and adds a scheduling edge.
 define("after(Tensor piece, Tensor token) -> Tensor", _after, lambda piece, token: torch.empty_like(piece), FLEXIBLE)
 
 

@@ -50,7 +50,8 @@ class _TableRing:
 
 
 class PooledRing(_TableRing):
-    """See ``form.RingForm``. Tables are looked up one group after the other, and sent once they are looked up."""
+    """See ``form.RingForm``. Tables are looked up one group after the other, and each group is sent as soon as it is
+    looked up."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         return _parameters(nodes_of(site, PooledNodes), config)

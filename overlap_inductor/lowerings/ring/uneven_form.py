@@ -61,8 +61,8 @@ class UnevenRing:
 
 
 class UnevenSentRing(UnevenRing):
-    """See ``form.RingForm``. The parts for the other ranks are computed first, and each piece is sent once it is
-    computed."""
+    """See ``form.RingForm``. The parts for the other ranks are computed first, and each piece is sent as soon as
+    it is computed."""
 
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, UnevenSentNodes)

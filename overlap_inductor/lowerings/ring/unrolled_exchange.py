@@ -3,7 +3,7 @@
 
 The slice for rank ``r + i`` is computed and sent in step i. This rank's own slice comes last, so the slices travel
 under the matmuls of later ones (arXiv:2305.06942, section 3; CommFuse 1.5 and 1.6). The wait stands where the program
-waits, so the last slices also travel under what comes before it::
+waits, so the last slices also travel under what comes before the wait::
 
     for i in 1 .. W-1, part: p = slice(r + i)[part]; send p to rank r + i
     received[r] = slice(r)

@@ -55,7 +55,7 @@ class _Exchange:
     Attributes:
         groups: ``(first table, number of tables)`` of each group.
         bounds: the first element of each group in a slot, then the number of a slot's elements.
-        sent: by hop, what it sends. The op that waits for the hop keeps it alive.
+        sent: for each hop, the piece that it sends. The op that waits for the hop keeps the piece alive.
     """
 
     def __init__(self, emit: StepEmitter, nodes: TableNodes, parts: int) -> None:
@@ -128,8 +128,8 @@ def rewrite_pooled(emit: StepEmitter, nodes: PooledNodes, parts: int) -> Replace
 
 
 def _looked_up(emit: StepEmitter, nodes: PooledNodes, tables: range, shift: int, token: fx.Node | None) -> fx.Node:
-    """The blocks of ``tables`` for rank ``r + shift``, looked up from that rank's slice of the indices after ``token``,
-    and written to memory once."""
+    """The blocks of ``tables`` for rank ``r + shift``. After ``token``, that rank's slice of the indices is looked up,
+    and the result is written to memory once."""
     blocks = []
     for lookup in nodes.lookups[tables.start : tables.stop]:
         count = tools.numel(tools.shape(lookup.lhs)) // emit.world_size
@@ -209,7 +209,7 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
 
 
 def _read(emit: StepEmitter, nodes: GradientNodes, buffer: fx.Node, place: int, old: fx.Node) -> fx.Node:
-    """What ``old`` was: the gradient of one table's result, from the blocks at ``place`` of every slot."""
+    """The replacement of ``old``, the gradient of one table's result: the blocks at ``place`` of every slot."""
     blocks = emit.reshape(buffer, [emit.world_size, nodes.count, nodes.block_size])
     table: Any = emit.narrow(blocks, 1, place, 1)
     own = Layout(nodes.block.refined().dims)

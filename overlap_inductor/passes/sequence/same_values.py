@@ -119,7 +119,7 @@ def symbols_of(number: Any) -> set[Any]:
 
 def _may_differ(node: fx.Node) -> bool:
     """Whether ``node`` may differ between ranks although its inputs are the same. This is assumed of random numbers, of
-    unknown ops, of ops that write in place, and of matmuls, whose weights may be shards."""
+    unknown ops, of ops that write in place, and of matmuls and convolutions, whose weights may be shards."""
     if getattr(node.target, "__name__", "") == "getitem" or operators.operator(node) is None:
         return False
     return (
