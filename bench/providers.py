@@ -193,13 +193,17 @@ def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) ->
     scales = (*site.scales, "bfloat16", True) if case.scaled else ()
     chain = torch.zeros(1, dtype=torch.uint8, device=site.device)
 
+    def send() -> torch.Tensor:
+        return op(chain, site.a, site.b, None, False, text, group_name, label)[0]
+
     def gather() -> torch.Tensor:
         return op(chain, site.a, [site.b], [None], *([s] for s in scales), False, text, group_name, label)[0][0]
 
     def reduce() -> torch.Tensor:
         return op(chain, site.a, site.b, None, *scales, text, "sum", group_name, label)[0]
 
-    return Provider(name, gather if site.example.first else reduce, schedule, settings, _held(case, needs))
+    after = send if case.pattern == "matmul_all_to_all" else reduce
+    return Provider(name, gather if site.example.first else after, schedule, settings, _held(case, needs))
 
 
 def compiled(site: Site, name: str, **switches: Any) -> Provider:

@@ -17,7 +17,7 @@ MARGIN = 1.05
 as fast as ``keep``."""
 MARGIN_UNMEASURED = 1.25
 """``MARGIN`` of ``chunked``, ``fused`` and ``wave_groups`` for groups with more ranks than any on which the schedule
-was measured."""
+was measured, and for all-to-alls, on which none of them was measured."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ class SiteSizes:
             matmuls.
         handed_out: bytes of the gathered tensor if nodes other than the site's matmuls read it, else 0. For these nodes
             an op copies the tensor out of its workspace.
+        exchanges: whether the collective is an all-to-all.
+        received: bytes that other ranks send to this one, if the collective is an all-to-all after the matmuls; else 0.
+            An op copies them out of its workspace.
         memory: bytes that lookups in tables read and write. Memory limits them, not the rate of multiplications.
     """
 
@@ -49,6 +52,8 @@ class SiteSizes:
     gathers: bool = False
     replays: bool = False
     handed_out: float = 0.0
+    exchanges: bool = False
+    received: float = 0.0
     memory: float = 0.0
     weights: float = 0.0
 
@@ -72,3 +77,8 @@ def kind_of(sizes: SiteSizes, matmul: float, wire: float) -> int:
 def copy_seconds(sizes: SiteSizes, machine: Machine) -> float:
     """Seconds to copy the gathered tensor out of the workspace: one read and one write of ``handed_out`` bytes."""
     return 2 * sizes.handed_out / machine.memory_bytes
+
+
+def receive_seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """``copy_seconds`` of the ``received`` bytes."""
+    return 2 * sizes.received / machine.memory_bytes

@@ -69,6 +69,8 @@ def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
                 pending.append(leaves[node].bias)
         elif node in nodes.through:
             pending.append(nodes.through[node])
+        elif isinstance(node, fx.Node) and node.target in tools.SAME:
+            pending.append(node.args[0])
         elif isinstance(node, fx.Node) and node.target is aten.add.Tensor and not node.kwargs:
             pending += node.args
         elif node in nodes.externals and is_row(node):

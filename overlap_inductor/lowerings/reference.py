@@ -57,6 +57,18 @@ def all_gather_matmul(
     return gathered, [product(gathered, b, bias) for b, bias in zip(rhs, biases, strict=True)]
 
 
+def exchanged(whole: torch.Tensor, columns: bool, group: dist.ProcessGroup) -> torch.Tensor:
+    """``all_to_all(whole)``, with a slice of rows for each rank, or of columns if ``columns``. Returns the slices one
+    below the other, in the order of ranks."""
+    (rows, width), ranks = whole.shape, group.size()
+    by_rank = whole
+    if columns:
+        by_rank = whole.view(rows, ranks, width // ranks).transpose(0, 1).reshape(ranks * rows, width // ranks)
+    received = torch.empty_like(by_rank, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, by_rank.contiguous(), group=group)
+    return received
+
+
 def matmul_reduce_scatter(
     lhs: Sequence[torch.Tensor],
     rhs: Sequence[torch.Tensor],

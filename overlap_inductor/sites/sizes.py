@@ -105,6 +105,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         itemsize=itemsize,
         tiles=tiles,
         handed_out=handed_out * scale,
+        received=sent * scale if moved.exchanges and site.nodes.is_sum else 0.0,
         memory=sum(s.memory for s in sizes) * scale,
         weights=sum(_weights(m, scale) for m in site.matmuls if isinstance(m, GroupedNode)),
     )
@@ -123,7 +124,8 @@ def moved_by(collective: CollectiveNode) -> cost_model.SiteSizes:
     gathers = collective.kind == "all_gather"
     sent = local * (world_size - 1) * (1.0 if gathers else 1.0 / max(world_size, 1))
     legs = 2 if collective.kind == "all_reduce" else 1
-    return cost_model.SiteSizes(0.0, sent, tools.dtype(collective.input).itemsize, world_size, legs, 0, gathers)
+    itemsize, exchanges = tools.dtype(collective.input).itemsize, collective.kind == "all_to_all"
+    return cost_model.SiteSizes(0.0, sent, itemsize, world_size, legs, 0, gathers, exchanges=exchanges)
 
 
 def _local_bytes(collective: CollectiveNode) -> float:

@@ -38,6 +38,8 @@ class Transfer:
         base: row of every workspace at which the shard from rank 0 goes. The shard from rank ``r`` goes to row ``base +
             r * rows``.
         index: flag of the first part.
+        read_in_order: True if scattered shards are sent to rank - 1, rank - 2, ... all the same, because the receiver
+            multiplies what arrives in the order described above.
     """
 
     rows: int
@@ -47,6 +49,7 @@ class Transfer:
     origin: int = 0
     base: int = 0
     index: int = 0
+    read_in_order: bool = False
 
     @property
     def parts(self) -> int:
@@ -56,7 +59,7 @@ class Transfer:
     @property
     def direction(self) -> int:
         """Sign of the step from the sender to its receivers."""
-        return 1 if self.scattered else -1
+        return 1 if self.scattered and not self.read_in_order else -1
 
     def flag(self, number: int, rank: int, world_size: int, signals: int) -> int:
         """Index of the flag of part ``number`` from ``rank``, in int32 words of the receiver's flags. ``signals``:

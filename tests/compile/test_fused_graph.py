@@ -91,7 +91,7 @@ def refused_sites() -> Iterator[tuple[str, Callable[[], HandGraph], str]]:
     yield "strides", of_odd_strides, "with strides [80, 2]"
     yield "two matmuls", of_two_matmuls, "2 matmuls are added into one reduction"
     yield "dynamic columns", of_dynamic_columns, "only known at run time"
-    yield "contracted dim", contracted, "cannot be put in the ranks' order"
+    yield "contracted dim", contracted, "contracts the dim that is divided among the ranks"
     yield "gathered output", head, "no fused kernel computes matmul_all_gather"
 
 

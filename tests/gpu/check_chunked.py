@@ -3,6 +3,7 @@
 with several numbers of chunks and bands, eagerly and in CUDA graphs.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_chunked [--calls 60] [--tokens 2048]
+    torchrun --nproc-per-node 8 -m tests.gpu.check_chunked --patterns matmul_all_to_all all_to_all_matmul
 
 Prints one JSON row for each setting. A row has the largest error against the plain computation in fp32, relative to its
 largest element. ``wrong_calls`` and ``wrong_replays`` count the result tensors that differ in any bit from those of the
@@ -26,6 +27,7 @@ import overlap_inductor.lowerings.chunked.ops  # noqa: F401  (defines the ops)
 from bench.support.gpu_ranks import finish_rank
 from bench.support.gpu_ranks import start_rank
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.lowerings.chunked.schedule import CHUNKED
 from overlap_inductor.runtime import workspace
 from overlap_inductor.torch_compat import symmetric
 from tests.gpu.repeated import host_us
@@ -56,9 +58,10 @@ def site(
     group, name = dist.group.WORLD, f"{pattern} {tokens} {some}"
     chosen = json.dumps(some, sort_keys=True)
     generator = torch.Generator("cuda").manual_seed(rank)
-    gathers, rows = pattern == "all_gather_matmul", tokens // world_size
+    gathers, rows = pattern in chunked_plan.GATHERS, tokens // world_size
     inner, columns = (HIDDEN, WIDE) if gathers else (WIDE, HIDDEN)
-    a = torch.randn(rows if gathers else tokens, inner, device="cuda", generator=generator).bfloat16()
+    own_rows = rows if pattern == "all_gather_matmul" else tokens
+    a = torch.randn(own_rows, inner, device="cuda", generator=generator).bfloat16()
     b = torch.randn(columns, inner, device="cuda", generator=generator).bfloat16().t() / 32
     bias = torch.randn(columns, device="cuda", generator=generator).bfloat16()
     parameters = chunked_plan.parameters_of(chosen, symmetric.multiprocessors(a.device))
@@ -70,12 +73,19 @@ def site(
     if gathers:
         second = b[:, : columns // 2].contiguous()
         everyone = torch.empty(tokens, inner, device="cuda", dtype=a.dtype)
-        dist.all_gather_into_tensor(everyone, a)
+        collective = dist.all_to_all_single if pattern == "all_to_all_matmul" else dist.all_gather_into_tensor
+        collective(everyone, a)
         expected = [everyone.float() @ b.float() + bias.float(), everyone.float() @ second.float(), everyone.float()]
-        return lambda: ops.chunked_all_gather_matmul(chain, a, [b, second], [bias, None], True, last[0], *last[1:])[
-            0
-        ], expected
+        op = getattr(ops, f"chunked_{pattern}")
+        return lambda: op(chain, a, [b, second], [bias, None], True, *last)[0], expected
     product = a.float() @ b.float() + bias.float()
+    if pattern == "matmul_all_to_all":
+        columns_too = product.view(tokens, world_size, -1).transpose(0, 1).contiguous().view(tokens * world_size, -1)
+        received = [torch.empty_like(product), torch.empty_like(columns_too)]
+        for found, sent in zip(received, (product, columns_too), strict=True):
+            dist.all_to_all_single(found, sent)
+        op = ops.chunked_matmul_all_to_all
+        return lambda: [op(chain, a, b, bias, by_columns, *last)[0] for by_columns in (False, True)], received
     dist.all_reduce(product)
     op = getattr(ops, f"chunked_{pattern}")
     average = product / world_size
@@ -117,11 +127,12 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--calls", type=int, default=60)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
+    parser.add_argument("--patterns", nargs="+", default=list(CHUNKED.patterns), choices=CHUNKED.patterns)
     arguments = parser.parse_args()
     # (The patience is shorter than the limit of the whole check, so a wait that times out is reported first.)
     rank, world_size = start_rank(PATIENCE_SECONDS)
     chance, failed = random.Random(rank), 0
-    for pattern in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+    for pattern in arguments.patterns:
         # The largest site comes first, so that smaller sites fit into its slots. The last site has shards of 333 rows.
         for tokens in [*sorted(arguments.tokens, reverse=True), 333 * world_size]:
             for some in settings(pattern, world_size):

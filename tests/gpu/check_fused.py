@@ -27,6 +27,7 @@ import overlap_inductor
 from bench.support.gpu_ranks import finish_rank
 from bench.support.gpu_ranks import start_rank
 from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_to_all
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 from tests.gpu import fused_epilogues
 from tests.gpu.repeated import host_us
@@ -34,6 +35,7 @@ from tests.gpu.repeated import late_calls
 from tests.gpu.repeated import replays
 from tests.support import scaled_sites
 from tests.support.fused_cases import cases
+from tests.support.fused_cases import exchanges
 from tests.support.fused_cases import sums
 from tests.support.ring_cases import as_tuple
 
@@ -61,7 +63,9 @@ def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) ->
 
 
 def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
-    sites = cases(world_size, FACTOR) | (sums(world_size, FACTOR) if schedule == "chunked" else {})
+    sites = cases(world_size, FACTOR)
+    if schedule == "chunked":
+        sites |= sums(world_size, FACTOR) | exchanges(world_size, FACTOR)
     return against_fp64(
         schedule,
         rank,
@@ -121,8 +125,13 @@ def against_fp64(
 
 
 ALL_PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-PATTERNS_OF = {"wave_groups": ALL_PATTERNS[1:], "small_message": ALL_PATTERNS[2:]}
-"""The patterns of each schedule that does not support all three."""
+EXCHANGES = ("matmul_all_to_all", "all_to_all_matmul")
+PATTERNS_OF = {
+    "wave_groups": ALL_PATTERNS[1:],
+    "small_message": ALL_PATTERNS[2:],
+    "chunked": (*ALL_PATTERNS, *EXCHANGES),
+}
+"""The patterns of each schedule that does not support exactly the three of ``ALL_PATTERNS``."""
 
 
 def patterns_of(
@@ -137,6 +146,8 @@ def patterns_of(
         "all_gather_matmul": (lambda x, a: all_gather(x, 0, g) @ a.t(), [x, up]),
         "matmul_reduce_scatter": (lambda y, a: reduce_scatter(y @ a, "sum", 0, g), [y, down]),
         "matmul_all_reduce": (lambda y, a: funcol.all_reduce(y @ a, "sum", g), [y, down]),
+        "matmul_all_to_all": (lambda y, a: all_to_all(y @ a, g), [y, down]),
+        "all_to_all_matmul": (lambda y, a: all_to_all(y, g) @ a, [y, down]),
     }
     return {name: made[name] for name in PATTERNS_OF.get(schedule, ALL_PATTERNS)}
 
@@ -207,11 +218,11 @@ def _host_cost(schedule: str, name: str, function: Callable[..., Any], inputs: l
         op = getattr(torch.ops.overlap_inductor, f"{schedule}_{name}").default
         chain, last = torch.zeros(1, dtype=torch.uint8, device="cuda"), (site.collective.group_name, site.id)
         a, b = inputs
-        arguments = (
-            (chain, a, [b.t()], [None], False, settings, *last)
-            if name == "all_gather_matmul"
-            else (chain, a, b, None, settings, "sum", *last)
-        )
+        arguments = {
+            "all_gather_matmul": (chain, a, [b.t()], [None], False, settings, *last),
+            "all_to_all_matmul": (chain, a, [b], [None], False, settings, *last),
+            "matmul_all_to_all": (chain, a, b, None, False, settings, *last),
+        }.get(name, (chain, a, b, None, settings, "sum", *last))
         return {
             "op": host_us(lambda: op(*arguments)),
             schedule: host_us(lambda: overlapped(*inputs)),

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from overlap_inductor.lowerings.chunked import exchange_launch
 from overlap_inductor.lowerings.chunked import launch as chunked
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.fused import calls as fused
@@ -40,7 +41,8 @@ class Call:
     Attributes:
         run: ``run(launch, value)`` makes the call on matrices full of ``value`` and of ones. All ranks pass the same
             ``value``. Every element of the result is ``right(value, world_size)``.
-        gathers: True if the pattern is a gather. In a reduction, the products of all ranks are added.
+        gathers: True if the pattern adds nothing: a gather or an all-to-all. In a reduction, the products of all ranks
+            are added.
     """
 
     run: Callable[[Launch, float], torch.Tensor]
@@ -94,6 +96,16 @@ def _chunked(pattern: str, parameters: ChunkedParameters = CHUNKED) -> Call:
     return Call(run, pattern == GATHER)
 
 
+def _sent_in_chunks(launch: Launch, value: float) -> torch.Tensor:
+    a, b = _operands(SCATTER, launch, value)
+    return exchange_launch.matmul_all_to_all(a, VendorMatmul(b), launch, CHUNKED)
+
+
+def _received_in_chunks(launch: Launch, value: float) -> torch.Tensor:
+    a, b = _operands(SCATTER, launch, value)
+    return chunked.all_to_all_matmul(a, [VendorMatmul(b)], launch, replace(CHUNKED, transport="copy_engine"))[0]
+
+
 def _small(two_shot: bool, norm: bool) -> Call:
     parameters = SmallParameters(two_shot, 16, 4)
 
@@ -128,6 +140,8 @@ EVERY = {
     "chunked gather, pushed, gathered tensor read": _with_gathered(_chunked_with_gathered),
     "chunked all-reduce, copied in bands": _chunked(REDUCE, replace(CHUNKED, transport="copy_engine", bands=2)),
     "fused tables": Call(_tables, gathers=True),
+    "chunked matmul_all_to_all, pushed": Call(_sent_in_chunks, gathers=True),
+    "chunked all_to_all_matmul, copied": Call(_received_in_chunks, gathers=True),
     "small_message, one-shot": _small(False, False),
     "small_message, one-shot with norm": _small(False, True),
     "small_message, two-shot": _small(True, False),

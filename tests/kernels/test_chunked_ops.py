@@ -84,6 +84,45 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
     return problems
 
 
+def _check_exchanges(rank: int, world_size: int, folder: str) -> list[str]:
+    """Call the ops of all-to-alls with a workspace, without one, and with no rows. The operands are small integers, so
+    results must be equal bit for bit. Returns the problems found on this rank."""
+    use_shared_memory(folder)
+    group, problems = dist.group.WORLD, []
+    settings = json.dumps({"transport": "copy_engine", "chunks": 3, "grain": 8})
+    need = chunked_plan.needed(
+        "matmul_all_to_all", world_size, ROWS, K, 8 * world_size, 2, chunked_plan.parameters_of(settings, 1)
+    )
+    workspace.prepare(group, torch.device("cpu"), json.dumps([["room", *need]]), 2**30)
+    workspace.prepare(group, torch.device("cpu"), json.dumps([["no room", 2**40, 1]]), 2**30)
+    for site, rows in (("room", ROWS), ("no room", ROWS), ("room", 0)):
+        generator = torch.Generator().manual_seed(rank)
+        a = torch.randint(-2, 3, (rows * world_size, K), generator=generator).half()
+        b = torch.randint(-2, 3, (8 * world_size, K), generator=generator).half()
+        bias, last = b[:, 0].contiguous(), (settings, group.group_name, site)
+        product = a @ b.t() + bias
+        columns = torch.cat(product.chunk(world_size, dim=1))
+        expected = [torch.empty_like(x) for x in (product, columns, a)]
+        for x, sent in zip(expected, (product, columns, a), strict=True):
+            dist.all_to_all_single(x, sent)
+        received = expected[2]
+        sent = [
+            ops.chunked_matmul_all_to_all(torch.zeros(1), a, b.t(), bias, by_columns, *last)[0]
+            for by_columns in (False, True)
+        ]
+        found, _ = ops.chunked_all_to_all_matmul(torch.zeros(1), a, [b.t(), b.t()], [bias, None], True, *last)
+        right = [*expected[:2], received @ b.t() + bias, received @ b.t(), received]
+        for number, (x, y) in enumerate(zip([*sent, *found], right, strict=True)):
+            if not torch.equal(x, y):
+                problems.append(f"{site}, {rows} rows, result {number}: {tuple(x.shape)} differs")
+    return problems
+
+
+def test_ops_of_exchanges_are_exact_with_workspace_and_without(tmp_path: Path) -> None:
+    for rank, problems in enumerate(run_ranks(2, _check_exchanges, str(tmp_path), timeout=200)):
+        assert not problems, f"rank {rank}: {problems}"
+
+
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 

@@ -11,6 +11,7 @@ import torch
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
 from tests.support.fused_cases import cases
+from tests.support.fused_cases import exchanges
 from tests.support.fused_cases import sums
 from tests.support.gloo_ranks import run_ranks
 from tests.support.interpreted import interpreted
@@ -25,7 +26,9 @@ def _check(rank: int, world_size: int, folder: str, names: list[str] | None, sch
     use_shared_memory(folder)
     problems = []
     config = OverlapConfig(schedule=schedule, mode="strict")
-    known = cases(world_size) | (sums(world_size) if schedule == "chunked" else {})
+    known = cases(world_size)
+    if schedule == "chunked":
+        known |= sums(world_size) | exchanges(world_size)
     for name in names or known:
         torch._dynamo.reset()
         function, shapes, expected = known[name]
@@ -118,6 +121,12 @@ def test_schedule_chunked(tmp_path: Path) -> None:
         "an MLP, gathered and scattered",
     ]
     for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), names, "chunked", timeout=400)):
+        assert not problems, f"rank {rank}: {problems}"
+
+
+def test_exchanges_in_chunks(tmp_path: Path) -> None:
+    """Rows and columns are exchanged, permuted or not, after a matmul and before one."""
+    for rank, problems in enumerate(run_ranks(3, _check, str(tmp_path), list(exchanges(3)), "chunked", timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
 
 

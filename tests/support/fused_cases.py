@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from overlap_inductor.torch_compat.functional_collectives import all_to_all
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 from tests.support.ring_cases import evened
+from tests.support.ulysses import to_heads
 
 
 def cases(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
@@ -108,6 +110,45 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
             2,
         ),
     }
+
+
+def exchanges(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
+    """Functions with all-to-alls of equal slices, in the form that ``cases`` returns. ``chunked`` computes them, and
+    ``fused`` does not."""
+    g, s = dist.group.WORLD, 24
+    change_shards = torch.ops._dtensor.shard_dim_alltoall
+    linear = torch.nn.functional.linear
+    return _larger(
+        {
+            "exchange rows, with bias": (
+                lambda x, a, b: all_to_all(linear(x, a, b), g),
+                [(s * w, 16), (24, 16), (24,)],
+                1,
+            ),
+            "exchange columns": (lambda x, a: change_shards(x @ a, 0, 1, g.group_name), [(s, 16), (16, 8 * w)], 1),
+            "exchange heads, batch 2, with bias": (
+                lambda x, a, b: to_heads(linear(x, a, b).unflatten(-1, (-1, 8)), g),
+                [(2, s, 16), (16 * w, 16), (16 * w,)],
+                1,
+            ),
+            "exchange rows before two matmuls, one with bias, what arrives is read": (
+                lambda x, a, b, c: (lambda y: (y @ a.t(), torch.addmm(c, y, b), y + 1))(all_to_all(x, g)),
+                [(s * w, 16), (24, 16), (16, 8), (8,)],
+                1,
+            ),
+            "exchange a sequence before a matmul, batch 2": (
+                lambda x, a: change_shards(x, 1, 0, g.group_name).flatten(0, 1) @ a,
+                [(2 * w, s, 16), (16, 24)],
+                1,
+            ),
+            "exchange rows that a second matmul reads as columns": (
+                lambda x, a, b: (lambda y: (y @ a, b @ y.t()))(all_to_all(x, g)),
+                [(s * w, 16), (16, 24), (8, 16)],
+                1,
+            ),
+        },
+        factor,
+    )
 
 
 def sums(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:

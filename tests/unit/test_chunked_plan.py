@@ -19,9 +19,11 @@ from overlap_inductor.transports.transfer import Transfer
 SIZES = [*itertools.product((2, 3, 8), (1, 24, 200), (1, 2, 7, 20))]
 
 
-def transfer_of(world_size: int, rows: int, chunks: int, scattered: bool) -> tuple[Transfer, list[int]]:
+def transfer_of(
+    world_size: int, rows: int, chunks: int, scattered: bool, read_in_order: bool = False
+) -> tuple[Transfer, list[int]]:
     p = ChunkedParameters(132, chunks=chunks, grain=8)
-    made = Transfer(rows, 16, chunked_plan.part_rows_of(rows, world_size, p), scattered)
+    made = Transfer(rows, 16, chunked_plan.part_rows_of(rows, world_size, p), scattered, read_in_order=read_in_order)
     return made, chunked_plan.chunk_bounds(made.parts, world_size, p)
 
 
@@ -41,10 +43,12 @@ def test_chunks_cover_the_other_ranks_rows_once_in_ring_order(world_size: int, r
 
 
 @pytest.mark.parametrize(("world_size", "rows", "chunks"), SIZES)
-@pytest.mark.parametrize("scattered", [False, True])
-def test_a_chunk_waits_for_exactly_what_it_reads(world_size: int, rows: int, chunks: int, scattered: bool) -> None:
+@pytest.mark.parametrize(("scattered", "read_in_order"), [(False, False), (True, False), (True, True)])
+def test_a_chunk_waits_for_exactly_what_it_reads(
+    world_size: int, rows: int, chunks: int, scattered: bool, read_in_order: bool
+) -> None:
     """Each row is sent to a receiver's workspace once. The number of its part gives the distance to the sender."""
-    made, bounds = transfer_of(world_size, rows, chunks, scattered)
+    made, bounds = transfer_of(world_size, rows, chunks, scattered, read_in_order)
     landed: dict[tuple[int, int], tuple[int, int, int]] = {}
     for rank in range(world_size):
         for number in range(bounds[-1]):
@@ -60,7 +64,11 @@ def test_a_chunk_waits_for_exactly_what_it_reads(world_size: int, rows: int, chu
         for first, last in zip(bounds, bounds[1:]):
             rows_of = chunked_plan.chunk_rows(first, last, rank, world_size, rows, made.part_rows)
             for row in (row for start, stop in rows_of for row in range(start, stop)):
-                if scattered:
+                if read_in_order:
+                    # The chunk reads exactly the rows that other ranks send to this rank in these parts.
+                    sender, source, number = landed[rank, row]
+                    assert (sender, source) == (row // rows, rank * rows + row % rows) and first <= number < last
+                elif scattered:
                     # The chunk sends exactly the rows that this rank multiplies in it.
                     owner = row // rows
                     sender, source, number = landed[owner, rank * rows + row % rows]
@@ -79,7 +87,10 @@ def test_bands_have_signals_of_their_own() -> None:
     assert chunked_plan.needed("all_gather_matmul", 2, 40, 64, 32, 2, p) == (2 * 40 * 64 * 2, 3)
 
 
-@pytest.mark.parametrize("pattern", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all", "all_to_all_matmul"],
+)
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_a_workspace_for_the_most_rows_serves_fewer_rows(pattern: str, world_size: int) -> None:
     """A smaller number of rows may have another number of parts and bands."""

@@ -12,6 +12,7 @@ from overlap_inductor.facts.cost_model import collective_seconds
 from overlap_inductor.facts.cost_model import copy_seconds
 from overlap_inductor.facts.cost_model import kind_of
 from overlap_inductor.facts.cost_model import matmul_seconds
+from overlap_inductor.facts.cost_model import receive_seconds
 from overlap_inductor.facts.machine import Machine
 
 
@@ -64,20 +65,22 @@ def _copy_beside_seconds(sizes: SiteSizes, machine: Machine, matmul: float) -> f
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
     """Seconds of vendor matmuls on chunks while transfers run. They sum the longer of the two, an exposed fraction
-    of the shorter, the exposed part of the copy, and a fixed cost for each leg."""
+    of the shorter, the exposed part of the copy, and a fixed cost for each leg. What an all-to-all delivers after the
+    matmuls is copied when nothing else runs."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + _copy_beside_seconds(
         sizes, machine, matmul
     )
+    exposed += receive_seconds(sizes, machine)
     return (
         max(matmul, wire) + exposed + sizes.legs * (COST.leg_seconds + (sizes.world_size - 1) * COST.leg_peer_seconds)
     )
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether chunks are estimated to be at least 5 % faster than ``keep`` (25 % in groups larger than those measured).
-    They must also save more time than the host or late peers may cost.
+    """Whether chunks are estimated to be at least 5 % faster than ``keep`` (25 % for all-to-alls and in groups larger
+    than those measured). They must also save more time than the host or late peers may cost.
 
     A call must take the GPU at least as long as the host: a model without CUDA graphs would wait for the host. If the
     call's launches are replayed as one, fewer tiles and a smaller gain are enough.
@@ -92,5 +95,6 @@ def pays(sizes: SiteSizes, machine: Machine) -> bool:
     if sizes.tiles < tiles or estimate < host:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
-    margin = MARGIN if sizes.world_size <= COST.ranks else MARGIN_UNMEASURED
+    measured = sizes.world_size <= COST.ranks and not sizes.exchanges
+    margin = MARGIN if measured else MARGIN_UNMEASURED
     return max(estimate * margin, estimate + gain) < keep

@@ -31,6 +31,7 @@ from overlap_inductor.kernels.layout import WAIT_PART
 from overlap_inductor.kernels.layout import WAIT_PARTIALS
 from overlap_inductor.kernels.partial_sums import sum_partials
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.lowerings.chunked.checks import check
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
 from overlap_inductor.runtime.replay import launched
@@ -59,45 +60,6 @@ Range = tuple[int, int]
 """``(first row, end)``."""
 
 
-def _check(
-    a: torch.Tensor,
-    matmuls: Sequence[VendorMatmul],
-    pattern: str,
-    rows: int,
-    launch: Launch,
-    parameters: ChunkedParameters,
-) -> None:
-    for matmul in matmuls:
-        b = matmul.b
-        reason = chunked_plan.why_not(a.dtype, a.shape[1], b.shape[1], matmul.scales is not None)
-        if reason is not None or b.shape[0] != a.shape[1] or matmul.scales is None and b.dtype != a.dtype:
-            raise UnsupportedError(
-                reason
-                or f"the right operand is {b.dtype}{list(b.shape)}; expected {a.shape[1]} rows"
-                f"{' of ' + str(a.dtype) if matmul.scales is None else ''}"
-            )
-        for left, right in matmul.added:
-            reason = chunked_plan.why_not(left.dtype, left.shape[1], right.shape[1])
-            if (
-                reason is not None
-                or matmul.scales is not None
-                or left.dtype != a.dtype
-                or right.dtype != a.dtype
-                or (len(left), *right.shape) != (len(a), left.shape[1], b.shape[1])
-            ):
-                what = f"{left.dtype}{list(left.shape)} @ {right.dtype}{list(right.shape)}"
-                raise UnsupportedError(
-                    reason
-                    or f"{what} is added to {a.dtype}{list(a.shape)} @ {b.dtype}{list(b.shape)}; expected products of"
-                    " one dtype and shape, without scales"
-                )
-    sent = a.dtype if pattern == "all_gather_matmul" else matmuls[0].dtype(a)
-    nbytes, signals = chunked_plan.needed(
-        pattern, launch.world_size, rows, a.shape[1], matmuls[0].b.shape[1], sent.itemsize, parameters
-    )
-    launch.check_room(nbytes, signals)
-
-
 End = Callable[[Sequence[torch.Tensor]], None]
 """Ends a call, given its results. If the group was aborted it sets them to NaN: neither a vendor's matmul nor a copy
 looks at an abort word."""
@@ -105,10 +67,10 @@ looks at an abort word."""
 
 @dataclass(frozen=True)
 class _Gather:
-    """A prepared all-gather.
+    """A prepared all-gather, or an all-to-all before matmuls.
 
     Attributes:
-        send: sends the shard.
+        send: sends the shard, or the other ranks' slices.
         chunks: for each chunk, its ranges of rows and the kernel that waits for them.
         workspace: ``[world_size * rows, K]``.
         end: ends the call.
@@ -140,30 +102,59 @@ def all_gather_matmul(
         UnsupportedError: the schedule does not support a dtype or layout, or the slot is too small.
         TransferError: an earlier call of the group gave up waiting, or was aborted.
     """
+    return _gather("all_gather_matmul", shard, len(shard), matmuls, launch, parameters, gathered_used)
+
+
+def all_to_all_matmul(
+    sent: torch.Tensor,
+    matmuls: Sequence[VendorMatmul],
+    launch: Launch,
+    parameters: ChunkedParameters,
+    received_used: bool = False,
+) -> list[torch.Tensor]:
+    """``all_to_all(sent) @ b + bias`` for each matmul: as ``all_gather_matmul``, but ``sent [world_size * rows, K]``
+    has a slice of its own for each rank."""
+    rows = len(sent) // launch.world_size
+    if len(sent) % launch.world_size:
+        raise UnsupportedError(f"{len(sent)} rows cannot be cut into {launch.world_size} equal slices")
+    return _gather("all_to_all_matmul", sent, rows, matmuls, launch, parameters, received_used)
+
+
+def _gather(
+    pattern: str,
+    source: torch.Tensor,
+    rows: int,
+    matmuls: Sequence[VendorMatmul],
+    launch: Launch,
+    parameters: ChunkedParameters,
+    gathered_used: bool,
+) -> list[torch.Tensor]:
     launch.faults.check()
-    if not shard.is_contiguous() or shard.data_ptr() % 16:
+    if not source.is_contiguous() or source.data_ptr() % 16:
         raise UnsupportedError(
-            f"the shard of shape {list(shard.shape)}, strides {list(shard.stride())} is not contiguous and"
+            f"the shard of shape {list(source.shape)}, strides {list(source.stride())} is not contiguous and"
             " aligned to 16 bytes"
         )
-    all_rows = launch.world_size * shard.shape[0]
-    outs = [rows_like(shard, all_rows, m.b.shape[1], m.dtype(shard)) for m in matmuls]
-    gathered = rows_like(shard, all_rows, shard.shape[1], shard.dtype) if gathered_used else None
-    tensors = [shard, gathered, *outs, *(t for m in matmuls for t in m.operands)]
-    what = ("chunked", "all_gather_matmul", parameters, blas.switches(), *(m.fast for m in matmuls))
+    all_rows = launch.world_size * rows
+    outs = [rows_like(source, all_rows, m.columns, m.dtype(source)) for m in matmuls]
+    gathered = rows_like(source, all_rows, source.shape[1], source.dtype) if gathered_used else None
+    tensors = [source, gathered, *outs, *(t for m in matmuls for t in m.operands)]
+    what = ("chunked", pattern, parameters, blas.switches(), *(m.fast for m in matmuls))
     launched(
         launch,
         what,
         tensors,
-        lambda: _gather(shard, matmuls, launch, parameters, outs, gathered),
+        lambda: _gather_into(pattern, source, rows, matmuls, launch, parameters, outs, gathered),
         parameters.replays,
         tensors,
     )
     return outs if gathered is None else [*outs, gathered]
 
 
-def _gather(
-    shard: torch.Tensor,
+def _gather_into(
+    pattern: str,
+    source: torch.Tensor,
+    rows: int,
     matmuls: Sequence[VendorMatmul],
     launch: Launch,
     parameters: ChunkedParameters,
@@ -172,45 +163,47 @@ def _gather(
 ) -> None:
     """The launches of one call, into ``outs`` (``[world_size * rows, N]`` each) and, if it is used, ``gathered
     [world_size * rows, K]``. Raises ``UnsupportedError``."""
-    rows, rank = shard.shape[0], launch.rank
+    start, stop = launch.rank * rows, (launch.rank + 1) * rows
+    own = source if pattern == "all_gather_matmul" else source[start:stop]
     results = [*outs] if gathered is None else [*outs, gathered]
     key = (
         "chunked",
-        shard.shape,
-        shard.dtype,
-        tuple((m.b.shape, m.dtype(shard)) for m in matmuls),
+        pattern,
+        source.shape,
+        source.dtype,
+        tuple((m.b.shape, m.dtype(source)) for m in matmuls),
         parameters,
         gathered is None,
     )
     call = launch.prepared.get(key)
     if call is None:
-        _check(shard, matmuls, "all_gather_matmul", rows, launch, parameters)
+        check(source, matmuls, pattern, rows, launch, parameters)
         # (The matmuls of one chunk follow each other, so they count as one matmul with all their columns.)
-        columns, itemsize = sum(m.b.shape[1] for m in matmuls), shard.element_size()
+        columns, itemsize = sum(m.columns for m in matmuls), source.element_size()
         fitted = chunked_plan.fitted(
-            "all_gather_matmul", launch.world_size, rows, shard.shape[1], columns, itemsize, itemsize, parameters
+            pattern, launch.world_size, rows, source.shape[1], columns, itemsize, itemsize, parameters
         )
-        call = _prepare_gather(shard, launch, fitted, results)
+        call = _prepare_gather(pattern, source, rows, launch, fitted, results)
         launch.remember(key, call)
-    credits, side = credit_kernel(launch), side_stream(shard.device)
+    credits, side = credit_kernel(launch), side_stream(source.device)
     with one_call(launch, side):
         # (The wait for credits runs before the matmul, not at the same time. A vendor's kernel may keep an SM for all
         # its tiles. If another kernel waits on that SM, the matmul ends later by the time of that wait.)
         credits()
         with side:
-            call.send(shard)
+            call.send(source)
             if gathered is not None:
-                gathered[rank * rows : (rank + 1) * rows].copy_(shard)
+                gathered[start:stop].copy_(own)
         for matmul, out in zip(matmuls, outs, strict=True):
-            matmul(shard, rank * rows, (rank + 1) * rows, out)
+            matmul(own, start, stop, out)
         for number, (ranges, wait) in enumerate(call.chunks):
             wait()
             if gathered is not None and number + 1 == len(call.chunks):
                 with side:
-                    _hand_out(call.workspace, gathered, rank * rows, (rank + 1) * rows)
-            for start, stop in ranges:
+                    _hand_out(call.workspace, gathered, start, stop)
+            for first, end in ranges:
                 for matmul, out in zip(matmuls, outs, strict=True):
-                    matmul(call.workspace[start:stop], start, stop, out)
+                    matmul(call.workspace[first:end], first, end, out)
     call.end(results)
 
 
@@ -223,10 +216,16 @@ def _hand_out(workspace: torch.Tensor, gathered: torch.Tensor, start: int, stop:
 
 
 def _prepare_gather(
-    shard: torch.Tensor, launch: Launch, p: ChunkedParameters, results: Sequence[torch.Tensor]
+    pattern: str,
+    source: torch.Tensor,
+    rows: int,
+    launch: Launch,
+    p: ChunkedParameters,
+    results: Sequence[torch.Tensor],
 ) -> _Gather:
-    world_size, (rows, width) = launch.world_size, shard.shape
-    transfer = Transfer(rows, width, chunked_plan.part_rows_of(rows, world_size, p), scattered=False)
+    world_size, width = launch.world_size, source.shape[1]
+    exchanged, part_rows = pattern == "all_to_all_matmul", chunked_plan.part_rows_of(rows, world_size, p)
+    transfer = Transfer(rows, width, part_rows, scattered=exchanged, read_in_order=exchanged)
     bounds = chunked_plan.chunk_bounds(transfer.parts, world_size, p)
     chunks = [
         (
@@ -235,8 +234,9 @@ def _prepare_gather(
         )
         for first, last in pairwise(bounds)
     ]
-    workspace = launch.slot.data.local[: world_size * shard.nbytes].view(shard.dtype).view(world_size * rows, width)
-    send = transport_named(PeerCopies, p.transport).prepare(launch, transfer, range(bounds[-1]), shard, p.share)
+    nbytes = world_size * rows * width * source.element_size()
+    workspace = launch.slot.data.local[:nbytes].view(source.dtype).view(world_size * rows, width)
+    send = transport_named(PeerCopies, p.transport).prepare(launch, transfer, range(bounds[-1]), source, p.share)
     return _Gather(send, chunks, workspace, spoiling_end(launch, results))
 
 
@@ -413,7 +413,7 @@ def _prepare_reduce(
     reduces_all = pattern == "matmul_all_reduce"
     if len(a) % world_size and not reduces_all:
         raise UnsupportedError(f"{len(a)} rows cannot be cut into {world_size} equal shards")
-    _check(a, [matmul], pattern, rows, launch, p)
+    check(a, [matmul], pattern, rows, launch, p)
     p = chunked_plan.fitted(
         pattern, world_size, rows, matmul.inner, out.shape[1], out.element_size(), a.element_size(), p
     )
@@ -429,6 +429,23 @@ def _prepare_reduce(
             _prepare_band(product, out, launch, p, transfer, average, results + number if reduces_all else None, last)
         )
     return made
+
+
+def sent_chunks(
+    launch: Launch, transfer: Transfer, p: ChunkedParameters, product: torch.Tensor
+) -> list[tuple[list[Range], Send]]:
+    """The ``chunks`` of a ``_Band`` whose rows ``transfer`` sends."""
+    world_size, transport = launch.world_size, transport_named(PeerCopies, p.transport)
+    chunks: list[tuple[list[Range], Send]] = []
+    for first, end in pairwise(chunked_plan.chunk_bounds(transfer.parts, world_size, p)):
+        ranges = (
+            [(0, world_size * transfer.rows)]
+            if p.chunks == 0
+            else chunked_plan.chunk_rows(first, end, launch.rank, world_size, transfer.rows, transfer.part_rows)
+        )
+        send = transport.prepare(launch, transfer, range(first, end), product, p.share)
+        chunks.append(([(transfer.origin + start, transfer.origin + stop) for start, stop in ranges], send))
+    return chunks
 
 
 def _prepare_band(
@@ -453,16 +470,7 @@ def _prepare_band(
     vector = 16 // out.element_size()
     row_vectors = width // vector
     workspace = slot.data.local.view(out.dtype)
-    bounds = chunked_plan.chunk_bounds(transfer.parts, world_size, p)
-    chunks: list[tuple[list[Range], Send]] = []
-    for first, end in pairwise(bounds):
-        ranges = (
-            [(0, world_size * rows)]
-            if p.chunks == 0
-            else chunked_plan.chunk_rows(first, end, rank, world_size, rows, transfer.part_rows)
-        )
-        send = transport.prepare(launch, transfer, range(first, end), product, p.share)
-        chunks.append(([(first_row + start, first_row + stop) for start, stop in ranges], send))
+    chunks = sent_chunks(launch, transfer, p, product)
     own = first_row + rank * rows, first_row + (rank + 1) * rows
     own_last = p.chunks != 0
     wait = wait_kernel(launch, transfer, 0, transfer.parts * (world_size - 1), WAIT_PARTIALS)

@@ -11,11 +11,13 @@ import torch
 
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
+from overlap_inductor.lowerings.one_op.exchange_ops import define_exchanges
 from overlap_inductor.lowerings.one_op.operands import left_operand
 from overlap_inductor.lowerings.one_op.ops import Optional
 from overlap_inductor.lowerings.one_op.ops import Tensors
 from overlap_inductor.lowerings.one_op.ops import define_gather
 from overlap_inductor.lowerings.one_op.ops import define_reductions
+from overlap_inductor.lowerings.one_op.vendor_matmul import SlicedMatmul
 from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
 from overlap_inductor.runtime.workspace import Launch
 
@@ -53,5 +55,33 @@ def _reduce(
     return getattr(_launches(), pattern)(lhs, VendorMatmul(rhs, bias), launch, parameters, average)
 
 
+def _send(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    columns: bool,
+    launch: Launch,
+    parameters: ChunkedParameters,
+) -> torch.Tensor:
+    from overlap_inductor.lowerings.chunked.exchange_launch import matmul_all_to_all
+
+    matmul = SlicedMatmul(rhs, bias, count=launch.world_size) if columns else VendorMatmul(rhs, bias)
+    return matmul_all_to_all(lhs, matmul, launch, parameters)
+
+
+def _receive(
+    sent: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    biases: Optional,
+    received_used: bool,
+    launch: Launch,
+    parameters: ChunkedParameters,
+) -> Tensors:
+    return _launches().all_to_all_matmul(
+        left_operand(sent), list(map(VendorMatmul, rhs, biases)), launch, parameters, received_used
+    )
+
+
 define_gather("chunked", chunked_plan, _gather)
 define_reductions("chunked", chunked_plan, _reduce)
+define_exchanges("chunked", chunked_plan, _send, _receive)

@@ -32,6 +32,8 @@ at once, and the first matmul waits for the first copy. A gather loses 7 % at 8 
 from 16 MiB on."""
 TILE = 128, 256
 """Rows and columns of the vendor's tile, which one SM multiplies at a time."""
+GATHERS = ("all_gather_matmul", "all_to_all_matmul")
+"""The patterns in which rows are multiplied after they have arrived. In the others they are multiplied first."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
 """Limits for the bands of an all-reduce if the size of a call decides their number. ``BAND_BYTES`` is the smallest band
 with up to 4 ranks, in bytes for each peer. With more ranks it grows in proportion. ``MOST_BANDS`` is the largest number
@@ -133,7 +135,7 @@ def fitted(
     Raises:
         UnsupportedError: the given ``sizes`` do not add up to the shards of all peers.
     """
-    sizes, bands, transport, gathers = tuple(p.sizes), p.bands, p.transport, pattern == "all_gather_matmul"
+    sizes, bands, transport, gathers = tuple(p.sizes), p.bands, p.transport, pattern in GATHERS
     sent, other = (inner, columns) if gathers else (columns, inner)
     shard_bytes = rows * sent * sent_itemsize
     if bands == 0:
@@ -233,7 +235,7 @@ def needed(
     if pattern == "matmul_all_reduce":
         signals = result_signals(world_size, parameters) + (parameters.bands or MOST_BANDS)
         return 2 * world_size * rows * columns * itemsize, signals
-    return world_size * rows * (inner if pattern == "all_gather_matmul" else columns) * itemsize, _most_parts(
+    return world_size * rows * (inner if pattern in GATHERS else columns) * itemsize, _most_parts(
         world_size, parameters
     )
 

@@ -8,11 +8,13 @@ from overlap_inductor.lowerings.chunked import parameters
 from overlap_inductor.lowerings.one_op.schedule import OneOpSchedule
 from overlap_inductor.torch_compat import symmetric
 
+EXCHANGES = ("matmul_all_to_all", "all_to_all_matmul")
+
 CHUNKED = OneOpSchedule(
     name="chunked",
     called="in chunks",
     noun="schedule in chunks",
-    patterns=("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
+    patterns=("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", *EXCHANGES),
     plan=parameters,
     parameters=parameters.ChunkedParameters,
     cost=cost.seconds,
@@ -22,6 +24,7 @@ CHUNKED = OneOpSchedule(
     replays=True,
     called_by_others=True,
     ops=tuple(f"overlap_inductor.lowerings.chunked.{name}" for name in ("ops", "scaled_ops", "sum_ops")),
+    only_plain=EXCHANGES,
     why_not_scaled=lambda dtype, inner, columns: parameters.why_not(dtype, inner, columns, scaled=True),
     sums=True,
 )

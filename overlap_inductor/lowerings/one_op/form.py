@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``RowsForm``: the interface through which a schedule with one op for each site reads and writes a site.
 
-``GatherRows`` implements it for ``GatherNodes``, and ``ReduceRows`` for ``ReduceNodes``. Sites with nodes of another
-kind have no such form.
+``GatherRows`` implements it for ``GatherNodes``, ``ReduceRows`` for ``ReduceNodes``, and ``SentRows`` and
+``ReceivedRows`` for an all-to-all of equal slices. Sites with nodes of another kind have no such form.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ from __future__ import annotations
 from typing import Any
 from typing import Protocol
 
+import torch
 from torch import fx
 
+from overlap_inductor.lowerings.one_op.exchange_rows import ReceivedRows
+from overlap_inductor.lowerings.one_op.exchange_rows import SentRows
 from overlap_inductor.lowerings.one_op.gather_rows import GatherRows
 from overlap_inductor.lowerings.one_op.reduce_rows import ReduceRows
 from overlap_inductor.lowerings.rows import PLAIN
 from overlap_inductor.lowerings.rows import Op
+from overlap_inductor.sites.exchange_nodes import ReceivedNodes
+from overlap_inductor.sites.exchange_nodes import SentNodes
 from overlap_inductor.sites.gather_nodes import GatherNodes
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.nodes import SiteNodes
@@ -25,6 +30,12 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 
 
 class RowsForm(Protocol):
+    @property
+    def turns(self) -> bool:
+        """Whether the op computes the transposed product if the dim that is cut is N, so that this dim is always the
+        left operand's rows. If not, the op cuts columns."""
+        ...
+
     def served(self, site: OverlapSite) -> OverlapSite:
         """The site with only those matmuls that one op can compute together. Returns ``site`` unchanged if the op can
         compute all matmuls, or none."""
@@ -43,6 +54,10 @@ class RowsForm(Protocol):
     def computed_between(self, site: OverlapSite) -> fx.Node | None:
         """A node between the collective and the matmuls, if an op there is not element-wise (``sites.row_wise``,
         ``passes.find_region``); else ``None``."""
+        ...
+
+    def slice_sizes(self, site: OverlapSite, left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
+        """``(K, N)`` of the matmul of one rank's slice. ``left``, ``right``: its operands as the op takes them."""
         ...
 
     def why_no_sum(self, site: OverlapSite, noun: str, sums: bool) -> str | None:
@@ -77,7 +92,12 @@ class RowsForm(Protocol):
         ...
 
 
-FORMS: dict[type[SiteNodes], RowsForm] = {GatherNodes: GatherRows(), ReduceNodes: ReduceRows()}
+FORMS: dict[type[SiteNodes], RowsForm] = {
+    GatherNodes: GatherRows(),
+    ReduceNodes: ReduceRows(),
+    SentNodes: SentRows(),
+    ReceivedNodes: ReceivedRows(),
+}
 
 
 def form_of(site: OverlapSite) -> RowsForm:

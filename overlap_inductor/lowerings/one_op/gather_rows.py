@@ -7,6 +7,7 @@ from dataclasses import replace
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import fx
 
 from overlap_inductor.lowerings.rows import PLAIN
@@ -28,6 +29,8 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 
 class GatherRows:
     """See ``form.RowsForm``."""
+
+    turns = True
 
     def served(self, site: OverlapSite) -> OverlapSite:
         nodes = nodes_of(site, GatherNodes)
@@ -54,6 +57,9 @@ class GatherRows:
         nodes = nodes_of(site, GatherNodes)
         return next((n for n in nodes.layouts if n is not nodes.collective.wait and n not in nodes.through), None)
 
+    def slice_sizes(self, site: OverlapSite, left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
+        return int(left.shape[1]), int(right.shape[1])
+
     def why_no_sum(self, site: OverlapSite, noun: str, sums: bool) -> str | None:
         return None
 
@@ -71,22 +77,29 @@ class GatherRows:
     ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
         nodes = nodes_of(site, GatherNodes)
         first = nodes.consumers[0]
-        shard = emit.reshape(as_bits_of(emit, nodes.collective.input, tools.dtype(first.operand_node)), _shard(first))
-        rhs = [c.matmul.rhs if c.role == "M" else transposed(emit, c.matmul.lhs) for c in nodes.consumers]
+        bits = as_bits_of(emit, nodes.collective.input, tools.dtype(first.operand_node))
+        shard, rhs = emit.reshape(bits, shard_shape(first)), right_operands(emit, nodes)
         biases, used = [c.matmul.bias for c in nodes.consumers], nodes.hands_out_gathered()
         terms = map(list, zip(*scales, strict=True))
         out = emit.communicate(op(""), emit.chain, shard, rhs, biases, *terms, used, *own, emit.group_name, emit.site)
         results, chain = (emit.call(getitem, out, i) for i in range(2))
         # The op returns the gathered tensor after the results.
         gathered = emit.call(getitem, results, len(rhs)) if used else None
-        replaced = {}
-        for i, consumer in enumerate(nodes.consumers):
-            result = rows_in_place(emit, emit.call(getitem, results, i), consumer.sharded, from_ranks=True)
-            result = emit.cut_to_size(result, 0, consumer.sharded)
-            replaced[consumer.matmul.node] = (
-                result if consumer.role == "M" else emit.contiguous(transposed(emit, result))
-            )
+        replaced = {
+            c.matmul.node: placed(emit, c, emit.call(getitem, results, i)) for i, c in enumerate(nodes.consumers)
+        }
         return chain, replaced if gathered is None else replaced | gathered_as(emit, nodes, gathered)
+
+
+def right_operands(emit: StepEmitter, nodes: GatherNodes) -> list[fx.Node]:
+    """The right operand of each matmul as the op computes it."""
+    return [c.matmul.rhs if c.role == "M" else transposed(emit, c.matmul.lhs) for c in nodes.consumers]
+
+
+def placed(emit: StepEmitter, consumer: GatherConsumer, result: fx.Node) -> fx.Node:
+    """The matmul's result as the graph reads it. ``result``: the op's, with its rows in the ranks' order."""
+    result = emit.cut_to_size(rows_in_place(emit, result, consumer.sharded, from_ranks=True), 0, consumer.sharded)
+    return result if consumer.role == "M" else emit.contiguous(transposed(emit, result))
 
 
 def _one_bias_row(matmul: MatmulNode) -> bool:
@@ -102,13 +115,13 @@ def _gathers_rows(consumer: GatherConsumer, nodes: GatherNodes) -> bool:
 
 def _one_shape(consumers: list[GatherConsumer]) -> bool:
     """Whether all matmuls read the gathered tensor as the same matrix: same shape, same dtype."""
-    shapes = [_shard(c) for c in consumers]
+    shapes = [shard_shape(c) for c in consumers]
     return len({tools.dtype(c.operand_node) for c in consumers}) == 1 and all(
         same_size(a, b) for other in shapes[1:] for a, b in zip(shapes[0], other, strict=True)
     )
 
 
-def _shard(consumer: GatherConsumer) -> list[Any]:
+def shard_shape(consumer: GatherConsumer) -> list[Any]:
     """The sizes ``[rows, width]`` of a shard as the matmul reads it: the gathered dim comes first."""
     width = tools.shape(consumer.operand_node)[1 if consumer.role == "M" else 0]
     return [consumer.sharded.outer * consumer.sharded.chunk, width]

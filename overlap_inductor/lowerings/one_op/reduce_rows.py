@@ -24,6 +24,8 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 class ReduceRows:
     """See ``form.RowsForm``."""
 
+    turns = True
+
     def served(self, site: OverlapSite) -> OverlapSite:
         return site
 
@@ -40,6 +42,9 @@ class ReduceRows:
     def computed_between(self, site: OverlapSite) -> fx.Node | None:
         region = nodes_of(site, ReduceNodes).region
         return next(iter((*region.reduced, *region.joined)), None) if region is not None else None
+
+    def slice_sizes(self, site: OverlapSite, left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
+        return int(left.shape[1]), int(right.shape[1])
 
     def why_no_sum(self, site: OverlapSite, noun: str, sums: bool) -> str | None:
         if len(site.matmuls) == 1:

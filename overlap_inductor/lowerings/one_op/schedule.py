@@ -6,6 +6,7 @@ Which sites such an op can compute:
 - The matrices are fp16 or bf16, and K and N are multiples of 8, so that rows are whole 16-byte words. For fp8 matmuls
   with scales, a schedule may have an op ``<schedule>_scaled_<pattern>`` (``lowerings.one_op.scaled``).
 - The rows can be brought into the ranks' order (``lowerings.rows``).
+- The ranks' parts have equal sizes.
 - A reduction has one matmul. For a sum of several, a schedule may have an op ``<schedule>_sum_<pattern>``.
 - A gather may have several matmuls. The op computes those that ``lowerings.one_op.form.served`` selects, and returns
   the gathered tensor for the others.
@@ -97,6 +98,7 @@ class OneOpSchedule:
         needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)``
             that a call needs in its workspace slot; ``None`` if the schedule needs no workspace.
         why_not_scaled: as ``plan.why_not``, for fp8 with scales; ``None`` if the schedule has no ops for fp8.
+        only_plain: patterns for which the schedule has no op for fp8 although it has such ops for others.
         replays: whether a repeated call may be launched as one CUDA graph (``runtime.replay``).
         sums: whether the schedule has ops for a reduction of a sum of plain matmuls.
         parameters: the dataclass of the op's parameters. The settings may set its fields.
@@ -114,6 +116,7 @@ class OneOpSchedule:
     dynamic: bool = True
     needed: Callable[..., tuple[int, int]] | None = None
     why_not_scaled: WhyNot | None = None
+    only_plain: tuple[str, ...] = ()
     replays: bool = False
     sums: bool = False
     parameters: type = object
@@ -142,9 +145,9 @@ class OneOpSchedule:
                 f"schedule {self.name} cannot use transport {transport} for {call.pattern}; expected"
                 f" {' or '.join(moving)}"
             )
-        limits = self.why_not_scaled if call.scaled else self.plan.why_not
-        if limits is None:
-            return f"no {self.noun} multiplies fp8 with scales"
+        if call.scaled and (reason := self._why_no_scaled(call.pattern)) is not None:
+            return reason
+        limits = self.why_not_scaled if call.scaled and self.why_not_scaled is not None else self.plan.why_not
         return limits(call.dtype, call.inner, call.columns) or self.why_not_between(call.ranks, device)
 
     def settings_of(self, call: OpCall, transport: str) -> dict[str, Any]:
@@ -164,6 +167,8 @@ class OneOpSchedule:
         """Does nothing: each call is one node, so the graph's budget of nodes does not matter."""
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
+        if site.nodes.uneven_rows():
+            return f"each rank's part has its own number of rows; a {self.noun} sends equal parts"
         site, facts = served(site), site.facts
         moving = self.plan.transports_of(facts.pattern)
         if config.transport not in ("auto", *moving):
@@ -174,9 +179,8 @@ class OneOpSchedule:
         why_not: WhyNot = self.plan.why_not
         kinds, why_not_right, scaled = PLAIN, _why_not_right, scaled_site.is_scaled(site)
         if scaled:
-            if self.why_not_scaled is None:
-                return f"no {self.noun} multiplies fp8 with scales"
-            if (reason := scaled_site.why_not(site)) is not None:
+            reason = self._why_no_scaled(facts.pattern) or scaled_site.why_not(site)
+            if reason is not None or self.why_not_scaled is None:
                 return reason
             why_not, kinds, why_not_right = self.why_not_scaled, SCALED, scaled_site.why_not_right
         if not loopable(site, kinds):
@@ -184,6 +188,11 @@ class OneOpSchedule:
                 return (
                     f"{between.name} ({between.target}) is between the matmuls and the collective; a {self.noun} cannot"
                     " compute it"
+                )
+            if set(site.nodes.roles) == {"K"}:
+                return (
+                    "a matmul contracts the dim that is divided among the ranks; expected it among the matmul's rows or"
+                    " columns"
                 )
             return (
                 "the rows cannot be put in the ranks' order, or a matmul has an unsupported kind or a bias of more than"
@@ -200,11 +209,19 @@ class OneOpSchedule:
                     f"a size or stride is only known at run time: {[str(s) for s in left.shape]} @"
                     f" {[str(s) for s in right.shape]}"
                 )
-            reason = why_not(left.dtype, int(left.shape[1]), int(right.shape[1])) or why_not_right(left, right)
+            reason = why_not(left.dtype, *form_of(site).slice_sizes(site, left, right)) or why_not_right(left, right)
             if reason is not None:
                 return reason
         source = tools.value(site.collectives[0].input)
         return self.why_not_between(facts.collective.ranks, source.device)
+
+    def _why_no_scaled(self, pattern: str) -> str | None:
+        """Why the schedule has no op for fp8 with scales; ``None`` if it has one."""
+        if self.why_not_scaled is None:
+            return f"no {self.noun} multiplies fp8 with scales"
+        if pattern in self.only_plain:
+            return f"no {self.noun} multiplies fp8 with scales in {pattern}"
+        return None
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
         return self.pieces(site, config, 0)
@@ -306,10 +323,9 @@ class OneOpSchedule:
 
 
 def operands(site: OverlapSite) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``(left, right)`` of each matmul as the op computes it. If the gathered or scattered dim is N, the product is
-    transposed, so that this dim is always the left operand's rows."""
-    nodes = site.nodes
-    return [_pair(m.lhs, m.rhs, role == "N") for m, role in zip(nodes.matmuls, nodes.roles, strict=True)]
+    """``(left, right)`` of each matmul as the op computes it (``RowsForm.turns``)."""
+    nodes, turns = site.nodes, form_of(site).turns
+    return [_pair(m.lhs, m.rhs, turns and role == "N") for m, role in zip(nodes.matmuls, nodes.roles, strict=True)]
 
 
 def _why_not_right(left: torch.Tensor, right: torch.Tensor) -> str | None:

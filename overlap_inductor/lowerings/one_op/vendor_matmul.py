@@ -51,6 +51,11 @@ class VendorMatmul:
         return (self.b, self.bias, *more) if self.scales is None else (self.b, self.bias, self.scales.a, self.scales.b)
 
     @property
+    def columns(self) -> int:
+        """Columns of ``out`` in a call."""
+        return self.b.shape[1]
+
+    @property
     def inner(self) -> int:
         """The sum of K over all products."""
         return self.b.shape[0] + sum(b.shape[0] for _, b in self.added)
@@ -90,3 +95,26 @@ class VendorMatmul:
             torch.addmm(self.bias, rows, self.b, out=out[start:stop])
         for a, b in self.added:
             out[start:stop].addmm_(a[start:stop], b)
+
+
+@dataclass(frozen=True)
+class SlicedMatmul(VendorMatmul):
+    """Computes one slice of the columns of ``a @ b + bias`` for each rank, one below the other: with ``a [m, K]`` and
+    ``count`` ranks, rows ``r * m`` to ``(r + 1) * m - 1`` of ``out`` are slice ``r`` of the columns. It has neither
+    scales nor added products."""
+
+    count: int = 1
+
+    @property
+    def columns(self) -> int:
+        return self.b.shape[1] // self.count
+
+    def __call__(self, rows: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
+        """Write rows ``start`` to ``stop - 1`` of ``out``. ``rows [m, K]`` are all rows of the left operand."""
+        m, width = len(rows), self.columns
+        for slot in range(start // m, -(-stop // m)):
+            first, end = max(start, slot * m), min(stop, (slot + 1) * m)
+            columns = slice(slot * width, (slot + 1) * width)
+            bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[columns]
+            left = rows[first - slot * m : end - slot * m]
+            VendorMatmul(self.b[:, columns], bias)(left, first, end, out)

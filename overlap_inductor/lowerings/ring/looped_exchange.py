@@ -9,16 +9,13 @@ from operator import getitem
 import torch
 from torch import fx
 
+from overlap_inductor.lowerings.exchanged_rows import arranged
+from overlap_inductor.lowerings.exchanged_rows import given
+from overlap_inductor.lowerings.exchanged_rows import sent_operands
+from overlap_inductor.lowerings.exchanged_rows import sent_rows
 from overlap_inductor.lowerings.ring import looped_gather
 from overlap_inductor.lowerings.ring import looped_reduce
-from overlap_inductor.lowerings.ring.unrolled_exchange import arranged
-from overlap_inductor.lowerings.ring.unrolled_exchange import given
-from overlap_inductor.lowerings.ring.unrolled_exchange import sent_rows
 from overlap_inductor.lowerings.rows import PLAIN
-from overlap_inductor.lowerings.rows import bias_row
-from overlap_inductor.lowerings.rows import columns_in_place
-from overlap_inductor.lowerings.rows import is_row
-from overlap_inductor.lowerings.rows import rows_in_place
 from overlap_inductor.lowerings.schedule import Replaced
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.exchange_nodes import ReceivedNodes
@@ -51,27 +48,14 @@ def rewrite_sent(emit: StepEmitter, nodes: SentNodes, parts: int, floor: int) ->
         RuntimeError: the op cannot compute the site.
     """
     biases = looped_reduce.planned_biases(nodes)
-    columns, sharded = nodes.sharded.dim == 1, nodes.sharded
-    in_ranks_order = columns_in_place if columns else rows_in_place
-
-    def ordered(x: fx.Node) -> fx.Node:
-        return in_ranks_order(emit, x, sharded, from_ranks=False)
-
-    def as_bias(bias: fx.Node | None) -> fx.Node | None:
-        if bias is None or not is_row(bias):
-            return None if bias is None else ordered(bias)
-        row = bias_row(emit, bias)
-        return emit.reshape(ordered(emit.reshape(row, [1, *tools.shape(row)])), tools.shape(row)) if columns else row
-
-    lhs = [m.lhs if columns else ordered(m.lhs) for m in nodes.leaves]
-    rhs = [ordered(m.rhs) if columns else m.rhs for m in nodes.leaves]
+    columns, (lhs, rhs, biases) = nodes.sharded.dim == 1, sent_operands(emit, nodes, biases)
     dtype, where = tools.dtype(nodes.collectives[0].input), (emit.group_name, emit.site, *emit.transport)
     out = emit.communicate(
         overlap.matmul_all_to_all.default,
         emit.chain,
         lhs,
         rhs,
-        list(map(as_bias, biases)),
+        biases,
         columns,
         nodes.lead,
         parts,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
+from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.library import define
 from overlap_inductor.lowerings.ring.looped_gather_ops import Form
 from overlap_inductor.lowerings.ring.looped_gather_ops import as_it_stood
@@ -44,7 +44,6 @@ def _matmul_all_to_all(
     group = resolve_group(group_name)
     world_size, rank = group.size(), group.rank()
     rows, width = _slice_shape(lhs, rhs, columns, world_size)
-    buffer = lhs[0].new_empty(world_size, rows, width, dtype=dtype)
 
     def piece(slot: int, start: int, stop: int) -> torch.Tensor:
         if not columns:
@@ -55,9 +54,8 @@ def _matmul_all_to_all(
 
     if lhs[0].shape[0] < min_rows:
         whole = sum_of_products(lhs, rhs, biases, slice(None), dtype)
-        by_rank = whole.view(rows, world_size, width).transpose(0, 1) if columns else whole
-        dist.all_to_all_single(buffer.view(-1), by_rank.reshape(-1), group=group)
-        return buffer, chain.new_empty(1)
+        return reference.exchanged(whole, columns, group).view(world_size, rows, width), chain.new_empty(1)
+    buffer = lhs[0].new_empty(world_size, rows, width, dtype=dtype)
     cuts = [c * (rows // lead) if lead else 0 for c in routes.bounds(lead, parts)]
     bounds = [c * width for c in cuts]
     exchange = exchanges.open_exchange(buffer, bounds, "direct", group, site, transport)
@@ -121,11 +119,11 @@ def _all_to_all_matmul(
     group = resolve_group(group_name)
     world_size, rank, width = group.size(), group.rank(), sent.shape[1]
     rows = sent.shape[0] // world_size
-    parsed, received = forms_from(forms, parts, site), torch.empty_like(sent)
+    parsed = forms_from(forms, parts, site)
     if sent.shape[0] < min_rows:
-        dist.all_to_all_single(received, sent, group=group)
+        received = reference.exchanged(sent, False, group)
         return as_it_stood(parsed, received, others, biases, world_size), received, chain.new_empty(1)
-    slices = sent.view(world_size, rows, width)
+    slices, received = sent.view(world_size, rows, width), torch.empty_like(sent)
     received[rank * rows : (rank + 1) * rows].copy_(slices[rank])
     cuts = routes.bounds(rows, parts)
     exchange = exchanges.open_exchange(received, [c * width for c in cuts], "direct", group, site, transport)

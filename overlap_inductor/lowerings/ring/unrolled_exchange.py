@@ -25,6 +25,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from overlap_inductor.lowerings.exchanged_rows import arranged
+from overlap_inductor.lowerings.exchanged_rows import given
+from overlap_inductor.lowerings.exchanged_rows import sent_rows
 from overlap_inductor.lowerings.ring.reduce_slices import Slices
 from overlap_inductor.lowerings.ring.unrolled_gather import Steps
 from overlap_inductor.lowerings.schedule import Replaced
@@ -67,15 +70,6 @@ def rewrite_sent(emit: StepEmitter, nodes: SentNodes, parts: int) -> Replaced:
         hops = list(range((world_size - 1) * len(cuts)))
         emit.communicate(overlap.exchange_wait.default, emit.chain, buffer, sent, bounds, hops, *where)
         return arranged(emit, nodes, buffer)
-
-
-def arranged(emit: StepEmitter, nodes: SentNodes, buffer: fx.Node) -> Replaced:
-    """``{old node: its replacement}`` for the collective and its wait. ``buffer`` holds what was received
-    (``SentNodes.wire``)."""
-    (collective,) = nodes.collectives
-    result = emit.convert(emit.reshape(buffer, nodes.wire.shape()), nodes.wire, nodes.received)
-    result = emit.contiguous(emit.reshape(result, tools.shape(collective.wait)))
-    return {collective.wait: result, collective.node: result}
 
 
 def _place(nodes: SentNodes, start: Size, length: Size) -> tuple[Block, tuple[Size, Size] | None]:
@@ -124,14 +118,3 @@ def rewrite_received(emit: StepEmitter, nodes: ReceivedNodes, parts: int) -> tup
         step, part = divmod(hop, steps.parts)
         steps.multiply(buffer, -1 - step, part if steps.parts > 1 else None)
     return given(emit, nodes, buffer), steps.finish()
-
-
-def sent_rows(emit: StepEmitter, nodes: ReceivedNodes) -> fx.Node:
-    """What is sent, with its elements in the order of ``nodes.raw``. Contiguous."""
-    return emit.contiguous(emit.convert(nodes.source, nodes.source_layout, nodes.raw))
-
-
-def given(emit: StepEmitter, nodes: ReceivedNodes, buffer: fx.Node) -> fx.Node:
-    """The collective's result, for nodes other than the site's matmuls. ``buffer`` holds what was received."""
-    result = emit.convert(emit.reshape(buffer, nodes.raw.shape()), nodes.raw, nodes.given)
-    return emit.contiguous(emit.reshape(result, tools.shape(nodes.collective.wait)))

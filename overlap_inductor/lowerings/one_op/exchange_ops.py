@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Define ops that run an all-to-all of equal slices and its matmuls inside one op. Otherwise they are like those of
+``one_op.ops``.
+
+Shapes (W ranks, this rank's view): ``sent [W*m, K]`` has a slice of rows for each rank. The product ``lhs @ rhs`` has a
+slice of rows for each rank, or a slice of columns if ``columns``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from overlap_inductor.lowerings import reference
+from overlap_inductor.lowerings.library import define
+from overlap_inductor.lowerings.one_op.ops import Gather
+from overlap_inductor.lowerings.one_op.ops import Optional
+from overlap_inductor.lowerings.one_op.ops import SitePlan
+from overlap_inductor.lowerings.one_op.ops import Tensors
+from overlap_inductor.lowerings.one_op.ops import ready
+from overlap_inductor.runtime.call_order import call_order
+from overlap_inductor.runtime.workspace import Launch
+from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.torch_compat.memory import token_like
+
+Send = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, bool, Launch, Any], torch.Tensor]
+"""``(lhs, rhs, bias, columns, launch, parameters) -> received [W * rows of a slice, its width]``."""
+
+
+def define_exchanges(schedule: str, plan: SitePlan, send: Send, receive: Gather) -> None:
+    """Define ops ``<schedule>_matmul_all_to_all`` and ``<schedule>_all_to_all_matmul``.
+
+    The first returns ``(received [W * rows, width], token)``: a slice from each rank, in the order of ranks. The second
+    returns ``([result [W*m, N] of each matmul ...], token)``. If ``received_used``, what was received, ``[W*m, K]``,
+    follows the results in the list.
+    """
+    _define_sent(schedule, plan, send)
+    _define_received(schedule, plan, receive)
+
+
+def _define_sent(schedule: str, plan: SitePlan, send: Send) -> None:
+    def implementation(
+        chain: torch.Tensor,
+        lhs: torch.Tensor,
+        rhs: torch.Tensor,
+        bias: torch.Tensor | None,
+        columns: bool,
+        settings: str,
+        group_name: str,
+        site: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        group, token, rows = resolve_group(group_name), token_like(chain), lhs.shape[0]
+        found = ready(plan, "matmul_all_to_all", -(-rows // group.size()), lhs, rhs, lhs.dtype, group, site, settings)
+        if found is None:
+            return reference.exchanged(reference.product(lhs, rhs, bias), columns, group), token
+        with call_order(lhs.device):
+            return send(lhs, rhs, bias, columns, *found), token
+
+    def fake(
+        chain: torch.Tensor,
+        lhs: torch.Tensor,
+        rhs: torch.Tensor,
+        bias: object,
+        columns: bool,
+        settings: str,
+        group_name: str,
+        site: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (rows, width), ranks = (lhs.shape[0], rhs.shape[1]), resolve_group(group_name).size()
+        shape = (rows * ranks, width // ranks) if columns else (rows, width)
+        return lhs.new_empty(shape), chain.new_empty(1)
+
+    schema = (
+        "(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, bool columns, str settings, str group_name, str site) ->"
+        " (Tensor, Tensor)"
+    )
+    define(f"{schedule}_matmul_all_to_all{schema}", implementation, fake)
+
+
+def _define_received(schedule: str, plan: SitePlan, receive: Gather) -> None:
+    def implementation(
+        chain: torch.Tensor,
+        sent: torch.Tensor,
+        rhs: Tensors,
+        biases: Optional,
+        received_used: bool,
+        settings: str,
+        group_name: str,
+        site: str,
+    ) -> tuple[Tensors, torch.Tensor]:
+        group, token, rows = resolve_group(group_name), token_like(chain), sent.shape[0]
+        found = ready(
+            plan, "all_to_all_matmul", -(-rows // group.size()), sent, rhs[0], sent.dtype, group, site, settings
+        )
+        if found is None:
+            received = reference.exchanged(sent, False, group)
+            outs = [reference.product(received, b, bias) for b, bias in zip(rhs, biases, strict=True)]
+            return [*outs, received] if received_used else outs, token
+        with call_order(sent.device):
+            return receive(sent, rhs, biases, received_used, *found), token
+
+    def fake(
+        chain: torch.Tensor,
+        sent: torch.Tensor,
+        rhs: Sequence[torch.Tensor],
+        biases: object,
+        received_used: bool,
+        settings: str,
+        group_name: str,
+        site: str,
+    ) -> tuple[Tensors, torch.Tensor]:
+        outs = [sent.new_empty(sent.shape[0], b.shape[1]) for b in rhs]
+        return [*outs, torch.empty_like(sent)] if received_used else outs, chain.new_empty(1)
+
+    schema = (
+        "(Tensor chain, Tensor sent, Tensor[] rhs, Tensor?[] biases, bool received_used, str settings, str group_name,"
+        " str site) -> (Tensor[], Tensor)"
+    )
+    define(f"{schedule}_all_to_all_matmul{schema}", implementation, fake)
