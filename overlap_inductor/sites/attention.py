@@ -57,6 +57,16 @@ class AttentionNode(MatmulNode):
         return found
 
     @property
+    def is_causal(self) -> bool:
+        """Whether query ``i`` sees only the keys 0 to ``i``. Both are counted from 0, however many keys there are."""
+        return bool(operators.argument(self.node, "is_causal"))
+
+    @property
+    def hides_keys(self) -> bool:
+        """Whether a query may not see some of the keys."""
+        return self.is_causal or self.mask is not None
+
+    @property
     def mask_name(self) -> str:
         return _CUT[self.node.target]
 
@@ -82,11 +92,8 @@ class AttentionNode(MatmulNode):
             return f"{name} reads tensors of {len(tools.shape(self.lhs))} dims; expected batch, heads, tokens and width"
         if dropout := operators.argument(self.node, "dropout_p"):
             return f"{name} drops weights at random (dropout_p={dropout}); expected no dropout"
-        if operators.argument(self.node, "is_causal"):
-            return (
-                f"is_causal of {name} counts queries and keys from 0, so this rank's queries see only the keys of the"
-                " first ranks; write the mask of the rank's own queries as attn_mask"
-            )
+        if self.is_causal and self.mask is not None:
+            return f"{name} has both is_causal and a mask; expected one of them"
         return None
 
     def describe(self, role: str | None) -> facts.Matmul:
@@ -108,6 +115,10 @@ def parse(node: fx.Node) -> AttentionNode | None:
 def arguments_of_piece(
     attention: AttentionNode, key: fx.Node, value: fx.Node, mask: fx.Node | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The op's arguments, positional and by keyword, for some of its keys."""
-    masked = {} if mask is None else {attention.mask_name: mask}
-    return operators.with_arguments(attention.node, {"key": key, "value": value, **masked})
+    """The op's arguments, positional and by keyword, for some of its keys. ``mask``: added to their scores."""
+    values: dict[str, Any] = {"key": key, "value": value}
+    if mask is not None:
+        values[attention.mask_name] = mask
+    if attention.is_causal:
+        values["is_causal"] = False
+    return operators.with_arguments(attention.node, values)

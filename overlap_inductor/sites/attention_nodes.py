@@ -70,7 +70,8 @@ class AttentionNodes(SiteNodes):
     def matmul_sizes(self) -> list[MatmulSizes]:
         """The two matmuls of attention as one: the scores contract the width of a key, the output the keys."""
         batch, queries, keys, width, columns = self.attention.sizes
-        return [MatmulSizes(batch, queries, width + columns, keys, own="M")]
+        causal = self.attention.is_causal
+        return [MatmulSizes(batch, queries, width + columns, keys, own="M", causal=causal)]
 
     @property
     def is_sum(self) -> bool:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from overlap_inductor.report.report import OverlapReport
 from tests.compile.readings import summary
+from tests.support.context_parallel import all_queries
 from tests.support.context_parallel import gathered
 from tests.support.context_parallel import heads_first
 from tests.support.context_parallel import tokens_first
@@ -43,17 +44,17 @@ def _mask(own: int = 8, world_size: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="golden files are for torch 2.13")
-@pytest.mark.parametrize("masked", [False, True])
-def test_golden(masked: bool) -> None:
+@pytest.mark.parametrize("kind", ["plain", "masked", "causal"])
+def test_golden(kind: str) -> None:
     """Catches any change of the site, decision and graph, and a text that differs between ranks."""
     texts = set()
     for rank in (0, 1):
         with fake_group(2, rank), torch.no_grad():
-            report = report_of(heads_first, *_own(), *([_mask()] if masked else []))
+            report = report_of(heads_first, *_own(), {"plain": None, "masked": _mask(), "causal": True}[kind])
         assert not waste(report)
         texts.add(f"{report_text(report)}\nbefore\n{report.before}\nafter\n{report.after}")
     (text,) = texts
-    check_golden(text.rstrip() + "\n", "attention/masked.txt" if masked else "attention/plain.txt")
+    check_golden(text.rstrip() + "\n", f"attention/{kind}.txt")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
@@ -120,12 +121,6 @@ def _miss(fn: Callable[..., Any], *args: torch.Tensor, **fields: Any) -> tuple[s
 @pytest.mark.usefixtures("two")
 def test_what_is_no_site_has_a_reason() -> None:
     q, k, v = _own()
-
-    def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(q, gathered(k, 2), gathered(v, 2), is_causal=True)
-
-    code, text = _miss(causal, q, k, v)
-    assert code == "matmul_form" and "is_causal" in text
 
     def turned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = gathered(k, 2), gathered(v, 2)
@@ -222,13 +217,14 @@ def test_training_graphs_are_kept_with_a_reason() -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_dropout_has_a_reason() -> None:
-    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+@pytest.mark.parametrize(("given", "said"), [((0.5,), "dropout_p=0.5"), ((0.0, True), "both is_causal and a mask")])
+def test_forms_that_have_a_reason(given: tuple[Any, ...], said: str) -> None:
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return op(q, gathered(k, 2), gathered(v, 2), 0.5)[0]
+        return op(q, gathered(k, 2), gathered(v, 2), *given, attn_mask=mask)[0]
 
-    code, text = _miss(layer, *_own())
-    assert code == "matmul_form" and "dropout_p=0.5" in text
+    code, text = _miss(layer, *_own(), torch.zeros(8, 16))
+    assert code == "matmul_form" and said in text
 
 
 def test_other_schedules_compute_no_attention() -> None:
@@ -238,9 +234,9 @@ def test_other_schedules_compute_no_attention() -> None:
     assert site.decision.status == "refused" and "computes all_gather_attention" in site.decision.reasons[0].text
 
 
-def _planned(own: int) -> OverlapReport:
+def _planned(own: int, *mask: bool, layer: Callable[..., Any] = heads_first) -> OverlapReport:
     with fake_group(2), torch.no_grad():
-        report = report_of(heads_first, *_own(own=own), schedule="auto", machine=SLOW)
+        report = report_of(layer, *_own(own=own), *mask, schedule="auto", machine=SLOW)
     torch._dynamo.reset()
     return report
 
@@ -254,6 +250,17 @@ def test_the_planner_counts_keys_and_values() -> None:
     assert max(estimate["matmul"], moved / 62.5) <= estimate["ring"] < estimate["keep"]
     assert estimate["collective"] >= moved / 62.5
     assert (few.decision.status, few.decision.reasons[0].code) == ("kept", "too_small")
+
+
+def test_the_planner_counts_the_hidden_keys_that_pieces_do_not_skip() -> None:
+    """As written, causal attention to 2 x 1024 keys computes a quarter of the scores for 1024 queries, and half of them
+    for 2048. The pieces compute all."""
+    for layer, share in ((heads_first, 4), (all_queries, 2)):
+        (full,), (causal,) = (_planned(1024, *mask, layer=layer).sites for mask in ((), (True,)))
+        whole, seen = (site.decision.moving.estimate_us for site in (full, causal))
+        assert seen["matmul"] == pytest.approx(whole["matmul"] / share, rel=2e-3)
+        assert seen["ring"] == pytest.approx(whole["ring"])
+        assert seen["keep"] == pytest.approx(seen["matmul"] + seen["collective"], rel=1e-3)
 
 
 def test_ranks_compare_both_gathers() -> None:

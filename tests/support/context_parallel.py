@@ -11,33 +11,52 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 
-MASKS = ("none", "causal", "random", "heads", "one row", "nothing")
+MASKS = ("none", "causal", "random", "heads", "one row", "nothing", "is_causal")
 
 
 def gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
     return funcol.all_gather_tensor(x, dim, dist.group.WORLD)
 
 
-def heads_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """``[batch, heads, own tokens, width]``. Keys and values may have fewer heads."""
-    k, v = gathered(k, 2), gathered(v, 2)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None) -> torch.Tensor:
+    """Attention ``[batch, heads, tokens, width]``. Keys and values may have fewer heads. ``mask=True``: ``is_causal``."""
+    given = {"is_causal": True} if mask is True else {"attn_mask": mask}
+    return F.scaled_dot_product_attention(q, k, v, **given, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def tokens_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+def heads_first(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
+) -> torch.Tensor:
+    """``[batch, heads, own tokens, width]``."""
+    return attend(q, gathered(k, 2), gathered(v, 2), mask)
+
+
+def tokens_first(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
+) -> torch.Tensor:
     """The same for ``[batch, own tokens, heads, width]``, as projections give them."""
-    q, k, v = (x.transpose(1, 2) for x in (q, gathered(k, 1), gathered(v, 1)))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2)
+    return attend(*(x.transpose(1, 2) for x in (q, gathered(k, 1), gathered(v, 1))), mask).transpose(1, 2)
 
 
-def mask_of(kind: str, rank: int, heads: int, own: int, keys: int) -> torch.Tensor | None:
-    """The mask of a rank's own queries, bool or added to the scores; ``None`` for ``none``.
+def all_queries(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
+) -> torch.Tensor:
+    """The queries are gathered, too. A rank returns the rows of all ranks."""
+    return attend(gathered(q, 2), gathered(k, 2), gathered(v, 2), mask)
+
+
+LAYERS = (heads_first, tokens_first, all_queries)
+
+
+def mask_of(kind: str, rank: int, heads: int, own: int, keys: int) -> torch.Tensor | bool | None:
+    """The mask of a rank's own queries, bool or added to the scores; ``None`` for ``none``, ``True`` for ``is_causal``.
 
     ``causal``: the later ranks' keys are hidden from all queries. ``random``: hides all keys from some queries, and
     from others all keys of some ranks. ``heads``: a bias for each head, added and not only 0 or ``-inf``. ``one row``:
     the same for all queries. ``nothing``: hides nothing.
     """
+    if kind == "is_causal":
+        return True
     rows, columns = torch.arange(own) + rank * own, torch.arange(keys)
     if kind == "causal":
         return rows[:, None] >= columns[None]
@@ -55,8 +74,10 @@ def mask_of(kind: str, rank: int, heads: int, own: int, keys: int) -> torch.Tens
     return torch.ones(own, keys, dtype=torch.bool) if kind == "nothing" else None
 
 
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None) -> torch.Tensor:
     """Attention in fp64 to all keys, ``[batch, heads, tokens, width]``. A query that sees no key gets 0."""
+    if mask is True:
+        mask = torch.arange(q.shape[2])[:, None] >= torch.arange(k.shape[2])
     q, k, v = q.double(), k.double(), v.double()
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])

@@ -26,6 +26,7 @@ from overlap_inductor.sites import attention
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.attention_nodes import AttentionNodes
 from overlap_inductor.sites.attention_nodes import GatheredOperand
+from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.transports import routes
@@ -49,7 +50,7 @@ def rewrite(emit: StepEmitter, nodes: AttentionNodes, route: str) -> Replaced:
         for buffer, bound in zip(buffers, bounds, strict=True):
             emit.communicate(overlap.gather_step.default, emit.chain, buffer, bound, hop, *where)
         pieces += [_attend(emit, nodes, buffers, shift) for shift in shifts]
-    out = _merged(emit, pieces, tools.dtype(nodes.attention.lhs), masked=nodes.attention.mask is not None)
+    out = _merged(emit, pieces, tools.dtype(nodes.attention.lhs), masked=nodes.attention.hides_keys)
     replaced = {node: out for node, number in nodes.attention.results().items() if number == 0}
     for operand, buffer in zip(operands, buffers, strict=True):
         replaced |= {operand.collective.wait: buffer, operand.collective.node: buffer}
@@ -62,13 +63,12 @@ def _attend(emit: StepEmitter, nodes: AttentionNodes, buffers: list[fx.Node], sh
     key, value = (
         _shard(emit, operand, buffer, shift) for operand, buffer in zip((nodes.key, nodes.value), buffers, strict=True)
     )
-    mask = _mask_of(emit, nodes, shift)
+    mask, sees_none = (_causal if nodes.attention.is_causal else _mask_of)(emit, nodes, shift)
     args, kwargs = attention.arguments_of_piece(nodes.attention, key, value, mask)
     results = emit.call(nodes.attention.node.target, *args, **kwargs)
     output, log_sum_exp = (emit.call(getitem, results, i) for i in range(2))
-    if mask is not None:
+    if sees_none is not None:
         # The op returns 0 in place of -inf for these queries. 0 may also be a true result.
-        sees_none = emit.call(aten.eq.Scalar, emit.call(aten.amax.default, mask, [-1]), -math.inf)
         log_sum_exp = emit.call(aten.where.ScalarSelf, sees_none, -math.inf, log_sum_exp)
     return output, log_sum_exp
 
@@ -79,8 +79,20 @@ def _shard(emit: StepEmitter, operand: GatheredOperand, buffer: fx.Node, shift: 
     return emit.convert(shard, operand.raw.without_rank(), operand.layout.without_rank())
 
 
-def _mask_of(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> fx.Node | None:
-    """The columns of the mask that belong to the keys of rank ``r + shift``; ``None`` if there is no mask."""
+Hidden = tuple[fx.Node | None, fx.Node | None]
+"""``(what is added to the scores of a rank's keys, which queries see none of these keys)``; ``None`` if all queries see
+all of them."""
+
+
+def _mask_of(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
+    """The columns of the mask that belong to the keys of rank ``r + shift``."""
+    mask = _columns(emit, nodes, shift)
+    if mask is None:
+        return None, None
+    return mask, emit.call(aten.eq.Scalar, emit.call(aten.amax.default, mask, [-1]), -math.inf)
+
+
+def _columns(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> fx.Node | None:
     mask = nodes.attention.mask
     if mask is None or same_size(tools.shape(mask)[-1], 1):
         return mask
@@ -91,6 +103,25 @@ def _mask_of(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> fx.Node | 
     # To cut an expanded mask, Inductor would first write it to memory.
     columns = emit.take(source, len(tools.shape(source)) - 1, shift, keys, 0, keys)
     return columns if source is mask else emit.call(aten.expand.default, columns, [*whole[:-1], keys])
+
+
+def _causal(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
+    """``is_causal`` for the keys of rank ``r + shift``. Which ones a query sees depends on ``r``, and the graph is one
+    for all ranks, so it is written as a mask."""
+    query = tools.value(nodes.attention.lhs)
+    _, queries, total, _, _ = nodes.attention.sizes
+    keys = nodes.sharded_dims[0].chunk
+
+    def counted(size: Size) -> fx.Node:
+        where = {"dtype": torch.int64, "device": query.device, "requires_grad": False}
+        return emit.call(torch.ops.prims.iota.default, size, start=0, step=1, **where)
+
+    rows, every = counted(queries), counted(total)
+    columns, first = (emit.take(every, 0, shift, keys, 0, length) for length in (keys, 1))
+    hidden = emit.call(aten.lt.Tensor, emit.call(aten.unsqueeze.default, rows, -1), columns)
+    shown = emit.call(aten.full.default, [], 0.0, dtype=query.dtype, device=query.device)
+    mask = emit.call(aten.where.ScalarSelf, hidden, -math.inf, shown)
+    return mask, emit.call(aten.lt.Tensor, rows, first)
 
 
 def _merged(emit: StepEmitter, pieces: list[tuple[fx.Node, fx.Node]], dtype: torch.dtype, masked: bool) -> fx.Node:
