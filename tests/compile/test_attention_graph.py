@@ -16,7 +16,10 @@ import torch.nn.functional as F
 
 from overlap_inductor.report.report import OverlapReport
 from tests.compile.readings import summary
+from tests.support.context_parallel import LAYERS
 from tests.support.context_parallel import all_queries
+from tests.support.context_parallel import columns
+from tests.support.context_parallel import flat
 from tests.support.context_parallel import gathered
 from tests.support.context_parallel import heads_first
 from tests.support.context_parallel import tokens_first
@@ -44,13 +47,14 @@ def _mask(own: int = 8, world_size: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="golden files are for torch 2.13")
-@pytest.mark.parametrize("kind", ["plain", "masked", "causal"])
+@pytest.mark.parametrize("kind", ["plain", "masked", "causal", "flat"])
 def test_golden(kind: str) -> None:
     """Catches any change of the site, decision and graph, and a text that differs between ranks."""
     texts = set()
     for rank in (0, 1):
         with fake_group(2, rank), torch.no_grad():
-            report = report_of(heads_first, *_own(), {"plain": None, "masked": _mask(), "causal": True}[kind])
+            mask = {"masked": _mask(), "causal": True}.get(kind)
+            report = report_of(flat if kind == "flat" else heads_first, *_own(), mask)
         assert not waste(report)
         texts.add(f"{report_text(report)}\nbefore\n{report.before}\nafter\n{report.after}")
     (text,) = texts
@@ -59,14 +63,18 @@ def test_golden(kind: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("layer", [heads_first, tokens_first])
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if layer is not all_queries])
 def test_every_spelling_is_one_site(world_size: int, masked: bool, layer: Callable[..., Any]) -> None:
-    """The gathers of keys and values are one site, and no gathered tensor is joined again."""
+    """The gathers of keys and values, or the gather of both, are one site. No gathered tensor is joined again: what is
+    joined are the own keys and values, if the program sends them at once."""
     own = [x.transpose(1, 2).contiguous() if layer is tokens_first else x for x in _own()]
     with fake_group(world_size, world_size - 1), torch.no_grad():
         report = report_of(layer, *own, *([_mask(8, world_size)] if masked else []))
+    apart = layer in (heads_first, tokens_first, columns)
     assert summary(report) == [SITE] and report.near_misses == []
-    assert report.after.count("aten._scaled_dot_product") == world_size and "aten.cat" not in report.after
+    assert report.after.count("gather_start.default(") == (2 if apart else 1)
+    assert report.after.count("aten._scaled_dot_product") == world_size
+    assert report.after.count("aten.cat") == (0 if apart else 1)
 
 
 @pytest.mark.parametrize("kind", ["self", "projected"])
@@ -145,7 +153,42 @@ def test_what_is_no_site_has_a_reason() -> None:
         return attention(q, gathered(k, 2)[:, :, :15], gathered(v, 2)[:, :, :15])
 
     code, text = _miss(cut, q, k, v)
-    assert code == "layout" and "not of one size" in text, (code, text)
+    assert code == "layout" and "expected whole shards" in text, (code, text)
+
+    def with_parts(parts: Callable[[Any], Any]) -> Callable[..., torch.Tensor]:
+        def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            shards = gathered(torch.stack([k, v]), 0).chunk(2)
+            return attention(q, *parts(shards))
+
+        return layer
+
+    code, text = _miss(
+        with_parts(lambda s: (torch.cat([s[1][0], s[0][0]], 2), torch.cat([s[1][1], s[0][1]], 2))), q, k, v
+    )
+    assert code == "not_plain_gather" and "shards of the ranks [1, 0]" in text
+
+    code, text = _miss(with_parts(lambda s: (torch.cat([s[0][0], s[1][1]], 2),) * 2), q, k, v)
+    assert code == "not_plain_gather" and "different parts" in text
+
+    code, text = _miss(with_parts(lambda s: s[1].unbind()), q, k, v)
+    assert code == "layout" and "the shard of rank 1 alone" in text
+
+    code, text = _miss(with_parts(lambda s: [torch.cat([s[0][i], s[1][i], q], 2) for i in range(2)]), q, k, v)
+    assert code == "op_between" and "(aten.cat.default)" in text
+
+    def some_columns(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        both = gathered(torch.cat([k, v], -1), 2)
+        return attention(q, both[..., ::2].contiguous(), both[..., 1::2].contiguous())
+
+    code, text = _miss(some_columns, q, k, v)
+    assert code == "op_between" and "(aten.slice.Tensor)" in text
+
+    def uneven_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        both = gathered(torch.cat([k, v], -1), 2).view(2, 4, 16, 4, 8).transpose(3, 4).flatten(3)
+        return attention(q[..., :10], both[..., :10], both[..., 10:20])
+
+    code, text = _miss(uneven_blocks, q, k, v)
+    assert code == "layout" and "expected whole blocks" in text
 
     def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k = gathered(k, 2)
@@ -168,14 +211,14 @@ def test_keys_and_values_of_different_groups() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_one_tensor_as_keys_and_values() -> None:
-    """A site would send it twice."""
+    """It is sent once."""
 
     def layer(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         k = gathered(k, 2)
         return attention(q, k, k)
 
-    code, text = _miss(layer, *_own(count=2))
-    assert code == "layout" and "expected two gathers" in text
+    report = report_of(layer, *_own(count=2))
+    assert summary(report) == [SITE] and report.after.count("gather_start.default(") == 1
 
 
 @pytest.mark.usefixtures("two")

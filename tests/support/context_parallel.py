@@ -19,7 +19,8 @@ def gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None) -> torch.Tensor:
-    """Attention ``[batch, heads, tokens, width]``. Keys and values may have fewer heads. ``mask=True``: ``is_causal``."""
+    """Attention ``[batch, heads, tokens, width]``. Keys and values may have fewer heads. If ``mask`` is ``True``, it is
+    causal."""
     given = {"is_causal": True} if mask is True else {"attn_mask": mask}
     return F.scaled_dot_product_attention(q, k, v, **given, enable_gqa=q.shape[1] != k.shape[1])
 
@@ -38,6 +39,12 @@ def tokens_first(
     return attend(*(x.transpose(1, 2) for x in (q, gathered(k, 1), gathered(v, 1))), mask).transpose(1, 2)
 
 
+def columns(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None) -> torch.Tensor:
+    """Keys are sent as columns, and their rows are copied after the gather."""
+    k = gathered(k.transpose(2, 3).contiguous(), 3).transpose(2, 3).contiguous()
+    return attend(q, k, gathered(v, 2), mask)
+
+
 def all_queries(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
 ) -> torch.Tensor:
@@ -45,7 +52,36 @@ def all_queries(
     return attend(gathered(q, 2), gathered(k, 2), gathered(v, 2), mask)
 
 
-LAYERS = (heads_first, tokens_first, all_queries)
+def stacked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None) -> torch.Tensor:
+    """Keys and values are stacked on a dim of their own, and gathered at once."""
+    k, v = gathered(torch.stack([k, v]), 3).unbind()
+    return attend(q, k, v, mask)
+
+
+def wider(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None) -> torch.Tensor:
+    """Values and keys are joined into rows ``[value, key]``, and gathered at once."""
+    v, k = gathered(torch.cat([v, k], -1), 2).chunk(2, -1)
+    return attend(q, k, v, mask)
+
+
+def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None) -> torch.Tensor:
+    """Keys and values are written into one buffer without dims, and each is joined from the ranks' buffers."""
+    buffers = gathered(torch.cat([k.flatten(), v.flatten()]), 0).chunk(dist.get_world_size())
+    keys = torch.cat([b[: k.numel()].view(k.shape) for b in buffers], 2)
+    return attend(q, keys, torch.cat([b[k.numel() :].view(v.shape) for b in buffers], 2), mask)
+
+
+def projected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
+) -> torch.Tensor:
+    """Keys and values are columns ``[2, heads, width]`` of one projection of the tokens."""
+    batch, heads, _, width = k.shape
+    both = torch.stack([k, v], 2).permute(0, 3, 2, 1, 4).flatten(2)
+    k, v = gathered(both, 1).view(batch, -1, 2, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
+    return attend(q, k, v, mask)
+
+
+LAYERS = (heads_first, tokens_first, columns, all_queries, stacked, wider, flat, projected)
 
 
 def mask_of(kind: str, rank: int, heads: int, own: int, keys: int) -> torch.Tensor | bool | None:
