@@ -104,6 +104,10 @@ def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:
     mask, keys = reader.mask, tools.shape(reader.rhs)[KEYS]
     if mask is not None and not any(same_size(tools.shape(mask)[-1], size) for size in (keys, 1)):
         return Reason("layout", f"the mask {mask.name} has {tools.shape(mask)[-1]} columns for {keys} keys")
+    shard = ShardedDim.of(key.layout).chunk
+    if reader.hides_keys and reader.mask_block > 1 and not (isinstance(shard, int) and shard % reader.mask_block == 0):
+        text = f"each rank has {shard} of the keys of {reader.node.name}, whose pieces have masks"
+        return Reason("layout", f"{text}; expected a multiple of {reader.mask_block} keys")
     return AttentionNodes(reader, key, value)
 
 

@@ -136,7 +136,8 @@ class AttentionNodes(SiteNodes):
         return True
 
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-        return set()
+        # CUDA's attention ops count as impure, because they can drop weights at random.
+        return {self.attention.node, *self.attention.results()}
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
         """Does nothing: the operands are read from the arguments of attention and collectives."""

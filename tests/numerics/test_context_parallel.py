@@ -5,6 +5,8 @@ compared with fp64."""
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tests.support.context_parallel import LAYERS
 from tests.support.context_parallel import MASKS
 from tests.support.context_parallel import all_queries
 from tests.support.context_parallel import exact
+from tests.support.context_parallel import gathered
 from tests.support.context_parallel import heads_first
 from tests.support.context_parallel import mask_of
 from tests.support.context_parallel import tokens_first
@@ -34,7 +37,14 @@ class _Problem:
     problems, one after the other."""
 
     def __init__(
-        self, rank: int, ranks: int, mask: str, dtype: torch.dtype, sizes: tuple[int, int, int, int], layer: Any
+        self,
+        rank: int,
+        ranks: int,
+        mask: str,
+        dtype: torch.dtype,
+        sizes: tuple[int, int, int, int],
+        layer: Any,
+        scale: float | None = None,
     ) -> None:
         batch, heads, shared, own = sizes
         self.layer = layer
@@ -48,7 +58,7 @@ class _Problem:
         if isinstance(self.mask, torch.Tensor) and self.mask.is_floating_point():
             self.mask = self.mask.to(dtype)
         queries, keys, values = (torch.cat([parts[i] for parts in every], 2) for i in range(3))
-        self.expected = exact(queries if layer is all_queries else self.own[0], keys, values, self.mask)
+        self.expected = exact(queries if layer is all_queries else self.own[0], keys, values, self.mask, scale)
 
     def error(self, call: Any) -> float:
         turned = self.layer is tokens_first
@@ -107,6 +117,79 @@ def _compared(rank: int, world_size: int) -> list[str]:
 def test_random_attention(world_size: int) -> None:
     """Catches a wrong merge, keys and mask columns of a wrong rank, and queries that see no key of a rank or of any."""
     assert run_ranks(world_size, _compared, timeout=500) == [[]] * world_size
+
+
+def _emulated(kernel: str) -> Callable[..., Any]:
+    """CUDA's attention op ``kernel`` for CPU. What is not defined in its results is not a number."""
+
+    def attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_bias: torch.Tensor | None = None,
+        compute_log_sumexp: bool = kernel == "flash",
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> tuple[Any, ...]:
+        assert not dropout_p
+        scores = (q.float() @ k.float().transpose(-1, -2)) * (scale or q.shape[-1] ** -0.5)
+        if attn_bias is not None:
+            assert attn_bias.shape == scores.shape and attn_bias.dtype is q.dtype and attn_bias.stride(-1) == 1
+            scores = scores + attn_bias
+        if is_causal:
+            seen = torch.arange(q.shape[2])[:, None] >= torch.arange(k.shape[2])
+            scores = scores.masked_fill(~seen, -math.inf)
+        sums = scores.logsumexp(-1)
+        sums = sums.masked_fill(sums == -math.inf, math.nan) if compute_log_sumexp else torch.full_like(sums, math.nan)
+        out, none = (torch.softmax(scores, -1) @ v.float()).to(q.dtype), torch.empty(0)
+        if kernel == "efficient":
+            padding = -q.shape[2] % 32 if compute_log_sumexp else -q.shape[2]
+            return out, torch.nn.functional.pad(sums, (0, padding), value=math.inf), none, none
+        sums = sums[..., None] if kernel == "cudnn" else sums
+        return out, sums, none, none, q.shape[2], k.shape[2], none, none, none
+
+    return attention
+
+
+def _gpu_ops(rank: int, world_size: int) -> list[str]:
+    """The problems of this rank with CUDA's attention ops, which are emulated."""
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    for kernel in ("flash", "efficient", "cudnn"):
+        library.impl(f"_scaled_dot_product_{kernel}_attention", _emulated(kernel))
+    problems = []
+    for kernel, mask, own in (
+        ("flash", "none", 5),
+        ("cudnn", "none", 5),
+        ("efficient", "none", 5),
+        ("efficient", "random", 8),
+        ("efficient", "is_causal", 8),
+    ):
+        op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+
+        def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, op: Any = op) -> torch.Tensor:
+            k, v = gathered(k, 2), gathered(v, 2)
+            if op is torch.ops.aten._scaled_dot_product_flash_attention:
+                return op(q, k, v, 0.0, scale=0.5)[0]
+            bias = None if mask is None or mask is True else torch.zeros(()).masked_fill(~mask, -math.inf)
+            bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
+            return op(q, k, v, bias, False, 0.0, mask is True, scale=0.5)[0]
+
+        problem = _Problem(rank, world_size, mask, torch.float32, (2, 2, 1, own), layer, scale=0.5)
+        torch._dynamo.reset()
+        reports: list[OverlapReport] = []
+        backend = interpreted(OverlapConfig(schedule="ring", sequence_parallel="off"), reports)
+        error = problem.error(torch.compile(layer, backend=backend, dynamic=False, fullgraph=True))
+        if _statuses(reports) != [(PATTERN, "overlapped")] or not error <= 1e-5:
+            problems.append(f"{kernel} {mask}: error {error}, {_statuses(reports)}")
+    return problems
+
+
+def test_ops_of_gpus() -> None:
+    """Catches a log-sum-exp that is read in a wrong layout or was not asked for, and values that an op does not
+    define."""
+    assert run_ranks(2, _gpu_ops) == [[]] * 2
 
 
 def _layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

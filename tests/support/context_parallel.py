@@ -110,13 +110,20 @@ def mask_of(kind: str, rank: int, heads: int, own: int, keys: int) -> torch.Tens
     return torch.ones(own, keys, dtype=torch.bool) if kind == "nothing" else None
 
 
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None) -> torch.Tensor:
+def exact(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | bool | None,
+    scale: float | None = None,
+) -> torch.Tensor:
     """Attention in fp64 to all keys, ``[batch, heads, tokens, width]``. A query that sees no key gets 0."""
     if mask is True:
-        mask = torch.arange(q.shape[2])[:, None] >= torch.arange(k.shape[2])
+        rows, columns = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+        mask = rows[:, None] >= columns
     q, k, v = q.double(), k.double(), v.double()
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask.double()
     return torch.softmax(scores, -1).nan_to_num(0.0) @ v

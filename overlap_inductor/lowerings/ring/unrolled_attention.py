@@ -70,10 +70,13 @@ def _attend(emit: StepEmitter, nodes: AttentionNodes, buffers: Buffers, shift: i
     mask, sees_none = (_causal if nodes.attention.is_causal else _mask_of)(emit, nodes, shift)
     args, kwargs = attention.arguments_of_piece(nodes.attention, key, value, mask)
     results = emit.call(nodes.attention.node.target, *args, **kwargs)
-    output, log_sum_exp = (emit.call(getitem, results, i) for i in range(2))
+    output, log_sum_exp = emit.call(getitem, results, 0), _sums(emit, nodes, emit.call(getitem, results, 1))
     if sees_none is not None:
-        # The op returns 0 in place of -inf for these queries. 0 may also be a true result.
+        # For these queries, the op returns 0 or any other value in place of -inf. That may also be a true result.
         log_sum_exp = emit.call(aten.where.ScalarSelf, sees_none, -math.inf, log_sum_exp)
+        if not nodes.attention.hidden_is_zero:
+            rows = emit.call(aten.unsqueeze.default, sees_none, -1)
+            output = emit.call(aten.where.ScalarSelf, rows, 0.0, output)
     return output, log_sum_exp
 
 
@@ -90,6 +93,13 @@ def _shard(emit: StepEmitter, operand: GatheredOperand, buffers: Buffers, shift:
     rows = emit.convert(shard, layout, operand.layout.without_rank())
     # Where the program copies a permuted tensor, this is a view of the shard. The op reads rows without gaps only.
     return rows if same_size(tools.value(rows).stride(-1), 1) else emit.contiguous(rows)
+
+
+def _sums(emit: StepEmitter, nodes: AttentionNodes, log_sum_exp: fx.Node) -> fx.Node:
+    """``[batch, heads, queries]``. One of CUDA's ops appends a dim of size 1, and another one pads the queries."""
+    if len(tools.shape(log_sum_exp)) == 4:
+        return emit.call(aten.squeeze.dim, log_sum_exp, -1)
+    return emit.narrow(log_sum_exp, 2, 0, nodes.attention.sizes[1])
 
 
 Hidden = tuple[fx.Node | None, fx.Node | None]
@@ -134,6 +144,8 @@ def _causal(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
     hidden = emit.call(aten.lt.Tensor, emit.call(aten.unsqueeze.default, rows, -1), columns)
     shown = emit.call(aten.full.default, [], 0.0, dtype=query.dtype, device=query.device)
     mask = emit.call(aten.where.ScalarSelf, hidden, -math.inf, shown)
+    if nodes.attention.mask_dims == 4:
+        mask = emit.call(aten.expand.default, mask, [*tools.shape(nodes.attention.lhs)[:2], queries, keys])
     return mask, emit.call(aten.lt.Tensor, rows, first)
 
 
