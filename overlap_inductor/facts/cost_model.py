@@ -9,6 +9,7 @@ windowed einsum use the same form.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from dataclasses import replace
 
 from overlap_inductor.facts.machine import Machine
 
@@ -41,6 +42,8 @@ class SiteSizes:
         received: bytes that other ranks send to this one, if the collective is an all-to-all after the matmuls; else 0.
             An op copies them out of its workspace.
         memory: bytes that lookups in tables read and write. Memory limits them, not the rate of multiplications.
+        skipped: the part of ``flops`` that the program's op does not compute, because causal attention skips hidden
+            keys. A schedule's pieces compute it.
     """
 
     flops: float
@@ -56,12 +59,18 @@ class SiteSizes:
     received: float = 0.0
     memory: float = 0.0
     weights: float = 0.0
+    skipped: float = 0.0
 
 
 def matmul_seconds(sizes: SiteSizes, machine: Machine) -> float:
     rate = machine.matmul_flops.get(sizes.itemsize, min(machine.matmul_flops.values()))
     multiplied = max(sizes.flops / rate, sizes.weights / machine.memory_bytes)
     return multiplied + sizes.memory / machine.memory_bytes
+
+
+def written_seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """Seconds of the matmuls as the program writes them."""
+    return matmul_seconds(replace(sizes, flops=sizes.flops - sizes.skipped), machine)
 
 
 def collective_seconds(sizes: SiteSizes, machine: Machine) -> float:

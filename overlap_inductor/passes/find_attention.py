@@ -5,11 +5,11 @@ and values of its own tokens.
 ::
 
     k = cat(split(wait_tensor(all_gather(own keys))), dim=2)         # [batch, heads, R s, width]
-    v = cat(split(wait_tensor(all_gather(own values))), dim=2)
+    v = cat(split(wait_tensor(all_gather(own values))), dim=2)       # or one gather of both
     y = scaled_dot_product_attention(q, k, v, mask)[0]
     ->  y merged from the attention to each rank's keys              # while the next rank's keys and values move
 
-Contract: the graph does not change. Views may stand between the gathers and the attention.
+Contract: the graph does not change. Views, pieces and joins of pieces may stand between the gathers and the attention.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from overlap_inductor.facts.decision import Reason
-from overlap_inductor.passes.follow import Follower
+from overlap_inductor.passes.follow_parts import PartFollower
 from overlap_inductor.passes.pattern import Match
 from overlap_inductor.passes.pattern import Miss
 from overlap_inductor.passes.pattern import Search
@@ -29,7 +29,6 @@ from overlap_inductor.sites.attention import KEYS
 from overlap_inductor.sites.attention import AttentionNode
 from overlap_inductor.sites.attention_nodes import AttentionNodes
 from overlap_inductor.sites.attention_nodes import GatheredOperand
-from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import LayoutError
 from overlap_inductor.sites.layouts import ShardedDim
 from overlap_inductor.sites.layouts import same_size
@@ -93,9 +92,6 @@ def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:
             return operand
         operands.append(operand)
     key, value = operands
-    if key.collective is value.collective:
-        text = f"keys and values of {reader.node.name} are one gathered tensor, {key.collective.wait.name}"
-        return Reason("layout", f"{text}; expected two gathers")
     if key.collective.group_name != value.collective.group_name:
         return Reason("layout", f"keys and values of {reader.node.name} are gathered in different groups")
     outside = [reader.lhs, reader.mask, key.collective.input, value.collective.input]
@@ -108,6 +104,10 @@ def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:
     mask, keys = reader.mask, tools.shape(reader.rhs)[KEYS]
     if mask is not None and not any(same_size(tools.shape(mask)[-1], size) for size in (keys, 1)):
         return Reason("layout", f"the mask {mask.name} has {tools.shape(mask)[-1]} columns for {keys} keys")
+    shard = ShardedDim.of(key.layout).chunk
+    if reader.hides_keys and reader.mask_block > 1 and not (isinstance(shard, int) and shard % reader.mask_block == 0):
+        text = f"each rank has {shard} of the keys of {reader.node.name}, whose pieces have masks"
+        return Reason("layout", f"{text}; expected a multiple of {reader.mask_block} keys")
     return AttentionNodes(reader, key, value)
 
 
@@ -127,29 +127,23 @@ def _gather_behind(node: fx.Node, search: Search) -> CollectiveNode | None:
 
 def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -> GatheredOperand | Reason:
     """Keys or values ``node`` as a form of the gathered tensor, or why it is none whose shards are runs of keys."""
-    follower = Follower(collective, Layout.gathered(tools.shape(collective.input), collective.world_size))
-    follower.run()
-    views = {collective.wait, *follower.through}
-    if node not in views:
-        return next(iter(follower.obstacles), None) or _between(node, views, reader)
+    follower = PartFollower(collective)
+    part = follower.part(node)
+    if isinstance(part, Reason):
+        return part
+    if part.rank is not None:
+        text = f"{node.name}, which {reader.node.name} reads, is the shard of rank {part.rank} alone"
+        return Reason("layout", f"{text}; expected the keys and values of all ranks, joined in order")
     try:
-        sharded = ShardedDim.of(follower.layouts[node])
+        sharded = ShardedDim.of(part.layout)
     except LayoutError as error:
         return Reason("layout", f"{node.name}: {error}")
     if sharded.dim != KEYS or not same_size(sharded.outer, 1):
         text = f"dim {sharded.dim} of {node.name} is gathered; expected dim {KEYS}, which counts the keys, and one run"
         return Reason("layout", f"{text} of keys for each rank")
-    if sharded.short or same_size(sharded.chunk, 0):
-        return Reason("layout", f"the ranks' shards of {node.name} are not of one size; expected equal numbers of keys")
-    return GatheredOperand(collective, follower.raw, follower.layouts[node])
-
-
-def _between(node: fx.Node, views: set[fx.Node], reader: AttentionNode) -> Reason:
-    """The op between the views of a gathered tensor and ``node``, which is computed from it."""
-    while views.isdisjoint(node.all_input_nodes):
-        node = node.all_input_nodes[0]
-    text = f"{node.name} ({node.target}) is between the all-gather and {reader.node.name}"
-    return Reason("op_between", f"{text}; expected only views of the keys and values that were gathered")
+    if same_size(sharded.chunk, 0):
+        return Reason("layout", f"{node.name} has no keys")
+    return GatheredOperand(collective, follower.raw, part.cuts, part.layout)
 
 
 def _other_results(reader: AttentionNode) -> Reason | None:

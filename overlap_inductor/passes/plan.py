@@ -103,7 +103,7 @@ def _estimate_us(site: OverlapSite, config: OverlapConfig, able: list[SiteSchedu
     if not has_example(site):
         return {}
     sizes, machine = sizes_at(site), machine_of(site, config)
-    matmul, collective = cost_model.matmul_seconds(sizes, machine), cost_model.collective_seconds(sizes, machine)
+    matmul, collective = cost_model.written_seconds(sizes, machine), cost_model.collective_seconds(sizes, machine)
     seconds = {
         "keep": matmul + collective,
         "matmul": matmul,

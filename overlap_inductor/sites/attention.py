@@ -24,14 +24,38 @@ from overlap_inductor.torch_compat import operators
 aten = tools.aten
 KEYS = 2
 """The dim of key and value that counts the keys."""
-_CUT = {aten._scaled_dot_product_flash_attention_for_cpu.default: "attn_mask"}
-"""The ops that a piece of the keys can be given to: each returns ``(output, log-sum-exp)``. The name of its mask."""
-_KNOWN = {
-    *_CUT,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """An op that a piece of the keys can be given to. Its first two results are the output and the log-sum-exp.
+
+    Attributes:
+        mask: the name of the argument that is added to the scores; ``None`` if there is none, or if pieces must not
+            have it.
+        mask_dims: the fewest dims that a mask may have: 2 (queries and keys), or 4 (with batch and heads).
+        mask_block: the keys of a piece that has a mask are a multiple of this number.
+        unread: the name of an argument that must not be given.
+        asks_for_sums: whether the op computes the log-sum-exp only if ``compute_log_sumexp`` is set.
+        hidden_is_zero: whether a query that sees no key gets 0. If not, its output is not defined.
+    """
+
+    mask: str | None
+    mask_dims: int = 4
+    mask_block: int = 1
+    unread: str | None = None
+    asks_for_sums: bool = False
+    hidden_is_zero: bool = False
+
+
+_CUT = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _Kind("attn_mask", mask_dims=2, hidden_is_zero=True),
+    aten._scaled_dot_product_flash_attention.default: _Kind(None),
+    # Its kernels load rows of the mask in vectors of 16 bytes.
+    aten._scaled_dot_product_efficient_attention.default: _Kind("attn_bias", mask_block=8, asks_for_sums=True),
+    aten._scaled_dot_product_cudnn_attention.default: _Kind(None, unread="attn_bias", asks_for_sums=True),
 }
+_KNOWN = {*_CUT, aten._scaled_dot_product_fused_attention_overrideable.default}
 
 
 @dataclass(frozen=True)
@@ -53,12 +77,34 @@ class AttentionNode(MatmulNode):
     @property
     def mask(self) -> fx.Node | None:
         """What is added to the scores, ``-inf`` for a key that a query does not see."""
-        found: fx.Node | None = operators.argument(self.node, self.mask_name)
+        name = _CUT[self.node.target].mask
+        found: fx.Node | None = None if name is None else operators.argument(self.node, name)
         return found
 
     @property
-    def mask_name(self) -> str:
-        return _CUT[self.node.target]
+    def is_causal(self) -> bool:
+        """Whether query ``i`` sees only the keys 0 to ``i``. Both are counted from 0, however many keys there are."""
+        return bool(operators.argument(self.node, "is_causal"))
+
+    @property
+    def hides_keys(self) -> bool:
+        """Whether a query may not see some of the keys."""
+        return self.is_causal or self.mask is not None
+
+    @property
+    def mask_block(self) -> int:
+        """The keys of a piece that has a mask are a multiple of this number."""
+        return _CUT[self.node.target].mask_block
+
+    @property
+    def mask_dims(self) -> int:
+        """The fewest dims that a mask may have: 2 (queries and keys), or 4 (with batch and heads)."""
+        return _CUT[self.node.target].mask_dims
+
+    @property
+    def hidden_is_zero(self) -> bool:
+        """Whether the op returns 0 for a query that sees no key. If not, it may return any value."""
+        return _CUT[self.node.target].hidden_is_zero
 
     @property
     def factors(self) -> tuple[fx.Node, ...]:
@@ -78,15 +124,18 @@ class AttentionNode(MatmulNode):
         name = self.node.name
         if self.node.target not in _CUT:
             return f"{name} ({self.node.target}) is a kind of attention that this version cannot cut"
+        kind = _CUT[self.node.target]
         if any(len(tools.shape(n)) != 4 for n in self.factors):
             return f"{name} reads tensors of {len(tools.shape(self.lhs))} dims; expected batch, heads, tokens and width"
         if dropout := operators.argument(self.node, "dropout_p"):
             return f"{name} drops weights at random (dropout_p={dropout}); expected no dropout"
-        if operators.argument(self.node, "is_causal"):
-            return (
-                f"is_causal of {name} counts queries and keys from 0, so this rank's queries see only the first ranks'"
-                " keys; write the mask of its own queries as attn_mask"
-            )
+        if operators.argument(self.node, "return_debug_mask"):
+            return f"{name} returns a debug mask; expected return_debug_mask=False"
+        if kind.mask is None and (self.is_causal or kind.unread and operators.argument(self.node, kind.unread)):
+            given = "is_causal" if self.is_causal else kind.unread
+            return f"{name} ({self.node.target}) has {given}, but its pieces cannot hide keys from queries"
+        if self.is_causal and self.mask is not None:
+            return f"{name} has both is_causal and a mask; expected one of them"
         return None
 
     def describe(self, role: str | None) -> facts.Matmul:
@@ -108,6 +157,13 @@ def parse(node: fx.Node) -> AttentionNode | None:
 def arguments_of_piece(
     attention: AttentionNode, key: fx.Node, value: fx.Node, mask: fx.Node | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The op's arguments, positional and by keyword, for some of its keys."""
-    masked = {} if mask is None else {attention.mask_name: mask}
-    return operators.with_arguments(attention.node, {"key": key, "value": value, **masked})
+    """The op's arguments, positional and by keyword, for some of its keys. ``mask``: added to their scores."""
+    values: dict[str, Any] = {"key": key, "value": value}
+    kind = _CUT[attention.node.target]
+    if mask is not None and kind.mask is not None:
+        values[kind.mask] = mask
+    if kind.asks_for_sums:
+        values["compute_log_sumexp"] = True
+    if attention.is_causal:
+        values["is_causal"] = False
+    return operators.with_arguments(attention.node, values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``AttentionNodes``: the nodes of ``all-gathers of keys and values -> attention``."""
+"""``AttentionNodes``: the nodes of ``all-gathers of keys and values -> attention``. One gather may move both."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import fx
 
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.attention import AttentionNode
+from overlap_inductor.sites.layouts import Atom
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import ShardedDim
 from overlap_inductor.sites.layouts import Size
@@ -22,22 +23,33 @@ from overlap_inductor.sites.placement import needed_behind
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Of ``atom``, the indices from ``start`` on that are the atom ``left``."""
+
+    atom: Atom
+    start: int
+    left: Atom
+
+
+@dataclass(frozen=True)
 class GatheredOperand:
     """The keys or the values.
 
     Attributes:
         raw: layout of the gathered tensor.
-        layout: layout of the operand of the attention, in the atoms of ``raw``.
+        cuts: the cuts that take the operand from each rank's shard, in order; empty if it is the whole shard.
+        layout: layout of the operand of the attention, in the atoms that the cuts leave of ``raw``.
     """
 
     collective: CollectiveNode
     raw: Layout
+    cuts: tuple[Cut, ...]
     layout: Layout
 
 
 @dataclass
 class AttentionNodes(SiteNodes):
-    """all-gathers -> views -> attention."""
+    """all-gathers -> views and pieces -> attention."""
 
     attention: AttentionNode
     key: GatheredOperand
@@ -45,7 +57,8 @@ class AttentionNodes(SiteNodes):
 
     @property
     def collectives(self) -> list[CollectiveNode]:
-        return sorted((self.key.collective, self.value.collective), key=lambda c: c.node)
+        both = {operand.collective.node: operand.collective for operand in (self.key, self.value)}
+        return [both[node] for node in sorted(both)]
 
     @property
     def moved(self) -> list[CollectiveNode]:
@@ -70,7 +83,8 @@ class AttentionNodes(SiteNodes):
     def matmul_sizes(self) -> list[MatmulSizes]:
         """The two matmuls of attention as one: the scores contract the width of a key, the output the keys."""
         batch, queries, keys, width, columns = self.attention.sizes
-        return [MatmulSizes(batch, queries, width + columns, keys, own="M")]
+        causal = self.attention.is_causal
+        return [MatmulSizes(batch, queries, width + columns, keys, own="M", causal=causal)]
 
     @property
     def is_sum(self) -> bool:
@@ -122,7 +136,8 @@ class AttentionNodes(SiteNodes):
         return True
 
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-        return set()
+        # CUDA's attention ops count as impure, because they can drop weights at random.
+        return {self.attention.node, *self.attention.results()}
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
         """Does nothing: the operands are read from the arguments of attention and collectives."""

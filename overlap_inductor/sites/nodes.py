@@ -61,7 +61,8 @@ class CollectiveNode:
 @dataclass(frozen=True)
 class MatmulSizes:
     """Sizes of one matmul, ints or symbolic. ``own``: the dims (M, N, K) whose size may differ between ranks.
-    ``memory``: for a lookup or a table's gradient, the bytes that it reads and writes; 0 for a matmul."""
+    ``memory``: for a lookup or a table's gradient, the bytes that it reads and writes; 0 for a matmul. ``causal``:
+    whether the program's op skips the keys (K) that come after a query (M), which its pieces do not skip."""
 
     batch: list[Size]
     m: Size
@@ -69,6 +70,7 @@ class MatmulSizes:
     k: Size
     own: str
     memory: int = 0
+    causal: bool = False
 
 
 class SiteNodes(ABC):

@@ -84,10 +84,13 @@ def has_example(site: OverlapSite) -> bool:
 def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     """FLOPs, bytes and tiles of the site at ``scale`` times its example token count. The additions in a sum of matmuls
     are counted neither for a schedule nor for ``keep``."""
-    flops, tiles = 0.0, 0
+    flops, skipped, tiles = 0.0, 0.0, 0
     sizes = site.nodes.matmul_sizes()
-    for batch, m, n, k in map(_example_sizes, sizes):
-        flops += 2.0 * math.prod(map(hint, (*batch, m, k, n)))
+    for matmul in sizes:
+        batch, m, n, k = _example_sizes(matmul)
+        multiplied = 2.0 * math.prod(map(hint, (*batch, m, k, n)))
+        flops += multiplied
+        skipped += multiplied * _hidden(hint(m), hint(k)) if matmul.causal else 0.0
         # Tiles do not grow in proportion to ``scale``: 16 rows take one tile, and so do 128.
         *batches, rows, columns = _scaled([*batch, m, n], scale)
         its_tiles = -(-rows // 128) * -(-columns // 256) * math.prod(batches)
@@ -101,6 +104,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     return dataclasses.replace(
         moved,
         flops=flops * scale,
+        skipped=skipped * scale,
         bytes_sent=sent * scale,
         itemsize=itemsize,
         tiles=tiles,
@@ -109,6 +113,12 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         memory=sum(s.memory for s in sizes) * scale,
         weights=sum(_weights(m, scale) for m in site.matmuls if isinstance(m, GroupedNode)),
     )
+
+
+def _hidden(queries: int, keys: int) -> float:
+    """The share of the keys that ``is_causal`` hides, on average of all queries."""
+    below = min(queries, keys)
+    return 1.0 - (below * (below + 1) / 2 + (queries - below) * keys) / (queries * keys)
 
 
 def _weights(matmul: GroupedNode, scale: float) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ import torch.nn.functional as F
 
 from overlap_inductor.report.report import OverlapReport
 from tests.compile.readings import summary
+from tests.support.context_parallel import LAYERS
+from tests.support.context_parallel import all_queries
+from tests.support.context_parallel import columns
+from tests.support.context_parallel import flat
 from tests.support.context_parallel import gathered
 from tests.support.context_parallel import heads_first
 from tests.support.context_parallel import tokens_first
@@ -27,6 +32,8 @@ from tests.support.generated_code import lines_of
 from tests.support.golden import check_golden
 from tests.support.golden import report_text
 from tests.support.graph_text import waste
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
 
 PATTERN = "all_gather_attention"
 SITE = (PATTERN, 2, ["attention K"], "overlapped")
@@ -43,29 +50,33 @@ def _mask(own: int = 8, world_size: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="golden files are for torch 2.13")
-@pytest.mark.parametrize("masked", [False, True])
-def test_golden(masked: bool) -> None:
+@pytest.mark.parametrize("kind", ["plain", "masked", "causal", "flat"])
+def test_golden(kind: str) -> None:
     """Catches any change of the site, decision and graph, and a text that differs between ranks."""
     texts = set()
     for rank in (0, 1):
         with fake_group(2, rank), torch.no_grad():
-            report = report_of(heads_first, *_own(), *([_mask()] if masked else []))
+            mask = {"masked": _mask(), "causal": True}.get(kind)
+            report = report_of(flat if kind == "flat" else heads_first, *_own(), mask)
         assert not waste(report)
         texts.add(f"{report_text(report)}\nbefore\n{report.before}\nafter\n{report.after}")
     (text,) = texts
-    check_golden(text.rstrip() + "\n", "attention/masked.txt" if masked else "attention/plain.txt")
+    check_golden(text.rstrip() + "\n", f"attention/{kind}.txt")
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("layer", [heads_first, tokens_first])
+@pytest.mark.parametrize(("world_size", "masked"), [(2, False), (3, True), (8, False)])
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if layer is not all_queries])
 def test_every_spelling_is_one_site(world_size: int, masked: bool, layer: Callable[..., Any]) -> None:
-    """The gathers of keys and values are one site, and no gathered tensor is joined again."""
+    """The gathers of keys and values, or the gather of both, are one site. No gathered tensor is joined again: what is
+    joined are the own keys and values, if the program sends them at once."""
     own = [x.transpose(1, 2).contiguous() if layer is tokens_first else x for x in _own()]
     with fake_group(world_size, world_size - 1), torch.no_grad():
         report = report_of(layer, *own, *([_mask(8, world_size)] if masked else []))
+    apart = layer in (heads_first, tokens_first, columns)
     assert summary(report) == [SITE] and report.near_misses == []
-    assert report.after.count("aten._scaled_dot_product") == world_size and "aten.cat" not in report.after
+    assert report.after.count("gather_start.default(") == (2 if apart else 1)
+    assert report.after.count("aten._scaled_dot_product") == world_size
+    assert report.after.count("aten.cat") == (0 if apart else 1)
 
 
 @pytest.mark.parametrize("kind", ["self", "projected"])
@@ -121,12 +132,6 @@ def _miss(fn: Callable[..., Any], *args: torch.Tensor, **fields: Any) -> tuple[s
 def test_what_is_no_site_has_a_reason() -> None:
     q, k, v = _own()
 
-    def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(q, gathered(k, 2), gathered(v, 2), is_causal=True)
-
-    code, text = _miss(causal, q, k, v)
-    assert code == "matmul_form" and "is_causal" in text
-
     def turned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = gathered(k, 2), gathered(v, 2)
         return attention(q, k.roll(1, 2), v)
@@ -150,7 +155,42 @@ def test_what_is_no_site_has_a_reason() -> None:
         return attention(q, gathered(k, 2)[:, :, :15], gathered(v, 2)[:, :, :15])
 
     code, text = _miss(cut, q, k, v)
-    assert code == "layout" and "not of one size" in text, (code, text)
+    assert code == "layout" and "expected whole shards" in text, (code, text)
+
+    def with_parts(parts: Callable[[Any], Any]) -> Callable[..., torch.Tensor]:
+        def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            shards = gathered(torch.stack([k, v]), 0).chunk(2)
+            return attention(q, *parts(shards))
+
+        return layer
+
+    code, text = _miss(
+        with_parts(lambda s: (torch.cat([s[1][0], s[0][0]], 2), torch.cat([s[1][1], s[0][1]], 2))), q, k, v
+    )
+    assert code == "not_plain_gather" and "shards of the ranks [1, 0]" in text
+
+    code, text = _miss(with_parts(lambda s: (torch.cat([s[0][0], s[1][1]], 2),) * 2), q, k, v)
+    assert code == "not_plain_gather" and "different parts" in text
+
+    code, text = _miss(with_parts(lambda s: s[1].unbind()), q, k, v)
+    assert code == "layout" and "the shard of rank 1 alone" in text
+
+    code, text = _miss(with_parts(lambda s: [torch.cat([s[0][i], s[1][i], q], 2) for i in range(2)]), q, k, v)
+    assert code == "op_between" and "(aten.cat.default)" in text
+
+    def some_columns(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        both = gathered(torch.cat([k, v], -1), 2)
+        return attention(q, both[..., ::2].contiguous(), both[..., 1::2].contiguous())
+
+    code, text = _miss(some_columns, q, k, v)
+    assert code == "op_between" and "(aten.slice.Tensor)" in text
+
+    def uneven_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        both = gathered(torch.cat([k, v], -1), 2).view(2, 4, 16, 4, 8).transpose(3, 4).flatten(3)
+        return attention(q[..., :10], both[..., :10], both[..., 10:20])
+
+    code, text = _miss(uneven_blocks, q, k, v)
+    assert code == "layout" and "expected whole blocks" in text
 
     def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k = gathered(k, 2)
@@ -173,14 +213,14 @@ def test_keys_and_values_of_different_groups() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_one_tensor_as_keys_and_values() -> None:
-    """A site would send it twice."""
+    """It is sent once."""
 
     def layer(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         k = gathered(k, 2)
         return attention(q, k, k)
 
-    code, text = _miss(layer, *_own(count=2))
-    assert code == "layout" and "expected two gathers" in text
+    report = report_of(layer, *_own(count=2))
+    assert summary(report) == [SITE] and report.after.count("gather_start.default(") == 1
 
 
 @pytest.mark.usefixtures("two")
@@ -222,13 +262,14 @@ def test_training_graphs_are_kept_with_a_reason() -> None:
 
 
 @pytest.mark.usefixtures("two")
-def test_dropout_has_a_reason() -> None:
-    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+@pytest.mark.parametrize(("given", "said"), [((0.5,), "dropout_p=0.5"), ((0.0, True), "both is_causal and a mask")])
+def test_forms_that_have_a_reason(given: tuple[Any, ...], said: str) -> None:
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return op(q, gathered(k, 2), gathered(v, 2), 0.5)[0]
+        return op(q, gathered(k, 2), gathered(v, 2), *given, attn_mask=mask)[0]
 
-    code, text = _miss(layer, *_own())
-    assert code == "matmul_form" and "dropout_p=0.5" in text
+    code, text = _miss(layer, *_own(), torch.zeros(8, 16))
+    assert code == "matmul_form" and said in text
 
 
 def test_other_schedules_compute_no_attention() -> None:
@@ -238,9 +279,9 @@ def test_other_schedules_compute_no_attention() -> None:
     assert site.decision.status == "refused" and "computes all_gather_attention" in site.decision.reasons[0].text
 
 
-def _planned(own: int) -> OverlapReport:
+def _planned(own: int, *mask: bool, layer: Callable[..., Any] = heads_first) -> OverlapReport:
     with fake_group(2), torch.no_grad():
-        report = report_of(heads_first, *_own(own=own), schedule="auto", machine=SLOW)
+        report = report_of(layer, *_own(own=own), *mask, schedule="auto", machine=SLOW)
     torch._dynamo.reset()
     return report
 
@@ -254,6 +295,17 @@ def test_the_planner_counts_keys_and_values() -> None:
     assert max(estimate["matmul"], moved / 62.5) <= estimate["ring"] < estimate["keep"]
     assert estimate["collective"] >= moved / 62.5
     assert (few.decision.status, few.decision.reasons[0].code) == ("kept", "too_small")
+
+
+def test_the_planner_counts_the_hidden_keys_that_pieces_do_not_skip() -> None:
+    """As written, causal attention to 2 x 1024 keys computes a quarter of the scores for 1024 queries, and half of them
+    for 2048. The pieces compute all."""
+    for layer, share in ((heads_first, 4), (all_queries, 2)):
+        (full,), (causal,) = (_planned(1024, *mask, layer=layer).sites for mask in ((), (True,)))
+        whole, seen = (site.decision.moving.estimate_us for site in (full, causal))
+        assert seen["matmul"] == pytest.approx(whole["matmul"] / share, rel=2e-3)
+        assert seen["ring"] == pytest.approx(whole["ring"])
+        assert seen["keep"] == pytest.approx(seen["matmul"] + seen["collective"], rel=1e-3)
 
 
 def test_ranks_compare_both_gathers() -> None:
@@ -270,3 +322,77 @@ def test_symbolic_sizes() -> None:
     with fake_group(2), torch.no_grad():
         report = report_of(heads_first, *_own(), dynamic=True)
     assert summary(report) == [SITE]
+
+
+class _OnGpu:
+    """A hand-made graph of CUDA's attention ``op`` on fake tensors, behind gathers of keys and values."""
+
+    def __init__(self, op: str, own: int = 48, masked: bool = False, last_result: int = 0, **given: Any) -> None:
+        self.built = HandGraph()
+        bf16 = {"dtype": torch.bfloat16}
+        k, v, q = (self.built.on("cuda", 2, 4, own, 64, name=name, **bf16) for name in "kvq")
+        keys, values = (self.built.gather_on(x, 2) for x in (k, v))
+        target = getattr(
+            aten, f"_scaled_dot_product_{op}" if "fused" in op else f"_scaled_dot_product_{op}_attention"
+        ).default
+        if op in ("efficient", "cudnn"):
+            mask = (
+                self.built.on("cuda", 2, 4, own, own * self.built.world_size, name="mask", **bf16) if masked else None
+            )
+            given = {"attn_bias": mask, "compute_log_sumexp": last_result == 1, **given}
+        results = self.built.call(target, q, keys, values, **given)
+        self.built.output(*[self.built.call(getitem, results, i) for i in range(last_result + 1)])
+
+    def report(self) -> OverlapReport:
+        return self.built.run()
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="golden files are for torch 2.13")
+def test_golden_on_gpus() -> None:
+    """Catches any change of the pieces that CUDA's ops get, and of how their log-sum-exps are read."""
+    texts = []
+    for op, given in (
+        ("flash", {"scale": 0.5}),
+        ("cudnn", {}),
+        ("efficient", {"masked": True}),
+        ("efficient", {"is_causal": True}),
+    ):
+        found = set()
+        for rank in (0, 1):
+            with fake_group(2, rank):
+                report = _OnGpu(op, **given).report()
+                assert summary(report) == [SITE] and not waste(report)
+                assert report.after.count("aten._scaled_dot_product") == 2 and "aten.cat" not in report.after
+                found.add(report.after)
+        (after,) = found
+        texts.append(f"{op} {given}\n{after}\n")
+    check_golden("\n".join(texts), "attention/gpu.txt")
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize(
+    ("op", "given", "code", "said"),
+    [
+        ("flash", {"is_causal": True}, "matmul_form", "has is_causal, but its pieces cannot hide keys"),
+        ("cudnn", {"is_causal": True}, "matmul_form", "has is_causal, but its pieces cannot hide keys"),
+        ("cudnn", {"masked": True}, "matmul_form", "has attn_bias, but its pieces cannot hide keys"),
+        ("flash", {"return_debug_mask": True}, "matmul_form", "debug mask"),
+        ("efficient", {"dropout_p": 0.5}, "matmul_form", "dropout_p=0.5"),
+        ("efficient", {"masked": True, "own": 12}, "layout", "12 of the keys"),
+        ("efficient", {"is_causal": True, "own": 12}, "layout", "expected a multiple of 8 keys"),
+        ("fused_attention_overrideable", {}, "matmul_form", "this version cannot cut"),
+    ],
+)
+def test_forms_that_have_a_reason_on_gpus(op: str, given: dict[str, Any], code: str, said: str) -> None:
+    report = _OnGpu(op, **given).report()
+    assert report.sites == []
+    assert {m.reason.code for m in report.near_misses} == {code} and said in report.near_misses[0].reason.text
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("op", ["flash", "cudnn", "efficient"])
+def test_training_graphs_of_gpus_are_kept_with_a_reason(op: str) -> None:
+    """The forward graph saves the log-sum-exp."""
+    (site,) = _OnGpu(op, last_result=1).report().sites
+    (reason,) = site.decision.reasons
+    assert (site.decision.status, reason.code) == ("refused", "other_users") and "saved for the backward" in reason.text

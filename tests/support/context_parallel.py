@@ -11,33 +11,88 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 
-MASKS = ("none", "causal", "random", "heads", "one row", "nothing")
+MASKS = ("none", "causal", "random", "heads", "one row", "nothing", "is_causal")
 
 
 def gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
     return funcol.all_gather_tensor(x, dim, dist.group.WORLD)
 
 
-def heads_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """``[batch, heads, own tokens, width]``. Keys and values may have fewer heads."""
-    k, v = gathered(k, 2), gathered(v, 2)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None) -> torch.Tensor:
+    """Attention ``[batch, heads, tokens, width]``. Keys and values may have fewer heads. If ``mask`` is ``True``, it is
+    causal."""
+    given = {"is_causal": True} if mask is True else {"attn_mask": mask}
+    return F.scaled_dot_product_attention(q, k, v, **given, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def tokens_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+def heads_first(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
+) -> torch.Tensor:
+    """``[batch, heads, own tokens, width]``."""
+    return attend(q, gathered(k, 2), gathered(v, 2), mask)
+
+
+def tokens_first(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
+) -> torch.Tensor:
     """The same for ``[batch, own tokens, heads, width]``, as projections give them."""
-    q, k, v = (x.transpose(1, 2) for x in (q, gathered(k, 1), gathered(v, 1)))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2)
+    return attend(*(x.transpose(1, 2) for x in (q, gathered(k, 1), gathered(v, 1))), mask).transpose(1, 2)
 
 
-def mask_of(kind: str, rank: int, heads: int, own: int, keys: int) -> torch.Tensor | None:
-    """The mask of a rank's own queries, bool or added to the scores; ``None`` for ``none``.
+def columns(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None) -> torch.Tensor:
+    """Keys are sent as columns, and their rows are copied after the gather."""
+    k = gathered(k.transpose(2, 3).contiguous(), 3).transpose(2, 3).contiguous()
+    return attend(q, k, gathered(v, 2), mask)
+
+
+def all_queries(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
+) -> torch.Tensor:
+    """The queries are gathered, too. A rank returns the rows of all ranks."""
+    return attend(gathered(q, 2), gathered(k, 2), gathered(v, 2), mask)
+
+
+def stacked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None) -> torch.Tensor:
+    """Keys and values are stacked on a dim of their own, and gathered at once."""
+    k, v = gathered(torch.stack([k, v]), 3).unbind()
+    return attend(q, k, v, mask)
+
+
+def wider(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None) -> torch.Tensor:
+    """Values and keys are joined into rows ``[value, key]``, and gathered at once."""
+    v, k = gathered(torch.cat([v, k], -1), 2).chunk(2, -1)
+    return attend(q, k, v, mask)
+
+
+def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None) -> torch.Tensor:
+    """Keys and values are written into one buffer without dims, and each is joined from the ranks' buffers."""
+    buffers = gathered(torch.cat([k.flatten(), v.flatten()]), 0).chunk(dist.get_world_size())
+    keys = torch.cat([b[: k.numel()].view(k.shape) for b in buffers], 2)
+    return attend(q, keys, torch.cat([b[k.numel() :].view(v.shape) for b in buffers], 2), mask)
+
+
+def projected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
+) -> torch.Tensor:
+    """Keys and values are columns ``[2, heads, width]`` of one projection of the tokens."""
+    batch, heads, _, width = k.shape
+    both = torch.stack([k, v], 2).permute(0, 3, 2, 1, 4).flatten(2)
+    k, v = gathered(both, 1).view(batch, -1, 2, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
+    return attend(q, k, v, mask)
+
+
+LAYERS = (heads_first, tokens_first, columns, all_queries, stacked, wider, flat, projected)
+
+
+def mask_of(kind: str, rank: int, heads: int, own: int, keys: int) -> torch.Tensor | bool | None:
+    """The mask of a rank's own queries, bool or added to the scores; ``None`` for ``none``, ``True`` for ``is_causal``.
 
     ``causal``: the later ranks' keys are hidden from all queries. ``random``: hides all keys from some queries, and
     from others all keys of some ranks. ``heads``: a bias for each head, added and not only 0 or ``-inf``. ``one row``:
     the same for all queries. ``nothing``: hides nothing.
     """
+    if kind == "is_causal":
+        return True
     rows, columns = torch.arange(own) + rank * own, torch.arange(keys)
     if kind == "causal":
         return rows[:, None] >= columns[None]
@@ -55,11 +110,20 @@ def mask_of(kind: str, rank: int, heads: int, own: int, keys: int) -> torch.Tens
     return torch.ones(own, keys, dtype=torch.bool) if kind == "nothing" else None
 
 
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def exact(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | bool | None,
+    scale: float | None = None,
+) -> torch.Tensor:
     """Attention in fp64 to all keys, ``[batch, heads, tokens, width]``. A query that sees no key gets 0."""
+    if mask is True:
+        rows, columns = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+        mask = rows[:, None] >= columns
     q, k, v = q.double(), k.double(), v.double()
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask.double()
     return torch.softmax(scores, -1).nan_to_num(0.0) @ v

@@ -61,7 +61,8 @@ GROUPS: dict[str, dict[str, str]] = {
     "The matmul or the ops beside it cannot be cut": {
         "other_users": (
             "An op outside the site needs the matmul's whole result before the collective, or a result of attention"
-            " other than its output."
+            " other than its output. In training, the forward graph saves the log-sum-exp of attention for the backward"
+            " graph, so attention is overlapped at inference only."
         ),
         "op_between": "An op between matmul and collective cannot be computed in pieces. The text names it.",
         "one_table": (
@@ -71,7 +72,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "split_contraction": "The sharded dim is the contracted one (K), and the operands are scaled (fp8).",
         "matmul_form": (
             "This form of matmul is not cut: a product with a vector, `alpha` or `beta` other than 1, or a kind that"
-            " is not known. Attention is cut on CPU, without dropout and without `is_causal`."
+            " is not known. Or it is a form of attention that is not cut: with dropout, or with a mask or `is_causal`"
+            " that the op cannot apply to pieces."
         ),
         "layout": ("A reshape splits the sharded dim, or no cut of the matmul matches the collective's shards."),
         "not_plain_gather": "The gathered shards are joined out of order, with gaps or with overlaps.",

@@ -13,5 +13,6 @@ loops over them.
 - Kernels: none. Inductor's own matmul computes each piece of an unrolled ring, and the vendor's matmul each piece of a
   looping op.
 - Tests: ``tests/compile/test_spellings.py`` (graphs), ``tests/numerics/test_random_programs.py`` (numbers),
-  ``tests/gpu/check_ring.py``.
+  ``tests/gpu/check_ring.py``. For attention, ``tests/compile/test_attention_graph.py``,
+  ``tests/numerics/test_context_parallel.py`` and ``tests/gpu/check_attention.py``.
 """

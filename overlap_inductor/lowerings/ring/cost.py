@@ -7,6 +7,7 @@ from overlap_inductor.facts.cost_model import MARGIN
 from overlap_inductor.facts.cost_model import SiteSizes
 from overlap_inductor.facts.cost_model import collective_seconds
 from overlap_inductor.facts.cost_model import matmul_seconds
+from overlap_inductor.facts.cost_model import written_seconds
 from overlap_inductor.facts.machine import Machine
 
 
@@ -35,4 +36,5 @@ def pays(sizes: SiteSizes, machine: Machine, parts: int) -> bool:
     matmul, wire = matmul_seconds(sizes, machine), sizes.legs * sizes.bytes_sent / machine.link_bytes
     if min(matmul, wire) < sizes.legs * (sizes.world_size - 1) * parts * machine.step_seconds:
         return False
-    return seconds(sizes, machine, parts) * MARGIN < matmul + collective_seconds(sizes, machine)
+    keep = written_seconds(sizes, machine) + collective_seconds(sizes, machine)
+    return seconds(sizes, machine, parts) * MARGIN < keep

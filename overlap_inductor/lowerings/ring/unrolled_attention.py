@@ -2,7 +2,7 @@
 """Write ``all-gathers of keys and values -> attention`` as a ring of unrolled steps (Ring Attention, arXiv:2310.01889,
 section 3): keys and values travel while attention reads the shards that are here. ``r``: the rank::
 
-    keys, values = gather_start(own keys), gather_start(own values)
+    keys, values = gather_start(own keys), gather_start(own values)       # or one gather of both
     y[r], l[r]   = attention(q, keys[r], values[r], mask[:, r])           # under the first hop
     for step: gather_step(keys); gather_step(values)
               y[r - step - 1], l[r - step - 1] = attention(...)           # under the next hop
@@ -26,6 +26,8 @@ from overlap_inductor.sites import attention
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.attention_nodes import AttentionNodes
 from overlap_inductor.sites.attention_nodes import GatheredOperand
+from overlap_inductor.sites.layouts import Layout
+from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.transports import routes
@@ -34,53 +36,86 @@ aten = torch.ops.aten
 overlap = torch.ops.overlap_inductor
 
 
+Buffers = dict[fx.Node, fx.Node]
+"""For the node of each gather: the buffer into which its shards arrive."""
+
+
 def rewrite(emit: StepEmitter, nodes: AttentionNodes, route: str) -> Replaced:
     """Write the ring's steps at the insertion point. Returns ``{old node: its replacement}``. ``route``: ``ring`` or
     ``bidirectional`` (``transports.routes``)."""
-    operands = (nodes.key, nodes.value)
-    bounds = [[0, tools.numel(tools.shape(o.collective.input))] for o in operands]
     where = (route, emit.group_name, emit.site)
-    buffers = [
-        emit.communicate(overlap.gather_start.default, emit.chain, o.collective.input, b, *where, *emit.transport)
-        for o, b in zip(operands, bounds, strict=True)
-    ]
+    bounds = {c.node: [0, tools.numel(tools.shape(c.input))] for c in nodes.collectives}
+    buffers = {
+        c.node: emit.communicate(
+            overlap.gather_start.default, emit.chain, c.input, bounds[c.node], *where, *emit.transport
+        )
+        for c in nodes.collectives
+    }
     pieces = [_attend(emit, nodes, buffers, 0)]
     for hop, shifts in enumerate(routes.distances(route, emit.world_size)):
-        for buffer, bound in zip(buffers, bounds, strict=True):
-            emit.communicate(overlap.gather_step.default, emit.chain, buffer, bound, hop, *where)
+        for node, buffer in buffers.items():
+            emit.communicate(overlap.gather_step.default, emit.chain, buffer, bounds[node], hop, *where)
         pieces += [_attend(emit, nodes, buffers, shift) for shift in shifts]
-    out = _merged(emit, pieces, tools.dtype(nodes.attention.lhs), masked=nodes.attention.mask is not None)
+    out = _merged(emit, pieces, tools.dtype(nodes.attention.lhs), masked=nodes.attention.hides_keys)
     replaced = {node: out for node, number in nodes.attention.results().items() if number == 0}
-    for operand, buffer in zip(operands, buffers, strict=True):
-        replaced |= {operand.collective.wait: buffer, operand.collective.node: buffer}
+    for collective in nodes.collectives:
+        replaced |= dict.fromkeys((collective.wait, collective.node), buffers[collective.node])
     return replaced
 
 
-def _attend(emit: StepEmitter, nodes: AttentionNodes, buffers: list[fx.Node], shift: int) -> tuple[fx.Node, fx.Node]:
+def _attend(emit: StepEmitter, nodes: AttentionNodes, buffers: Buffers, shift: int) -> tuple[fx.Node, fx.Node]:
     """``(output, log-sum-exp)`` of the attention to the keys of rank ``r + shift``. The log-sum-exp is ``-inf`` for a
     query that sees none of these keys."""
-    key, value = (
-        _shard(emit, operand, buffer, shift) for operand, buffer in zip((nodes.key, nodes.value), buffers, strict=True)
-    )
-    mask = _mask_of(emit, nodes, shift)
+    key, value = (_shard(emit, operand, buffers, shift) for operand in (nodes.key, nodes.value))
+    mask, sees_none = (_causal if nodes.attention.is_causal else _mask_of)(emit, nodes, shift)
     args, kwargs = attention.arguments_of_piece(nodes.attention, key, value, mask)
     results = emit.call(nodes.attention.node.target, *args, **kwargs)
-    output, log_sum_exp = (emit.call(getitem, results, i) for i in range(2))
-    if mask is not None:
-        # The op returns 0 in place of -inf for these queries. 0 may also be a true result.
-        sees_none = emit.call(aten.eq.Scalar, emit.call(aten.amax.default, mask, [-1]), -math.inf)
+    output, log_sum_exp = emit.call(getitem, results, 0), _sums(emit, nodes, emit.call(getitem, results, 1))
+    if sees_none is not None:
+        # For these queries, the op returns 0 or any other value in place of -inf. That may also be a true result.
         log_sum_exp = emit.call(aten.where.ScalarSelf, sees_none, -math.inf, log_sum_exp)
+        if not nodes.attention.hidden_is_zero:
+            rows = emit.call(aten.unsqueeze.default, sees_none, -1)
+            output = emit.call(aten.where.ScalarSelf, rows, 0.0, output)
     return output, log_sum_exp
 
 
-def _shard(emit: StepEmitter, operand: GatheredOperand, buffer: fx.Node, shift: int) -> fx.Node:
+def _shard(emit: StepEmitter, operand: GatheredOperand, buffers: Buffers, shift: int) -> fx.Node:
+    """The keys or values of rank ``r + shift``."""
     size = tools.shape(operand.collective.input)[0]
-    shard = emit.take(buffer, 0, shift, size, 0, size)
-    return emit.convert(shard, operand.raw.without_rank(), operand.layout.without_rank())
+    shard = emit.take(buffers[operand.collective.node], 0, shift, size, 0, size)
+    layout = operand.raw.without_rank()
+    for cut in operand.cuts:
+        atoms = [atom for dim in layout.refined().dims for atom in dim]
+        at = next(i for i, atom in enumerate(atoms) if atom is cut.atom)
+        shard = emit.narrow(emit.reshape(shard, [a.size for a in atoms]), at, cut.start, cut.left.size)
+        layout = Layout(tuple((cut.left if i == at else atom,) for i, atom in enumerate(atoms)))
+    rows = emit.convert(shard, layout, operand.layout.without_rank())
+    # Where the program copies a permuted tensor, this is a view of the shard. The op reads rows without gaps only.
+    return rows if same_size(tools.value(rows).stride(-1), 1) else emit.contiguous(rows)
 
 
-def _mask_of(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> fx.Node | None:
-    """The columns of the mask that belong to the keys of rank ``r + shift``; ``None`` if there is no mask."""
+def _sums(emit: StepEmitter, nodes: AttentionNodes, log_sum_exp: fx.Node) -> fx.Node:
+    """``[batch, heads, queries]``. One of CUDA's ops appends a dim of size 1, and another one pads the queries."""
+    if len(tools.shape(log_sum_exp)) == 4:
+        return emit.call(aten.squeeze.dim, log_sum_exp, -1)
+    return emit.narrow(log_sum_exp, 2, 0, nodes.attention.sizes[1])
+
+
+Hidden = tuple[fx.Node | None, fx.Node | None]
+"""``(what is added to the scores of a rank's keys, which queries see none of these keys)``; ``None`` if all queries see
+all of them."""
+
+
+def _mask_of(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
+    """The columns of the mask that belong to the keys of rank ``r + shift``."""
+    mask = _columns(emit, nodes, shift)
+    if mask is None:
+        return None, None
+    return mask, emit.call(aten.eq.Scalar, emit.call(aten.amax.default, mask, [-1]), -math.inf)
+
+
+def _columns(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> fx.Node | None:
     mask = nodes.attention.mask
     if mask is None or same_size(tools.shape(mask)[-1], 1):
         return mask
@@ -91,6 +126,27 @@ def _mask_of(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> fx.Node | 
     # To cut an expanded mask, Inductor would first write it to memory.
     columns = emit.take(source, len(tools.shape(source)) - 1, shift, keys, 0, keys)
     return columns if source is mask else emit.call(aten.expand.default, columns, [*whole[:-1], keys])
+
+
+def _causal(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
+    """``is_causal`` for the keys of rank ``r + shift``. Which ones a query sees depends on ``r``, and the graph is one
+    for all ranks, so it is written as a mask."""
+    query = tools.value(nodes.attention.lhs)
+    _, queries, total, _, _ = nodes.attention.sizes
+    keys = nodes.sharded_dims[0].chunk
+
+    def counted(size: Size) -> fx.Node:
+        where = {"dtype": torch.int64, "device": query.device, "requires_grad": False}
+        return emit.call(torch.ops.prims.iota.default, size, start=0, step=1, **where)
+
+    rows, every = counted(queries), counted(total)
+    columns, first = (emit.take(every, 0, shift, keys, 0, length) for length in (keys, 1))
+    hidden = emit.call(aten.lt.Tensor, emit.call(aten.unsqueeze.default, rows, -1), columns)
+    shown = emit.call(aten.full.default, [], 0.0, dtype=query.dtype, device=query.device)
+    mask = emit.call(aten.where.ScalarSelf, hidden, -math.inf, shown)
+    if nodes.attention.mask_dims == 4:
+        mask = emit.call(aten.expand.default, mask, [*tools.shape(nodes.attention.lhs)[:2], queries, keys])
+    return mask, emit.call(aten.lt.Tensor, rows, first)
 
 
 def _merged(emit: StepEmitter, pieces: list[tuple[fx.Node, fx.Node]], dtype: torch.dtype, masked: bool) -> fx.Node:

@@ -75,7 +75,7 @@ def costs(
     for site in choice.sites:
         nodes = [c.node for c in site.collectives]
         owner = stretch_of.get(nodes[0])
-        matmuls = cost_model.matmul_seconds(sizes.sizes_at(site), sizes.machine_of(site, config))
+        matmuls = cost_model.written_seconds(sizes.sizes_at(site), sizes.machine_of(site, config))
         taken.update(nodes)
         if owner is not None:
             found[owner].matmuls += matmuls

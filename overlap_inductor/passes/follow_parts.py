@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``PartFollower`` says which elements of an all-gather's result a node holds, if only views, pieces and joins of
+pieces stand between them.
+
+Contract: the graph does not change. One gather may move several tensors, and each of its readers takes a part::
+
+    both = wait_tensor(all_gather(stack([k, v])))           # [R 2, batch, heads, s, width]
+    k = cat([select(piece, 0, 0) for piece in split(both, 2)], dim=2)
+    ->  in each rank's shard, the first of 2; the ranks follow each other in dim 2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from dataclasses import replace
+from operator import getitem
+
+from torch import fx
+
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.attention_nodes import Cut
+from overlap_inductor.sites.layouts import Atom
+from overlap_inductor.sites.layouts import Layout
+from overlap_inductor.sites.layouts import LayoutError
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.layouts import product
+from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.sites.pieces import piece_of
+from overlap_inductor.torch_compat import operators
+
+aten = tools.aten
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a node holds.
+
+    Attributes:
+        layout: the node's dims in atoms of the gathered tensor, or of what the cuts left of them.
+        cuts: the cuts of each rank's shard, in order.
+        rank: the number of the one rank whose elements these are; ``None`` if they are those of all ranks.
+    """
+
+    layout: Layout
+    cuts: tuple[Cut, ...] = ()
+    rank: int | None = None
+
+
+class PartFollower:
+    """Reads the nodes behind one gather. Follow each reader with a follower of its own: a reshape on the way to one
+    splits the atoms, and so would change the layout of another.
+
+    Attributes:
+        raw: layout of the gathered tensor.
+    """
+
+    def __init__(self, collective: CollectiveNode) -> None:
+        self.collective = collective
+        self.raw = Layout.gathered(tools.shape(collective.input), collective.world_size)
+        self._rank = self.raw.dims[0][0]
+        self._found: dict[fx.Node, Part | Reason] = {collective.wait: Part(self.raw)}
+        self._cuts: dict[tuple[Atom, Size, Size], Cut] = {}
+        self._depends: dict[fx.Node, bool] = {}
+
+    def part(self, node: fx.Node) -> Part | Reason:
+        """The part that ``node``, which depends on the gather, holds. A ``Reason`` if another op is between them, or if
+        the ranks' shards are joined in another order, or not the same part of each."""
+        if node not in self._found:
+            try:
+                self._found[node] = self._read(node)
+            except LayoutError as error:
+                self._found[node] = Reason("layout", f"{node.name}: {error}")
+        return self._found[node]
+
+    def _read(self, node: fx.Node) -> Part | Reason:
+        if node.target is aten.cat.default:
+            return self._joined(node)
+        view = tools.is_reshape(node) or node.target in tools.SAME or tools.permutation(node) is not None
+        index = _index_of(node)
+        piece = None if view or index is not None else piece_of(node)
+        if not view and index is None and piece is None:
+            return self._obstacle(node)
+        source = piece.base if piece is not None else index[0] if index is not None else node.all_input_nodes[0]
+        part = self.part(source)
+        if isinstance(part, Reason):
+            return part
+        if index is not None:
+            _, dim, at = index
+            taken = self._taken(part, dim, at, 1)
+            dims = taken.layout.refined().dims
+            return replace(taken, layout=Layout(dims[:dim] + dims[dim + 1 :]))
+        if piece is not None:
+            if piece.step != 1:
+                return self._obstacle(node)
+            return self._taken(part, piece.dim % len(part.layout.dims), piece.start, piece.length)
+        if (order := tools.permutation(node)) is not None:
+            return replace(part, layout=part.layout.permute(order))
+        return replace(part, layout=part.layout.reshape(tools.shape(node))) if tools.is_reshape(node) else part
+
+    def _obstacle(self, node: fx.Node) -> Reason:
+        """Why ``node`` holds no part: the first op on the way to it that is neither a view nor a piece."""
+        for source in node.all_input_nodes:
+            if tools.depends_on(source, self.collective.wait, self._depends):
+                found = self.part(source)
+                if isinstance(found, Reason):
+                    return found
+        text = (
+            f"{node.name} ({node.target}) is between the all-gather and the attention; expected only views and pieces"
+        )
+        return Reason("op_between", f"{text} of the keys and values that were gathered")
+
+    def _taken(self, part: Part, dim: int, start: Size, length: Size) -> Part:
+        """The part that holds ``length`` indices of ``dim`` from ``start`` on. Raises ``LayoutError``."""
+        dims = list(part.layout.refined().dims)
+        atoms = [a for a in dims[dim] if a.rank or not same_size(a.size, 1)]
+        if same_size(length, product(atoms)):
+            return part
+        inner = product(atoms[1:])
+        if atoms[0].rank:
+            for rank in range(self.collective.world_size):
+                if same_size(start, rank * inner) and same_size(length, inner):
+                    dims[dim] = tuple(atoms[1:])
+                    return Part(Layout(tuple(dims)), part.cuts, rank)
+            text = f"{length} indices of dim {dim} from {start} on are not the shard of one rank, of {inner} indices"
+            raise LayoutError(f"{text}; expected whole shards")
+        sizes = (start, length, inner)
+        if not all(isinstance(n, int) for n in sizes) or start % inner or length % inner:
+            text = f"{length} indices of dim {dim} from {start} on are not whole blocks of {inner}"
+            raise LayoutError(f"{text}; expected whole blocks of a known size")
+        key = (atoms[0], start // inner, length // inner)
+        cut = self._cuts.setdefault(key, Cut(*key[:2], Atom(key[2])))
+        dims[dim] = (cut.left, *atoms[1:])
+        return Part(Layout(tuple(dims)), (*part.cuts, cut), part.rank)
+
+    def _joined(self, cat: fx.Node) -> Part | Reason:
+        """The part that ``cat`` holds if it joins the same part of each rank's shard, in the order of the ranks."""
+        parts = []
+        for source in cat.args[0]:
+            if not tools.depends_on(source, self.collective.wait, self._depends):
+                return self._obstacle(cat)
+            part = self.part(source)
+            if isinstance(part, Reason):
+                return part
+            parts.append(part)
+        ranks, first = [part.rank for part in parts], parts[0]
+        if ranks != list(range(self.collective.world_size)):
+            text = f"{cat.name} joins shards of the ranks {ranks}" if None not in ranks else f"{cat.name} joins pieces"
+            return Reason("not_plain_gather", f"{text}; expected one shard of each rank, in order")
+        if any(part.cuts != first.cuts or not part.layout.same_elements(first.layout) for part in parts):
+            return Reason(
+                "not_plain_gather", f"{cat.name} joins different parts of the ranks' shards; expected the same"
+            )
+        dim = operators.argument(cat, "dim") % len(tools.shape(cat))
+        dims = list(first.layout.refined().dims)
+        dims[dim] = (self._rank, *dims[dim])
+        return Part(Layout(tuple(dims)), first.cuts)
+
+
+def _index_of(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """``(tensor, dim, index)`` if ``node`` is one index of a dim, which it no longer has; else ``None``."""
+    if node.target is aten.select.int:
+        source, dim, index = node.args
+    elif node.target is getitem and isinstance(node.args[0], fx.Node) and node.args[0].target is aten.unbind.int:
+        unbind, index = node.args
+        source, dim = unbind.args[0], operators.argument(unbind, "dim")
+    else:
+        return None
+    shape = tools.shape(source)
+    dim = dim % len(shape)
+    if isinstance(index, int) and index < 0 and isinstance(shape[dim], int):
+        index += shape[dim]
+    return (source, dim, index) if isinstance(index, int) and index >= 0 else None
