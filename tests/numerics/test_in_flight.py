@@ -28,7 +28,7 @@ def _trace(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
         "gather": lambda x, w: all_gather(x[:64], 0, group) @ w,
         "scatter": lambda x, w: reduce_scatter(x @ w, "sum", 0, group),
     }
-    compile_anew(kernels=False)
+    compile_anew()
     found = {}
     for name, function in functions.items():
         inputs = torch.randn(64 * world_size, 64), torch.randn(64, 64)

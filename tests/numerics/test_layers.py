@@ -47,7 +47,7 @@ def run(folder: Path, words: list[str], compare_all: bool = False) -> list[Any]:
 @pytest.mark.parametrize(
     ("phase", "only"),
     [
-        ("forward", ["ring, sequence_parallel on", LOCAL]),
+        ("forward", ["ring, sequence_parallel on", "auto, sequence_parallel auto", LOCAL]),
         pytest.param("training", ["ring, sequence_parallel off"], marks=pytest.mark.thorough),
     ],
     ids=["forward", "training"],
