@@ -6,22 +6,22 @@
 
 Each GPU plays rank 0 of ``--world-size`` ranks, and the other GPU plays all of its peers. A GPU multiplies, sends and
 receives exactly what it would in the larger group, over the same NVLink. (The links of a GPU end in a switch, so one
-peer can use the GPU's whole bandwidth.) From the view of a receiver that is ``p`` ranks ahead, rank 0 is ``p`` ranks
-behind. So the rows that rank 0 sends to peer ``p`` are written into the other GPU's workspace at the place of rank
-``world_size - p``.
+peer can use the GPU's whole bandwidth.) The other GPU also plays rank 0. Counted from there, the sender, which is ``p``
+ranks behind, is rank ``world_size - p``. So the rows that rank 0 sends to peer ``p`` are written into the other GPU's
+workspace at the place of that rank.
 
 Three things are missing: delays of single peers, contention at receivers, and NCCL's collective. So there is no row for
 ``keep``, and times are compared with the matmul alone.
 
-These times were compared with those of 8 GPUs, for one of 8 ranks. From 2048 tokens on, the times of gathers and
+Times of this program with ``--world-size 8`` were compared with times on 8 GPUs. From 2048 tokens on, the times of gathers and
 scatters are within 5 %. On 8 GPUs, all-reduces of ``fused`` take 6 to 13 % longer than here. All-reduces of ``chunked``
 in bands take 25 to 37 % longer. (With 4096 tokens in 2 bands, they take 720 us on 8 GPUs and 574 us here. In 4 bands,
 they take 914 us and 692 us.) On 8 GPUs, several ranks send to the same receiver at once (``transports.copy_engine``).
 Here, each receiver has one sender. So these rows cannot tell which number of bands is best, or whether ``chunked`` in
 bands or ``fused`` is faster.
 
-Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset. A barrier or
-an all-reduce before each call keeps calls apart instead.
+Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset, so
+they do not keep calls apart. A barrier or an all-reduce before each call does.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ def mirrored(
     Args:
         shift: elements from the place of one source to that of the next.
         margin: elements to leave free at the beginning of the buffer.
-        turned: for the flags of a gather by copy engines with turns. Copies write them through ``peers``, and a turn
-            reads them through ``pointers``. A turn at receiver ``p`` reads the flag of source ``world_size - 1``.
-            Through ``peers``, that would be source ``2 * world_size - 1 - p`` of the other GPU, which does not exist.
-            So ``pointers`` are lower by ``world_size * shift`` elements, and the turn reads the flag of source
-            ``world_size - 1 - p``, which this GPU has set just before. Credits that kernels write through ``pointers``
-            then fall into the margin.
+        turned: for the flags of a gather by copy engines with turns. Copies write them through ``peers``. The kernel
+            that waits for a turn reads them through ``pointers``. Before a copy to receiver ``p``, it reads the flag of
+            source ``world_size - 1``. ``peers[p]`` begins at source ``world_size - p``, so there this would be a flag
+            behind that of the last source. So ``pointers`` are lower by ``world_size * shift`` elements, and the kernel
+            reads the flag of source ``world_size - 1 - p``, which this GPU has set just before. Credits that kernels
+            write through ``pointers`` then fall into the margin.
 
     Raises:
         ValueError: the margin is smaller than ``world_size * shift`` elements, and ``turned`` is set.
@@ -151,7 +151,7 @@ class Site:
         other = both[1 - dist.get_rank()]
         if self.pattern == "all_gather_matmul":
             return torch.cat([mine, *([other] * (self.world_size - 1))]) @ self.b.float()
-        # A band is a part of each rank's shard; one band is the whole shard.
+        # A band is a part of each rank's shard. If there is one band, it is the whole shard.
         mine, other = (x.view(bands, self.world_size, self.rows // bands, -1) for x in (mine, other))
         reduced = (mine[:, 0] + other[:, 1:].sum(1)).reshape(self.rows, -1)
         if self.pattern == "matmul_reduce_scatter":
@@ -167,7 +167,7 @@ class Site:
         )
 
     def provider(self, schedule: str, settings: dict[str, Any]) -> tuple[Callable[[], torch.Tensor], int]:
-        """Returns a call of the schedule with these parameters, and its number of bands. Both ranks make and use
+        """Returns a function that calls the schedule with these parameters, and its number of bands. Both ranks make and use
         providers in the same order, one at a time. Raises ``ValueError`` if a parameter is out of range, or bands are
         not of one size."""
         text, sms, pattern = json.dumps(settings), symmetric.multiprocessors(self.a.device), self.pattern

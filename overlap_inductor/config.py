@@ -90,7 +90,7 @@ class OverlapConfig:
     error if a site is refused or something fails; a site that is kept raises none)."""
 
     schedule: str = _key("auto")
-    """``auto`` or a schedule's name. A schedule given by name applies wherever it is legal, whatever the cost."""
+    """``auto``, ``keep`` (leave every site as written) or a schedule's name. A schedule given by name applies wherever it is legal, whatever the cost."""
 
     transport: str = _key("auto")
     """``auto`` or a transport's name."""
@@ -115,14 +115,14 @@ class OverlapConfig:
     """``unidirectional`` | ``bidirectional``: how gathered slices travel."""
 
     sub_chunks: int = _key(4)
-    """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard. Embedding tables form up to
-    ``4 * S`` groups. The cost model assumes that ``1 / (world_size * S)`` of the shorter of matmul and transfer stays
+    """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard. In a site of embedding tables,
+    they are groups of tables, at most ``4 * S``. The cost model assumes that ``1 / (world_size * S)`` of the shorter of matmul and transfer stays
     exposed."""
 
     step_node_budget: int = _key(3000)
-    """FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. In graph order, each site that still
-    fits is unrolled; sites that no looping op computes come first. Every other site becomes one looping op, or is
-    refused if no looping op computes it."""
+    """FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. Sites are unrolled
+    while they fit: first those that no looping op computes, then the others, each in graph order. Every other site
+    becomes one looping op, or is refused if no looping op computes it."""
 
     workspace_limit: int = _key(4096)
     """MiB of symmetric memory on each rank that one group's sites may hold. Sites beyond it run as written."""

@@ -79,8 +79,8 @@ class Setup:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo and print what it found. Returns 0 if all went well. Returns 1 if a rank failed, a part returned no
-    result, a part's numbers differ too much, or no schedule overlapped a site of a part.
+    """Run the demo and print what it found. Returns 0 if all went well. Returns 1 if a rank failed, or if a part
+    returned no result, has numbers that differ too much, or has no site that a schedule overlapped.
 
     Raises:
         ConfigError: the options contradict each other, do not fit this machine, or name a folder that cannot be
@@ -129,7 +129,7 @@ def run_demo(options: DemoOptions) -> int:
         print(
             f"\nauto estimated with the shipped figures for CPU ranks, which assume a link of {gigabits:.0f} Gbit/s."
             f" The link of this demo has {setup.megabits} Mbit/s, so auto may have kept sites that gain here. In your"
-            " own job, name your link's rate. For this one:"
+            " own job, name your link's rate. For the link of this demo, that would be:"
             f" OVERLAP_INDUCTOR_MACHINE='{{\"link_bytes\": {setup.megabits * 1e6 / 8:g}}}'."
         )
     if setup.device == "cpu":
@@ -193,8 +193,11 @@ def _lack_of_gpus(usable: int) -> str:
         missing = "CUDA" if torch.version.cuda is None else "NCCL"
         return f"this torch ({torch.__version__}) is built without {missing}; install a build that has it"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    where = "this machine" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden}"
-    return f"{where} has {usable} that torch can use; run it where torch.cuda.device_count() is 2 or more"
+    where = "on this machine" if hidden is None else f"with CUDA_VISIBLE_DEVICES={hidden}"
+    return (
+        f"{where}, torch can use {usable} GPU{'' if usable == 1 else 's'}; run the demo where"
+        " torch.cuda.device_count() is 2 or more"
+    )
 
 
 def _resolve(options: DemoOptions) -> Setup:

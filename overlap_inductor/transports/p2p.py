@@ -21,8 +21,9 @@ from overlap_inductor.transports.transport import Message
 
 
 def _communicator(owner: Owner) -> torch.Tensor:
-    """NCCL makes a group's communicator at the group's first operation, and waits in it for all ranks. A rank without a
-    message starts no operation, so the others would wait for ever. This collective makes the communicator first."""
+    """NCCL creates a group's communicator in the group's first operation, and that operation waits for all ranks. A
+    rank without a message starts no operation, so the others would wait for ever. This collective creates the
+    communicator first."""
     one = torch.ones(1, device=owner.device)
     dist.all_reduce(one, group=owner.group)
     return one

@@ -115,7 +115,7 @@ def test_tiles_follow_the_tokens_wherever_they_lie(role: str) -> None:
         assert counts == ([32, 16 * 32, 64 * 32] if role == "M" else [64, 64 * 8, 64 * 32])
 
 
-def test_one_of_several_symbolic_sizes_counts_the_tokens() -> None:
+def test_only_the_number_of_tokens_is_scaled_of_several_symbolic_sizes() -> None:
     """If both a batch and its rows are symbolic, scaling both would scale the token count twice."""
     with fake_group(2):
         made = HandGraph()

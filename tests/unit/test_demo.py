@@ -51,8 +51,8 @@ def test_impossible_options_are_errors(options: dict[str, Any], names: str) -> N
 @pytest.mark.parametrize(
     ("gpus", "nccl", "cuda", "visible", "why"),
     [
-        (0, True, "13.0", None, "this machine has 0 that torch can use; run it where torch.cuda.device_count"),
-        (1, True, "13.0", "3", "CUDA_VISIBLE_DEVICES=3 has 1 that torch can use;"),
+        (0, True, "13.0", None, "on this machine, torch can use 0 GPUs; run the demo where torch.cuda.device_count"),
+        (1, True, "13.0", "3", "with CUDA_VISIBLE_DEVICES=3, torch can use 1 GPU;"),
         (8, False, "13.0", None, "is built without NCCL; install"),
         (0, False, None, None, "is built without CUDA; install"),
     ],

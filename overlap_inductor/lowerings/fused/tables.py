@@ -74,7 +74,7 @@ class TableSchedule(OneOpSchedule):
         return Request(site.facts.id, *table_parameters.needed(*table_sites.sizes(nodes_of(site, PooledNodes))))
 
     def anchor(self, site: OverlapSite) -> fx.Node | None:
-        """At the exchange, where all tables and indices are known."""
+        """For a site of tables, the exchange: all tables and indices are known there."""
         return nodes_of(site, PooledNodes).collective.node if _is_table(site) else super().anchor(site)
 
     def exchange(self, site: OverlapSite, piece: PlanPiece) -> ExchangeTerms:
