@@ -90,7 +90,8 @@ class OverlapConfig:
     error if a site is refused or something fails; a site that is kept raises none)."""
 
     schedule: str = _key("auto")
-    """``auto``, ``keep`` (leave every site as written) or a schedule's name. A schedule given by name applies wherever it is legal, whatever the cost."""
+    """``auto``, ``keep`` (leave every site as written) or a schedule's name. A schedule given by name applies wherever
+    it is legal, whatever the cost."""
 
     transport: str = _key("auto")
     """``auto`` or a transport's name."""
@@ -116,8 +117,8 @@ class OverlapConfig:
 
     sub_chunks: int = _key(4)
     """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard. In a site of embedding tables,
-    they are groups of tables, at most ``4 * S``. The cost model assumes that ``1 / (world_size * S)`` of the shorter of matmul and transfer stays
-    exposed."""
+    they are groups of tables, at most ``4 * S``. The cost model assumes that ``1 / (world_size * S)`` of the shorter of
+    matmul and transfer stays exposed."""
 
     step_node_budget: int = _key(3000)
     """FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. Sites are unrolled
