@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the candidate of ``bench.support.gemv`` on processes that share memory, in Triton's interpreter, against fp64. (The
-interpreter's ``tl.dot`` is wrong for bf16. On GPUs ``bench.small_message`` checks bf16 before it measures.)"""
+"""Runs the candidate of ``bench.support.gemv`` on processes that share memory, in Triton's interpreter, against fp64.
+
+(The interpreter's ``tl.dot`` is wrong for bf16. On GPUs ``bench.small_message`` checks bf16 before it measures.)
+"""
 
 from __future__ import annotations
 
@@ -129,9 +131,10 @@ def test_agrees_with_fp64_and_among_ranks(name: str) -> None:
     _check(CASES[name])
 
 
-@pytest.mark.parametrize("two_shot", [False, True])
-def test_a_rank_that_reads_late_gets_the_tiles_of_its_own_call(two_shot: bool) -> None:
-    _check(Case(two_shot, 2, 2, 24), _late_rank)
+def test_a_rank_that_reads_late_gets_the_tile_of_its_own_call() -> None:
+    """When the late rank reads its only tile, its peer is already in the next call, which writes to the other half.
+    (Two-shot cannot come so far here, because the interpreter runs one block after the other.)"""
+    _check(Case(False, 2, 2, 16), _late_rank)
 
 
 @pytest.mark.parametrize("two_shot", [False, True])
