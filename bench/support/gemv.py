@@ -255,6 +255,11 @@ def padded(rows: int) -> int:
     return max(LEAST_BLOCK_M, 1 << (rows - 1).bit_length())
 
 
+def warps(p: GemvParameters, rows: int) -> int:
+    """Warps of a block."""
+    return 8 if padded(rows) * p.block_n > WIDE_TILE else 4
+
+
 def needed(p: GemvParameters, world_size: int, rows: int, columns: int, itemsize: int) -> tuple[int, int, str]:
     """``(bytes, signals, protocol)`` that a call needs in its slot."""
     half = -(-world_size * rows * columns * itemsize // 128) * 128
@@ -315,5 +320,4 @@ def _prepare(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, launch: Launch
         "BLOCK_N": p.block_n,
         "BLOCK_K": p.block_k,
     }
-    warps = 8 if block_m * p.block_n > WIDE_TILE else 4
-    return PreparedKernel(gemv_all_reduce, blocks, varying, fixed, num_warps=warps, num_stages=p.stages)
+    return PreparedKernel(gemv_all_reduce, blocks, varying, fixed, num_warps=warps(p, rows), num_stages=p.stages)
