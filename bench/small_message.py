@@ -54,7 +54,8 @@ from overlap_inductor.torch_compat import symmetric
 
 COLUMNS, INNER, EPS = 8192, 28672, 1e-5
 CALLS = 20
-PATIENCE_NS = 2_000_000_000
+PATIENCE_NS = 30_000_000_000
+"""Patience of the kernels' waits. A rank compiles a kernel at its first call, and ranks finish seconds apart."""
 TOLERANCE = 2e-2
 SEGMENTS = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16))
 """Columns and warps of a block."""
