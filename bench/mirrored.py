@@ -14,11 +14,11 @@ Three things are missing: delays of single peers, contention at receivers, and N
 ``keep``, and times are compared with the matmul alone.
 
 Times of this program with ``--world-size 8`` were compared with times on 8 GPUs. From 2048 tokens on, the times of
-gathers and scatters are within 5 %. On 8 GPUs, all-reduces of ``fused`` take 6 to 13 % longer than here. All-reduces of ``chunked``
-in bands take 25 to 37 % longer. (With 4096 tokens in 2 bands, they take 720 us on 8 GPUs and 574 us here. In 4 bands,
-they take 914 us and 692 us.) On 8 GPUs, several ranks send to the same receiver at once (``transports.copy_engine``).
-Here, each receiver has one sender. So these rows cannot tell which number of bands is best, or whether ``chunked`` in
-bands or ``fused`` is faster.
+gathers and scatters are within 5 %. On 8 GPUs, all-reduces of ``fused`` take 6 to 13 % longer than here. All-reduces of
+``chunked`` in bands take 25 to 37 % longer. (With 4096 tokens in 2 bands, they take 720 us on 8 GPUs and 574 us here.
+In 4 bands, they take 914 us and 692 us.) On 8 GPUs, several ranks send to the same receiver at once
+(``transports.copy_engine``). Here, each receiver has one sender. So these rows cannot tell which number of bands is
+best, or whether ``chunked`` in bands or ``fused`` is faster.
 
 Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset, so
 they do not keep calls apart. A barrier or an all-reduce before each call does.
@@ -168,8 +168,8 @@ class Site:
 
     def provider(self, schedule: str, settings: dict[str, Any]) -> tuple[Callable[[], torch.Tensor], int]:
         """Returns a function that calls the schedule with these parameters, and its number of bands. Both ranks make
-        and use providers in the same order, one at a time. Raises ``ValueError`` if a parameter is out of range, or bands are
-        not of one size."""
+        and use providers in the same order, one at a time. Raises ``ValueError`` if a parameter is out of range, or
+        bands are not of one size."""
         text, sms, pattern = json.dumps(settings), symmetric.multiprocessors(self.a.device), self.pattern
         width = self.a.shape[1] if pattern == "all_gather_matmul" else self.b.shape[1]
         if schedule == "fused":

@@ -57,7 +57,7 @@ from overlap_inductor.kernels.signals import signal_flag
 
 
 @triton.jit
-def _workspaces(peer_data, rank, like, WORLD: tl.constexpr):
+def workspaces(peer_data, rank, like, WORLD: tl.constexpr):
     """The workspaces of ranks ``rank``, ``rank + 1``, ..., in this order, so that neighbouring ranks send to different
     peers first."""
     found = ()
@@ -67,13 +67,13 @@ def _workspaces(peer_data, rank, like, WORLD: tl.constexpr):
 
 
 @triton.jit
-def _flag_word(source, index, signals, WORLD: tl.constexpr):
+def flag_word(source, index, signals, WORLD: tl.constexpr):
     # The offset of ``signal_flag(flags, source, index, ...)`` from ``flags`` on, in int32 words.
     return (WORLD + source * signals + index) * FLAG_WORDS
 
 
 @triton.jit
-def _count_call(calls, queues, call, SEM: tl.constexpr):
+def count_call(calls, queues, call, SEM: tl.constexpr):
     """Called when all threads of this block have read ``calls`` and have then passed a barrier. The last of all blocks
     to call it increments ``calls``.
 
@@ -101,7 +101,7 @@ def _sum_of(own, came, stride, at, inside, rank, scale, looked, WORLD: tl.conste
 
 
 @triton.jit
-def _finished(sums, at, inside, looked):
+def finished_sum(sums, at, inside, looked):
     """An owner's sum, after the wait for it. NaN if ``looked`` (what ``look`` returned) is not 0."""
     found = tl.load(sums + at, mask=inside, other=0.0, cache_modifier=".cg")
     # A product takes fewer registers than a select.
@@ -157,11 +157,11 @@ def one_shot(
     mine = (call & 1).to(tl.int64) * half
     looked = look(stop)
     piece = tl.load(product + offset + at, mask=inside)
-    to = _workspaces(peer_data, rank, product, WORLD)
+    to = workspaces(peer_data, rank, product, WORLD)
     for step in tl.static_range(1, WORLD):
         tl.store(to[step] + mine + rank.to(tl.int64) * rows * columns + offset + at, piece, mask=inside & (looked == 0))
-    signal_ranks(peer_flags, _flag_word(rank, unit, signals, WORLD), call + 1, rank, looked, WORLD)
-    _count_call(calls, queues, call, "relaxed")
+    signal_ranks(peer_flags, flag_word(rank, unit, signals, WORLD), call + 1, rank, looked, WORLD)
+    count_call(calls, queues, call, "relaxed")
 
     came = staging + mine + offset
     stride = rows.to(tl.int64) * columns
@@ -236,7 +236,7 @@ def two_shot(
     sums = mine + WORLD * stride
     if group < groups:
         looked = look(stop)
-        to = _workspaces(peer_data, rank, product, WORLD)
+        to = workspaces(peer_data, rank, product, WORLD)
         pieces = ()
         for step in tl.static_range(1, WORLD):
             row = group * WORLD + (rank + step) % WORLD
@@ -248,7 +248,7 @@ def two_shot(
                 pieces[step - 1],
                 mask=there,
             )
-        signal_ranks(peer_flags, _flag_word(rank, unit, signals, WORLD), call + 1, rank, looked, WORLD)
+        signal_ranks(peer_flags, flag_word(rank, unit, signals, WORLD), call + 1, rank, looked, WORLD)
         wait_for_all(
             signal_flag(flags, 0, unit, signals, WORLD),
             call + 1,
@@ -267,14 +267,14 @@ def two_shot(
         # With a norm this rank's own sum goes the same way: another block of this rank reads it.
         for step in tl.static_range(0 if NORM else 1, WORLD):
             tl.store(to[step] + sums + offset + at, summed, mask=own_inside & (looked == 0))
-        word = _flag_word(rank, units + unit, signals, WORLD)
+        word = flag_word(rank, units + unit, signals, WORLD)
         signal_ranks(peer_flags, word, call + 1, -1 if NORM else rank, looked, WORLD)
         if not NORM:
             tl.store(out + offset + at, summed, mask=own_inside)
-        _count_call(calls, queues, call, "relaxed")
+        count_call(calls, queues, call, "relaxed")
     else:
         tl.debug_barrier()
-        _count_call(calls, queues, call, "acq_rel")
+        count_call(calls, queues, call, "acq_rel")
 
     code = site * WAIT_KINDS + WAIT_RESULT
     if NORM:
@@ -299,7 +299,7 @@ def two_shot(
                         code,
                         owner,
                     )
-                    summed = _finished(staging + sums + offset, all_at, all_inside, look(stop))
+                    summed = finished_sum(staging + sums + offset, all_at, all_inside, look(stop))
                     _add_and_normalise(summed, kept, gain, out, residual_out, offset, all_at, all_inside, columns, eps)
     else:
         wait_for_all(
@@ -319,4 +319,4 @@ def two_shot(
             row = group * WORLD + (rank + step) % WORLD
             offset = row.to(tl.int64) * columns
             there = inside & (row < rows)
-            tl.store(out + offset + at, _finished(staging + sums + offset, at, there, looked), mask=there)
+            tl.store(out + offset + at, finished_sum(staging + sums + offset, at, there, looked), mask=there)
