@@ -69,9 +69,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", help="numbers of sequences of a decode step")
     for field in dataclasses.fields(Sizes):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int)
-    parser.add_argument("--schedule", help="timed besides auto; by default ring on a CPU, none on GPUs")
+    parser.add_argument("--schedule", help="a schedule to time besides auto; default: ring on a CPU, none on GPUs")
     parser.add_argument(
-        "--machine", default="", help="facts that auto is told; by default the rates of link and matmul on a CPU"
+        "--machine", default="", help="facts that auto is told; default on a CPU: the rates of link and matmul"
     )
     parser.add_argument("--set", nargs="+", default=[], metavar="SWITCH=VALUE", help="other switches of overlap")
     parser.add_argument("--variants", nargs="+", default=[], help="names of the variants; plain is always among them")
@@ -189,7 +189,8 @@ def on_gpus(options: argparse.Namespace) -> None:
                 print(json.dumps(row), flush=True)
                 rows.append(out, [row])
         dist.barrier()
-    # To destroy a communicator, NCCL waits until no CUDA graph holds a call of it. So the graphs are dropped first.
+    # When a communicator is destroyed, NCCL waits until no CUDA graph holds one of its calls. So the graphs are dropped
+    # first.
     torch._dynamo.reset()
     torch.cuda.synchronize()
     finish_rank()
