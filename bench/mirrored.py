@@ -20,8 +20,8 @@ In 4 bands, they take 914 us and 692 us.) On 8 GPUs, several ranks send to the s
 (``transports.copy_engine``). Here, each receiver has one sender. So these rows cannot tell which number of bands is
 best, or whether ``chunked`` in bands or ``fused`` is faster.
 
-Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset, so
-they do not keep calls apart. A barrier or an all-reduce before each call does.
+Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset, so they do not
+keep calls apart. A barrier or an all-reduce before each call keeps them apart.
 """
 
 from __future__ import annotations

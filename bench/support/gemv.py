@@ -17,12 +17,13 @@ not own a tile gets only the sum, from the owner. The sum lies where the owner's
 ``signal_flag(s, t)`` is the only flag for tile ``t`` from source ``s``.
 
 Forward progress. A block waits for flags of its own tile only, and it stores what its peers wait for before it waits.
-(In two-shot, an owner's sum waits for partial tiles, which wait for nothing.) The blocks of a tile have neighbouring
-numbers, and only the last of them to arrive waits. Take the lowest tile that has not ended on some rank. Blocks start
-in the order of their numbers, and all lower tiles have ended on every rank. So the blocks of this tile run or have
-ended on every rank: its partial tiles are stored, its waits succeed, and it ends. So one resident block on each rank is
-enough. As in ``kernels.small_message``, CUDA does not promise that order, and GPUs keep it. Nothing depends on it when
-all blocks are resident at once, as for the sizes that are measured. All waits are bounded (``kernels.signals``).
+(In two-shot, the owner stores its sum after a wait for partial tiles, which are stored without any wait.) The blocks of
+a tile have neighbouring numbers, and only the last of them to arrive waits. Take the lowest tile that has not ended on
+some rank. Blocks start in the order of their numbers, and all lower tiles have ended on every rank. So the blocks of
+this tile run or have ended on every rank: its partial tiles are stored, its waits succeed, and it ends. So one resident
+block on each rank is enough. As in ``kernels.small_message``, CUDA does not promise this order of starts, but GPUs keep
+it. Nothing depends on the order when all blocks are resident at once, as for the measured sizes. All waits are bounded
+(``kernels.signals``).
 
 Why two halves suffice without credits (``runtime.arena.HALVES``). The reason is that of ``kernels.small_message``, with
 one more step in two-shot. In two-shot, a rank ends call ``n - 1`` when it has got the sum of each tile. The owner of a
