@@ -45,7 +45,7 @@ class Program:
         batch, tokens: the number of sequences, and the number of new tokens in each.
         model: the module that is compiled.
         step: runs the model or its compiled form once, and returns the results to compare.
-        cuda_graphs: whether it is compiled with CUDA graphs, if it runs on GPUs.
+        cuda_graphs: whether the model is compiled with CUDA graphs when it runs on GPUs.
     """
 
     phase: str

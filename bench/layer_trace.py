@@ -54,7 +54,7 @@ def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
     """``{site: {kind: milliseconds}}``. ``OUTSIDE`` is the key for time outside all sites.
 
     ``span``: from the site's first op to its last one. The name of a kind with an added ``s`` (``waits``) is the key
-    for the number of ranges of that kind. A range inside a range that is counted already is not counted again.
+    for the number of ranges of that kind. A range inside a counted range is not counted.
     """
     ordered = sorted(spans, key=lambda s: (s.begin, -s.end))
     bounds: dict[str, list[float]] = {}

@@ -59,7 +59,8 @@ def variants(schedule: str, machine: str, switches: Mapping[str, str]) -> list[V
 
 
 def compiled(variant: Variant, model: Any, cuda_graphs: bool) -> Any:
-    """``model`` compiled in this way. With ``cuda_graphs``, it also gets the options of ``mode="reduce-overhead"``."""
+    """``model`` compiled as ``variant`` says. With ``cuda_graphs``, it also gets the options of
+    ``mode="reduce-overhead"``."""
     options: dict[str, Any] = dict(torch._inductor.list_mode_options("reduce-overhead")) if cuda_graphs else {}
     if variant.switches is not None:
         options |= {"mode": "on", "notice": "off", **variant.switches}

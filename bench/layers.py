@@ -59,7 +59,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.layers", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks on a CPU; on GPUs, torchrun sets it"
+        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks on a CPU (torchrun sets it on GPUs)"
     )
     parser.add_argument(
         "--megabits", type=int, nargs="+", default=[500, 750], help="link rate for each entry of --ranks"
@@ -69,9 +69,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", help="numbers of sequences of a decode step")
     for field in dataclasses.fields(Sizes):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int)
-    parser.add_argument("--schedule", help="timed besides auto; by default ring on a CPU, none on GPUs")
+    parser.add_argument("--schedule", help="a schedule to time besides auto; default: ring on a CPU, none on GPUs")
     parser.add_argument(
-        "--machine", default="", help="facts that auto is told; by default the rates of link and matmul on a CPU"
+        "--machine", default="", help="facts that auto is told; default on a CPU: the rates of link and matmul"
     )
     parser.add_argument("--set", nargs="+", default=[], metavar="SWITCH=VALUE", help="other switches of overlap")
     parser.add_argument("--variants", nargs="+", default=[], help="names of the variants; plain is always among them")
@@ -80,7 +80,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument("--trace", default="", help="folder for traces of where a step's time goes (bench.layer_trace)")
     parser.add_argument("--trace-steps", type=int, default=3, help="number of steps of a variant to profile")
-    parser.add_argument("--out", type=Path, help="rows are added to it")
+    parser.add_argument("--out", type=Path, help="the file to which rows are added")
     options = parser.parse_args(arguments)
     if not all("=" in word for word in options.set):
         parser.error("--set takes SWITCH=VALUE")
@@ -189,7 +189,8 @@ def on_gpus(options: argparse.Namespace) -> None:
                 print(json.dumps(row), flush=True)
                 rows.append(out, [row])
         dist.barrier()
-    # To destroy a communicator, NCCL waits until no CUDA graph holds a call of it. So the graphs are dropped first.
+    # When a communicator is destroyed, NCCL waits until no CUDA graph holds one of its calls. So the graphs are dropped
+    # first.
     torch._dynamo.reset()
     torch.cuda.synchronize()
     finish_rank()
@@ -197,7 +198,7 @@ def on_gpus(options: argparse.Namespace) -> None:
 
 def main() -> None:
     options = parsed()
-    # On SIGTERM, the exit stops the ranks and removes the link. Otherwise both would stay after the run.
+    # SIGTERM must raise ``SystemExit``, so that the ranks are stopped and the link is removed.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     on_gpus(options) if options.device == "cuda" else on_slow_link(options)
 

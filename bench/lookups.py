@@ -53,7 +53,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pooling", type=int, nargs="+", default=[1, 10, 100], help="indices of a bag; 0: plain rows")
     parser.add_argument("--height", type=int, default=100_000, help="rows of a table")
     parser.add_argument("--mode", default="sum", choices=["sum", "mean", "weighted"])
-    parser.add_argument("--jagged", action="store_true", help="bags of 0 to twice the pooling indices")
+    parser.add_argument("--jagged", action="store_true", help="bags of 0 to 2 * pooling indices")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES), choices=SCHEDULES)
     parser.add_argument("--most-bytes", type=float, default=4e10, help="leave out cases that need more on a rank")

@@ -6,9 +6,9 @@
 
 Each GPU plays rank 0 of ``--world-size`` ranks, and the other GPU plays all of its peers. A GPU multiplies, sends and
 receives exactly what it would in the larger group, over the same NVLink. (The links of a GPU end in a switch, so one
-peer can use the GPU's whole bandwidth.) The other GPU also plays rank 0. Counted from there, the sender, which is ``p``
-ranks behind, is rank ``world_size - p``. So the rows that rank 0 sends to peer ``p`` are written into the other GPU's
-workspace at the place of that rank.
+peer can use the GPU's whole bandwidth.) The receiving GPU counts itself as rank 0, too. The sender is ``p`` ranks
+before it, so there it is rank ``world_size - p``. The rows that rank 0 sends to peer ``p`` are therefore written to the
+place of rank ``world_size - p`` in the other GPU's workspace.
 
 Three things are missing: delays of single peers, contention at receivers, and NCCL's collective. So there is no row for
 ``keep``, and times are compared with the matmul alone.
@@ -20,8 +20,8 @@ In 4 bands, they take 914 us and 692 us.) On 8 GPUs, several ranks send to the s
 (``transports.copy_engine``). Here, each receiver has one sender. So these rows cannot tell which number of bands is
 best, or whether ``chunked`` in bands or ``fused`` is faster.
 
-Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset, so
-they do not keep calls apart. A barrier or an all-reduce before each call does.
+Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset, so they do not
+keep calls apart. A barrier or an all-reduce before each call keeps them apart.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def mirrored(
         margin: elements to leave free at the beginning of the buffer.
         turned: for the flags of a gather by copy engines with turns. Copies write them through ``peers``. The kernel
             that waits for a turn reads them through ``pointers``. Before a copy to receiver ``p``, it reads the flag of
-            source ``world_size - 1``. ``peers[p]`` begins at source ``world_size - p``, so there this would be a flag
-            behind that of the last source. So ``pointers`` are lower by ``world_size * shift`` elements, and the kernel
-            reads the flag of source ``world_size - 1 - p``, which this GPU has set just before. Credits that kernels
-            write through ``pointers`` then fall into the margin.
+            source ``world_size - 1``. ``peers[p]`` begins at source ``world_size - p``, so a read through it would go
+            past the last source's flag. To prevent this, ``pointers`` are lower by ``world_size * shift`` elements, and
+            the kernel reads the flag of source ``world_size - 1 - p``, which this GPU has set just before. Credits that
+            kernels write through ``pointers`` then fall into the margin.
 
     Raises:
         ValueError: the margin is smaller than ``world_size * shift`` elements, and ``turned`` is set.

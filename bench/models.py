@@ -7,10 +7,10 @@
 
 Each number of ``--tokens`` is the length of one sequence (prefill), run with the host in the loop. Each number of
 ``--batches`` is a number of sequences of one token, run as CUDA graphs (``triton.cudagraphs``). Such a call has the
-matmuls and collectives of a decode step. ``graphs_made`` in a row: the number of CUDA graphs that were captured of the
-launches of sites (``runtime.replay``). Before a shape is timed, its logits are compared with those of the eager model.
-A sample is the mean of three calls. Each rank takes the median of its samples, and the time in a row is the maximum of
-these medians over ranks, in milliseconds.
+matmuls and collectives of a decode step. ``graphs_made`` in a row: the number of CUDA graphs into which launches of
+sites were captured (``runtime.replay``). Before a shape is timed, its logits are compared with those of the eager
+model. A sample is the mean of three calls. Each rank takes the median of its samples, and the time in a row is the
+maximum of these medians over ranks, in milliseconds.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def main() -> None:
             if arguments.out:
                 with open(arguments.out, "a") as file:
                     file.write(json.dumps(row) + "\n")
-    # To destroy a communicator, NCCL waits until no CUDA graph holds a call of it. So the graphs are dropped first.
+    # When a communicator is destroyed, NCCL waits until no CUDA graph holds one of its calls. So the graphs are dropped
+    # first.
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.synchronize()

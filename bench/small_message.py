@@ -80,8 +80,8 @@ Results = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Provider:
-    """A way to compute ``expected``. ``alike``: whether all ranks must get the same bits. ``over``: the provider over
-    which the speed-up is."""
+    """A way to compute ``expected``. ``alike``: whether all ranks must get the same bits. ``over``: the provider that
+    the speed-up is relative to."""
 
     call: Callable[[], Results]
     expected: Results
@@ -178,8 +178,8 @@ class Site:
 
 
 def error(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], alike: bool) -> float:
-    """The largest relative error on any rank. It is infinite for NaN, and if the ranks should be ``alike`` but a
-    checksum of their results differs."""
+    """The largest relative error on any rank. It is infinite for NaN. If the ranks' results should be ``alike``, it is
+    also infinite if a checksum of them differs."""
     off = float(
         torch.stack([(f.float() - e).abs().max() / e.abs().max() for f, e in zip(found, expected, strict=True)]).max()
     )

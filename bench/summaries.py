@@ -25,7 +25,8 @@ def _read(name: str) -> list[Row]:
 
 
 def _operators(**values: Any) -> list[Row]:
-    """The stored rows of ``bench.operators`` with these values, without schedules with other parameters."""
+    """The stored rows of ``bench.operators`` with these values. Rows of parameters that ``--set`` changed are left
+    out."""
     found = tables.as_planned(rows.read(rows.RESULTS / "operators.jsonl"))
     return [row for row in found if all(row[name] == value for name, value in values.items())]
 
@@ -109,7 +110,7 @@ def _or_none(value: float | None) -> str:
 
 
 def other_shapes() -> str:
-    """Speed-up of ``auto`` of other shapes on 2 GPUs, by tokens."""
+    """Speed-up of ``auto`` for other shapes on 2 GPUs, by tokens."""
     found = [
         row
         for row in _operators(world_size=2, dtype="bfloat16", setting="hidden", provider="auto")
@@ -119,7 +120,7 @@ def other_shapes() -> str:
 
 
 def fp8() -> str:
-    """Speed-up of chunks over copy engines and of ``auto`` for fp8 on 2 GPUs, by tokens."""
+    """Speed-up of ``chunked`` over copy engines and of ``auto`` for fp8 on 2 GPUs, by tokens."""
     found = [
         row
         for dtype in ("fp8", "fp8_rows")
@@ -130,7 +131,7 @@ def fp8() -> str:
 
 
 def without_peers() -> str:
-    """Groups of waves and the ring on 2 GPUs without peer access (``NCCL_P2P_DISABLE=1``), by tokens."""
+    """Schedules ``wave_groups`` and ``ring`` on 2 GPUs without peer access (``NCCL_P2P_DISABLE=1``), by tokens."""
     found = [row for row in _read("operators_without_peers") if row["provider"] != "keep"]
     return _by_tokens(found, ("pattern", "provider"), lambda row: f"{row['median_us']:.0f} ({row['speedup']:.2f})")
 
@@ -203,8 +204,7 @@ def ring_nccl() -> str:
 
 
 def turns() -> str:
-    """Copy engines of 8 GPUs of which each sends to all others at once: GB/s with turns and without, by the size of a
-    piece."""
+    """GB/s of copy engines with turns and without, by the size of a piece, while each of 8 GPUs sends to all others."""
     found = {
         (r["rounds"], r["megabytes"], r["provider"]): r["gb_per_s"]
         for r in _read("turns")

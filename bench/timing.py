@@ -159,8 +159,8 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
     Args:
         hidden: whether the host is hidden. If not, it is in the loop.
         most: the largest number of rounds; must be at least 2.
-        seconds: there are fewer rounds if ``most`` would take longer than this, but at least the smaller of ``most``
-            and ``LEAST_REPEATS``.
+        seconds: time for the rounds. If ``most`` rounds would take longer, there are fewer rounds, but at least
+            ``min(most, LEAST_REPEATS)``.
     """
     number = 1 if hidden else CALLS_IN_LOOP[0]
     # The first two samples of each call are not counted. The first loads kernels and allocates memory. The second shows

@@ -68,7 +68,8 @@ class Legs:
         self.came = launch.slot.data.local[:nbytes].view(torch.bfloat16).view(LEGS, self.world_size, shard_rows, WIDTH)
 
     def send(self) -> None:
-        """Make the transfers and wait for the peers' rows. ``end_kernel`` must follow, which ends the site's call."""
+        """Make the transfers and wait for the peers' rows. The caller must then launch ``end_kernel``, which ends the
+        site's call."""
         side = side_stream(self.device)
         with side:
             credit_kernel(self.launch)()

@@ -15,8 +15,8 @@ Every provider is compared with fp32 on random data before it is timed. Provider
     collective    the collective alone
     partitions    the planned partition against others. If there are more than ``--candidates`` partitions, only that
                   many are tried: those into equal groups, then random ones. The planned partition and the three
-                  fastest others are timed again. ``within``: the planned one's second time over the shortest second
-                  time
+                  fastest others are timed again. ``within``: the planned partition's time over the shortest time, both
+                  from the second timing
     timeline      microseconds from the call's start to the end of the matmul and of each group's collective. If all
                   collectives end after the matmul, NCCL's blocks found no room beside it
 """

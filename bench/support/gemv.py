@@ -4,30 +4,31 @@ with schedule ``small_message``. The better one stays, and the other is deleted.
 
 The product of a tile goes from the registers of the matmul to the peers (GEMV + AllReduce of Punniyamurthy et al.,
 arXiv 2305.06942, which has the two-shot form). A tile is all rows (at most ``MOST_ROWS``) of ``BLOCK_N`` columns. With
-``SPLITS`` above 1, that many blocks share the inner dimension of a tile. They add their products in this GPU's memory,
-in fp32. The block that comes last sums them in a fixed order, and it alone goes on. The product is then rounded to the
-operands' dtype, as in ``keep``.
+``SPLITS`` above 1, that many blocks share the inner dimension of a tile. They store their products in this GPU's
+memory, in fp32. The block that stores last sums the products in a fixed order, and only this block goes on. The product
+is then rounded to the operands' dtype, as in ``keep``.
 
 One-shot: every rank stores the tile into every peer's workspace, and sums all ranks' tiles. Two-shot: tile ``t``
 belongs to rank ``t % WORLD``, its owner. The owner gets all partial tiles, sums them, and stores the sum into every
 peer's workspace. Sums are in fp32, in the order of the ranks, rounded once, so all ranks get the same bits.
 
 A half of the workspace is ``[WORLD, rows, columns]``: what has arrived from each source. In two-shot a rank that does
-not own a tile gets only the sum, from the owner. So the sum lies where that source's partial tile would lie, and
+not own a tile gets only the sum, from the owner. The sum lies where the owner's partial tile would lie, so
 ``signal_flag(s, t)`` is the only flag for tile ``t`` from source ``s``.
 
 Forward progress. A block waits for flags of its own tile only, and it stores what its peers wait for before it waits.
-(In two-shot, an owner's sum waits for partial tiles, which wait for nothing.) The blocks of a tile have neighbouring
-numbers, and only the last of them to arrive waits. Take the lowest tile that has not ended on some rank. Blocks start
-in the order of their numbers, and all lower tiles have ended on every rank. So the blocks of this tile run or have
-ended on every rank: its partial tiles are stored, its waits succeed, and it ends. So one resident block on each rank is
-enough. As in ``kernels.small_message``, CUDA does not promise that order, and GPUs keep it. Nothing depends on it when
-all blocks are resident at once, as for the sizes that are measured. All waits are bounded (``kernels.signals``).
+(In two-shot, the owner stores its sum after a wait for partial tiles, which are stored without any wait.) The blocks of
+a tile have neighbouring numbers, and only the last of them to arrive waits. Take the lowest tile that has not ended on
+some rank. Blocks start in the order of their numbers, and all lower tiles have ended on every rank. So the blocks of
+this tile run or have ended on every rank: its partial tiles are stored, its waits succeed, and it ends. So one resident
+block on each rank is enough. As in ``kernels.small_message``, CUDA does not promise this order of starts, but GPUs keep
+it. Nothing depends on the order when all blocks are resident at once, as for the measured sizes. All waits are bounded
+(``kernels.signals``).
 
-Why two halves suffice without credits (``runtime.arena.HALVES``). As in ``kernels.small_message``, with one more step
-in two-shot. There a rank ends call ``n - 1`` when it has got the sum of each tile. The owner of a tile has waited for
-the partial tile of each rank. So each peer had begun its call ``n - 1``, and had therefore ended call ``n - 2``.
-Calls of ``small_message`` may use the same slot, because halves and call numbers belong to the slot.
+Why two halves suffice without credits (``runtime.arena.HALVES``). The reason is that of ``kernels.small_message``, with
+one more step in two-shot. In two-shot, a rank ends call ``n - 1`` when it has got the sum of each tile. The owner of a
+tile has waited for the partial tile of each rank. So each peer had begun its call ``n - 1``, and had therefore ended
+call ``n - 2``. Calls of ``small_message`` may use the same slot, because halves and call numbers belong to the slot.
 
 Aborts (``kernels.signals``). A block looks at the abort word after its matmul, before it stores to peers, and after
 each wait. If the word is set, nothing is stored to peers or signalled, and the result is NaN.
@@ -132,7 +133,7 @@ def _exchange(
         owner = tile % WORLD
         base = tl.multiple_of(tl.load(peer_data + owner).to(out.dtype), 16)
         tl.store(base + there + at, own, mask=inside & (looked == 0))
-        # A table of one rank: only the owner gets this signal.
+        # From ``owner`` on, the table is taken to have one rank, so only the owner gets this signal.
         signal_ranks(peer_flags + owner, word, call + 1, -1, looked, 1)
         count_call(calls, queues, call, "relaxed")
         flag = signal_flag(flags, owner, tile, signals, WORLD)
