@@ -117,8 +117,11 @@ def _look_up(
                 there = start + step < length
                 weight = tl.load(samples + begin + start + step, mask=there, other=0.0)
                 total += found[step].to(tl.float32) * weight.to(tl.float32)[:, None]
-            else:
+            elif BAGGED:
                 total += found[step].to(tl.float32)
+            else:
+                # Not added to 0, because -0 would become 0.
+                total = found[step].to(tl.float32)
         if SAVES:
             of_index = tl.load(fact + 7)
             for step in tl.static_range(UNROLL):

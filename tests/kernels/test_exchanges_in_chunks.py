@@ -180,6 +180,9 @@ def test_unsupported_operands_are_refused() -> None:
         exchange_launch.matmul_all_to_all(torch.zeros(3, K).half(), VendorMatmul(b), launch, SMALL)
     with pytest.raises(UnsupportedError, match="3 rows cannot be cut into 2 equal slices"):
         chunked.all_to_all_matmul(torch.zeros(3, K).half(), [VendorMatmul(b)], launch, SMALL)
+    with pytest.raises(UnsupportedError, match="24 columns cannot be cut into 5 equal slices"):
+        five = SharedWorkspace.of(5, 20_000, 2).launch(0)
+        exchange_launch.matmul_all_to_all(torch.zeros(8, K).half(), SlicedMatmul(b, count=5), five, SMALL)
     with pytest.raises(UnsupportedError, match="rows of 16 and of 12 elements"):
         exchange_launch.matmul_all_to_all(torch.zeros(8, K).half(), SlicedMatmul(b, count=2), launch, SMALL)
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):

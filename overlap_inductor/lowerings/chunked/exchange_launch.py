@@ -76,13 +76,19 @@ def matmul_all_to_all(
     launch.faults.check()
     world_size, by_columns = launch.world_size, isinstance(matmul, SlicedMatmul)
     rows = len(a) if by_columns else len(a) // world_size
-    if not by_columns and len(a) % world_size:
-        raise UnsupportedError(f"{len(a)} rows cannot be cut into {world_size} equal slices")
+    cut, what = (matmul.b.shape[1], "columns") if by_columns else (len(a), "rows")
+    if cut % world_size:
+        raise UnsupportedError(f"{cut} {what} cannot be cut into {world_size} equal slices")
     product = rows_like(a, world_size * rows, matmul.columns, matmul.dtype(a))
     tensors = [a, product, *matmul.operands]
-    what = ("chunked", "matmul_all_to_all", by_columns, parameters, blas.switches())
+    settings = ("chunked", "matmul_all_to_all", by_columns, parameters, blas.switches())
     launched(
-        launch, what, tensors, lambda: _send_into(a, matmul, launch, parameters, product), parameters.replays, tensors
+        launch,
+        settings,
+        tensors,
+        lambda: _send_into(a, matmul, launch, parameters, product),
+        parameters.replays,
+        tensors,
     )
     return product
 

@@ -183,9 +183,11 @@ def _on_device(values: list[int], launch: Launch) -> torch.Tensor:
     if capturing:
         _CAPTURED.append(host)
         return host.to(device, non_blocking=True)
-    facts.values = values
     # The previous call has read its facts by then: the calls of a rank run one after the other.
-    return facts.memory.copy_(host, non_blocking=True)
+    facts.memory.copy_(host, non_blocking=True)
+    # Only now: if the copy raises an error, the next call must copy again.
+    facts.values = values
+    return facts.memory
 
 
 def _as_index(facts: torch.Tensor, lookups: Lookups) -> torch.Tensor:

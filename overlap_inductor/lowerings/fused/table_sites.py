@@ -95,7 +95,7 @@ def _why_not_alike(lookup: LookupNode, first: LookupNode) -> str | None:
 
 def _alike(lookup: LookupNode) -> tuple[Any, ...]:
     """What must be equal for all tables of a kernel."""
-    same: list[Any] = [lookup.kind, tools.dtype(lookup.lhs)]
+    same: list[Any] = [lookup.kind, tools.dtype(lookup.lhs), f"rows of {tools.shape(lookup.rhs)[1]}"]
     if lookup.kind == BAGS:
         weighted = operators.argument(lookup.node, "per_sample_weights") is not None
         same += [f"mode {_mode(lookup)}", "weights of samples" if weighted else "no weights of samples"]
