@@ -44,7 +44,7 @@ from bench.timing import timed
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.layout import QUEUE_WORDS
 from overlap_inductor.kernels.layout import WINDOW
-from overlap_inductor.lowerings.chunked import launch as chunked
+from overlap_inductor.lowerings.chunked import gather_launch as chunked
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
 from overlap_inductor.lowerings.fused import calls as fused
 from overlap_inductor.lowerings.fused import parameters as fused_plan

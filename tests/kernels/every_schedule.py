@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from overlap_inductor.lowerings.chunked import exchange_launch
-from overlap_inductor.lowerings.chunked import launch as chunked
+from overlap_inductor.lowerings.chunked import gather_launch as chunked
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.fused import calls as fused
 from overlap_inductor.lowerings.fused import ops as fused_ops

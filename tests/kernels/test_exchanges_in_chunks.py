@@ -15,7 +15,7 @@ import torch
 from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.lowerings.chunked import exchange_launch
-from overlap_inductor.lowerings.chunked import launch as chunked
+from overlap_inductor.lowerings.chunked import gather_launch as chunked
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.chunked.parameters import needed
 from overlap_inductor.lowerings.one_op.vendor_matmul import SlicedMatmul

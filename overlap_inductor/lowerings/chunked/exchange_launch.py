@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``matmul -> all-to-all`` in schedule ``chunked``: a reduce-scatter without its sum (``launch``).
+"""``matmul -> all-to-all`` in schedule ``chunked``: a reduce-scatter without its sum (``reduce_launch``).
 
 Each rank's slice of the product is multiplied and sent as a reduction's partial sums are: the slices of the other ranks
 first, from the next rank on, and this rank's own slice last, during the last transfers. Each slice of the product is
@@ -22,10 +22,10 @@ import torch
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
 from overlap_inductor.lowerings.chunked.checks import check
-from overlap_inductor.lowerings.chunked.launch import End
-from overlap_inductor.lowerings.chunked.launch import Range
-from overlap_inductor.lowerings.chunked.launch import sent_chunks
+from overlap_inductor.lowerings.chunked.gather_launch import End
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
+from overlap_inductor.lowerings.chunked.parameters import Range
+from overlap_inductor.lowerings.chunked.reduce_launch import sent_chunks
 from overlap_inductor.lowerings.one_op.vendor_matmul import SlicedMatmul
 from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
 from overlap_inductor.runtime.replay import launched
@@ -71,7 +71,7 @@ def matmul_all_to_all(
         ``[world_size * rows, width]``: a slice from each rank, in the order of ranks.
 
     Raises:
-        UnsupportedError, TransferError: as ``launch.all_gather_matmul``.
+        UnsupportedError, TransferError: as ``gather_launch.all_gather_matmul``.
     """
     launch.faults.check()
     world_size, by_columns = launch.world_size, isinstance(matmul, SlicedMatmul)
