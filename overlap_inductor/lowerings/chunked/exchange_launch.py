@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``matmul -> all-to-all`` in schedule ``chunked``: a reduce-scatter without its sum (``reduce_launch``).
 
-Each rank's slice of the product is multiplied and sent as a reduction's partial sums are: the slices of the other ranks
-first, from the next rank on, and this rank's own slice last, during the last transfers. Each slice of the product is
-one run of rows, so a program's permuted copy before the exchange is not made.
+Each rank's slice of the product is multiplied and sent as a reduction's partial sums are. The slices of the other ranks
+come first, from the next rank on. This rank's own slice is multiplied last, during the last transfers. Each slice is
+one run of rows of the product. So if a program's matmul is followed by a permuted copy for the exchange, no such copy
+is made.
 
 The result has the product's memory. A rank's slice is copied out of the workspace into the place of the slice that was
 sent to that rank. This copy starts after all slices have been sent, which the join with the side stream ensures.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers and all-to-alls before matmuls in schedule ``chunked``: the vendor's matmul multiplies runs of rows on the
+"""Gathers and all-to-alls before matmuls in schedule ``chunked``. The vendor's matmul multiplies runs of rows on the
 current stream, while a transport moves rows on the side stream.
 
 ``all_gather_matmul`` and ``all_to_all_matmul`` are the host's part of one call. At a site's first call with operands of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce-scatters and all-reduces after matmuls in schedule ``chunked``: the vendor's matmul multiplies runs of rows on
+"""Reduce-scatters and all-reduces after matmuls in schedule ``chunked``. The vendor's matmul multiplies runs of rows on
 the current stream, while a transport moves partial sums on the side stream.
 
 ``matmul_reduce_scatter`` and ``matmul_all_reduce`` are the host's part of one call. They prepare and launch as

@@ -137,7 +137,7 @@ def _results(lookup: LookupNode) -> dict[int, fx.Node]:
 
 
 def _rows_first(nodes: PooledNodes) -> bool | None:
-    """Whether a slot of the result holds the rows of all tables for one bag, then for the next; False if it holds all
+    """True if a slot of the result holds the rows of all tables for one bag, then for the next. False if it holds all
     rows of one table, then of the next. ``None`` if it holds them in another order, or if an atom of the layout is
     more than a row and less than whole rows."""
     _, *atoms = nodes.block.flat()
