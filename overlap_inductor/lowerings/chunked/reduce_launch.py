@@ -6,7 +6,8 @@ the current stream, while a transport moves partial sums on the side stream.
 ``gather_launch`` says.
 
 Order of rows. The rows of the other ranks are multiplied in rank order, from the end of this rank's own shard on,
-wrapping around. So the rows that must leave first come first. The own shard is multiplied last.
+wrapping around. So the rows that must leave first come first. The own shard is multiplied last. (With ``chunks=0``, one
+matmul multiplies all rows of a band.)
 
 Launches. For W ranks and C chunks (in each of B bands) the host launches about ``2 * W + 2 * C + 3`` kernels and copies
 for a scatter with copy engines. For an all-reduce it launches ``B * (4 * W + C + 5)``. If copies take turns, there are
