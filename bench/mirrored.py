@@ -44,8 +44,9 @@ from bench.timing import timed
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.layout import QUEUE_WORDS
 from overlap_inductor.kernels.layout import WINDOW
-from overlap_inductor.lowerings.chunked import launch as chunked
+from overlap_inductor.lowerings.chunked import gather_launch
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.lowerings.chunked import reduce_launch
 from overlap_inductor.lowerings.fused import calls as fused
 from overlap_inductor.lowerings.fused import parameters as fused_plan
 from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
@@ -209,8 +210,8 @@ class Site:
             if schedule == "fused":
                 return getattr(fused, pattern)(self.a, self.b, launch, parameters)
             if pattern == "all_gather_matmul":
-                return chunked.all_gather_matmul(self.a, [VendorMatmul(self.b)], launch, parameters)[0]
-            return getattr(chunked, pattern)(self.a, VendorMatmul(self.b), launch, parameters)
+                return gather_launch.all_gather_matmul(self.a, [VendorMatmul(self.b)], launch, parameters)[0]
+            return getattr(reduce_launch, pattern)(self.a, VendorMatmul(self.b), launch, parameters)
 
         return run, len(bands)
 

@@ -17,8 +17,8 @@ MARGIN = 1.05
 """With ``OVERLAP_INDUCTOR_SCHEDULE=auto``, a schedule is chosen only if it is estimated to be more than this many times
 as fast as ``keep``."""
 MARGIN_UNMEASURED = 1.25
-"""``MARGIN`` of ``chunked``, ``fused`` and ``wave_groups`` for groups with more ranks than any on which the schedule
-was measured, and for all-to-alls, on which none of them was measured."""
+"""``MARGIN`` of ``chunked``, ``fused`` and ``wave_groups`` where they were not measured: in groups with more ranks than
+any on which the schedule was measured, and for all-to-alls."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused``, transport ``sm_push``: look up the batch in this rank's tables, and store each result into the
-workspace of the rank that needs it, in one kernel (fused embedding + all-to-all, arXiv 2305.06942).
+"""Schedule ``fused``, transport ``sm_push``: lookups in tables and the all-to-all that follows, in one kernel (fused
+embedding + all-to-all, arXiv 2305.06942). The kernel looks up the batch in this rank's tables. It stores each result
+into the workspace of the rank that needs it.
 
 A *slice* is the part of the batch that belongs to one rank. A block claims pieces from a queue. A piece is some bags of
 one table, all in one slice. The slices of ranks ``rank + 1``, ``rank + 2``, ... come first and this rank's own slice
@@ -16,23 +17,23 @@ empty bag is 0. Two things may differ from torch in the last bit. With weights o
 round the product of weight and row before it is added. Torch's kernel for CPUs sums in an order of its own. Plain rows
 (``BAGGED`` is False) are copied exactly.
 
-Errors. An index that is not in its table, or a bag that ends before it begins or outside the indices, fails a
-``tl.device_assert`` before the piece is stored or signalled. Nothing outside a table is read. As without overlap, CUDA
+Errors. A ``tl.device_assert`` fails if an index is not in its table, or if a bag ends before it begins or outside the
+indices. It fails before the piece is stored or signalled. Nothing outside a table is read. As without overlap, CUDA
 then reports ``device-side assert triggered``, and the context is lost. (Torch's kernel for bags does not check for
 negative indices and reads in front of the table.) Launch with the options ``debug=True``, because Triton drops asserts
 otherwise, and ``sanitize_overflow=False``. The peers' waits end when their patience is over.
 
-Memory ordering (``signals``): ordinary stores, then ``count_and_signal`` for the slice: a barrier and an
-acquire-release add for each piece, and one release at system scope by the block that adds last. The receiver's
-``wait_at_least`` acquires the flag, and a barrier follows. Its loads bypass L1. ``last_block_ends`` gives the credits
-after the last copy out of the workspace.
+Memory ordering (``signals``). Results are stored with ordinary stores. ``count_and_signal`` for the slice follows. It
+makes a barrier and an acquire-release add for each piece. The block that adds last makes one release at system scope.
+The receiver's ``wait_at_least`` acquires the flag, and a barrier follows. Its loads bypass L1. ``last_block_ends``
+gives the credits after the last copy out of the workspace.
 
 Forward progress. A piece waits only for its peer's credit, which depends only on the previous call. Copies wait for the
 pieces of other ranks. A block claims a copy only after all pieces of its rank are claimed, and only running blocks
 claim. So every claimed piece ends, whether or not all blocks are resident, and then every copy ends. One resident block
 on each rank is enough. All waits are bounded.
 
-Aborts. If the abort word is set, nothing is stored to peers or signalled, and copied words become NaN in every float
+Aborts. If the abort word is set, nothing is stored to peers or signalled. Copied words then become NaN in every float
 format, because a replay of a CUDA graph cannot raise an error.
 
 CUDA graphs. The number of the call is read from device memory. Addresses and numbers of indices are read from
@@ -117,8 +118,11 @@ def _look_up(
                 there = start + step < length
                 weight = tl.load(samples + begin + start + step, mask=there, other=0.0)
                 total += found[step].to(tl.float32) * weight.to(tl.float32)[:, None]
-            else:
+            elif BAGGED:
                 total += found[step].to(tl.float32)
+            else:
+                # Not added to 0, because -0 would become 0.
+                total = found[step].to(tl.float32)
         if SAVES:
             of_index = tl.load(fact + 7)
             for step in tl.static_range(UNROLL):

@@ -33,6 +33,7 @@ WAIT_KINDS = 8
 """The code of a wait is ``site * WAIT_KINDS + kind``."""
 WAIT_CREDIT, WAIT_PART, WAIT_PARTIALS, WAIT_RESULT, WAIT_TILES, WAIT_TURN = 1, 2, 3, 4, 5, 6
 TABLE_FACTS = 9
-"""int64 words that a kernel reads about each embedding table: the addresses of table, indices, offsets and weights of
-samples, the number of rows, the number of indices, the padding index (-1: none), and the addresses to which the bag of
-each index and the number of rows of each bag are stored (0: nowhere)."""
+"""int64 words that a kernel reads about each embedding table. Words 0 to 3 are the addresses of table, indices, offsets
+and weights of samples. Words 4 to 6 are the number of rows, the number of indices, and the padding index (-1: none).
+Words 7 and 8 are addresses to which the kernel stores the bag of each index and the number of rows of each bag (0:
+nowhere)."""

@@ -109,6 +109,12 @@ def test_what_the_kernel_cannot_compute_has_a_reason() -> None:
         one, other = (F.embedding_bag(i, t, mode="sum") for t in (w, v))
         return exchange(torch.cat([one, other], 1)), one.sin()
 
+    def two_widths(i: torch.Tensor) -> torch.Tensor:
+        """Two rows of 4 or one row of 8, so both results have the same shape."""
+        whole = F.embedding(i[:, 0], torch.ones(7, 8))
+        return exchange(torch.cat([whole, F.embedding(i[:, :2], w).flatten(1)], 1))
+
+    assert "rows of 4 and embedding has" in _refusal(two_widths, i)
     assert "expected all tables to be looked up in one way" in _refusal(two_modes, i)
     assert "computed between a lookup and the exchange" in _refusal(computed, i)
     assert "also reads the results" in _refusal(read_elsewhere, i)

@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 
 from overlap_inductor.lowerings.chunked import exchange_launch
-from overlap_inductor.lowerings.chunked import launch as chunked
+from overlap_inductor.lowerings.chunked import gather_launch
+from overlap_inductor.lowerings.chunked import reduce_launch
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.fused import calls as fused
 from overlap_inductor.lowerings.fused import ops as fused_ops
@@ -83,15 +84,15 @@ def _fused_with_gathered(a: torch.Tensor, b: torch.Tensor, launch: Launch) -> Se
 
 
 def _chunked_with_gathered(a: torch.Tensor, b: torch.Tensor, launch: Launch) -> Sequence[torch.Tensor]:
-    return chunked.all_gather_matmul(a, [VendorMatmul(b)], launch, CHUNKED, gathered_used=True)
+    return gather_launch.all_gather_matmul(a, [VendorMatmul(b)], launch, CHUNKED, gathered_used=True)
 
 
 def _chunked(pattern: str, parameters: ChunkedParameters = CHUNKED) -> Call:
     def run(launch: Launch, value: float) -> torch.Tensor:
         a, b = _operands(pattern, launch, value)
         if pattern == GATHER:
-            return chunked.all_gather_matmul(a, [VendorMatmul(b)], launch, parameters)[0]
-        return getattr(chunked, pattern)(a, VendorMatmul(b), launch, parameters)
+            return gather_launch.all_gather_matmul(a, [VendorMatmul(b)], launch, parameters)[0]
+        return getattr(reduce_launch, pattern)(a, VendorMatmul(b), launch, parameters)
 
     return Call(run, pattern == GATHER)
 
@@ -103,7 +104,7 @@ def _sent_in_chunks(launch: Launch, value: float) -> torch.Tensor:
 
 def _received_in_chunks(launch: Launch, value: float) -> torch.Tensor:
     a, b = _operands(SCATTER, launch, value)
-    return chunked.all_to_all_matmul(a, [VendorMatmul(b)], launch, replace(CHUNKED, transport="copy_engine"))[0]
+    return gather_launch.all_to_all_matmul(a, [VendorMatmul(b)], launch, replace(CHUNKED, transport="copy_engine"))[0]
 
 
 def _small(two_shot: bool, norm: bool) -> Call:

@@ -14,7 +14,8 @@ import torch
 from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.layout import FLAG_WORDS
-from overlap_inductor.lowerings.chunked import launch as chunked
+from overlap_inductor.lowerings.chunked import gather_launch
+from overlap_inductor.lowerings.chunked import reduce_launch
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.chunked.parameters import needed
 from overlap_inductor.lowerings.chunked.parameters import result_signals
@@ -111,14 +112,14 @@ def _rank(
         if case.pattern == GATHER:
             rhs = [right, right[:, :8].contiguous()] if case.two else [right]
             matmuls = list(map(VendorMatmul, rhs, [bias, None]))
-            out[call, rank], *others = chunked.all_gather_matmul(left, matmuls, launch, case.at(call), case.two)
+            out[call, rank], *others = gather_launch.all_gather_matmul(left, matmuls, launch, case.at(call), case.two)
             if case.two:
                 everyone = a[call].flatten(0, 1)
                 assert torch.equal(others[1], everyone) and torch.allclose(
                     others[0].double(), everyone.double() @ rhs[1].double(), rtol=2e-2, atol=5e-2
                 )
         else:
-            out[call, rank] = getattr(chunked, case.pattern)(
+            out[call, rank] = getattr(reduce_launch, case.pattern)(
                 left, VendorMatmul(right, bias), launch, case.at(call), case.average
             )
         launch.faults.check()
@@ -170,7 +171,7 @@ def _round_once(rank: int, workspace: SharedWorkspace, out: torch.Tensor) -> Non
     a[:, 0] = 2048.0 if rank == 0 else 1.0
     b = torch.zeros(8, 8).half()
     b[0] = 1
-    out[rank] = chunked.matmul_reduce_scatter(a, VendorMatmul(b), workspace.launch(rank), SMALL)
+    out[rank] = reduce_launch.matmul_reduce_scatter(a, VendorMatmul(b), workspace.launch(rank), SMALL)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +184,9 @@ def test_a_peer_that_never_comes(pattern: str, what: str, peer: int) -> None:
 
     def call() -> None:
         if pattern == GATHER:
-            chunked.all_gather_matmul(a, [VendorMatmul(b)], launch, SMALL)
+            gather_launch.all_gather_matmul(a, [VendorMatmul(b)], launch, SMALL)
         else:
-            getattr(chunked, pattern)(a, VendorMatmul(b), launch, SMALL)
+            getattr(reduce_launch, pattern)(a, VendorMatmul(b), launch, SMALL)
 
     call()
     with pytest.raises(
@@ -236,15 +237,16 @@ def test_credits_are_awaited_on_the_stream_of_the_matmuls(
                 send(source),
             )
 
-    monkeypatch.setattr(chunked, "side_stream", lambda device: side)
-    monkeypatch.setattr(chunked, "transport_named", lambda protocol, name: Transport())
+    module = gather_launch if pattern == GATHER else reduce_launch
+    monkeypatch.setattr(module, "side_stream", lambda device: side)
+    monkeypatch.setattr(module, "transport_named", lambda protocol, name: Transport())
     monkeypatch.setattr(
-        chunked,
+        module,
         "credit_kernel",
         lambda launch: lambda: events.append("beside the matmuls" if side.inside else "credit"),
     )
     matmul = Matmul(b)
-    getattr(chunked, pattern)(a, [matmul] if pattern == GATHER else matmul, launch, SMALL)
+    getattr(module, pattern)(a, [matmul] if pattern == GATHER else matmul, launch, SMALL)
     assert events[: before + 2] == [*["matmul"] * before, "credit", "send"] and events.count("credit") == 1, events
 
 
@@ -252,7 +254,7 @@ def test_the_gathered_tensor_is_copied_during_the_last_chunk(monkeypatch: pytest
     """The copy starts on the side stream, after the wait for the last rows and before the last matmul. So the last
     matmul hides the copy."""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
-    plain_hand_out, plain_wait = chunked._hand_out, chunked.wait_kernel
+    plain_hand_out, plain_wait = gather_launch._hand_out, gather_launch.wait_kernel
 
     class Matmul(VendorMatmul):
         def __call__(self, *arguments: object) -> None:
@@ -267,10 +269,10 @@ def test_the_gathered_tensor_is_copied_during_the_last_chunk(monkeypatch: pytest
         wait = plain_wait(*arguments)  # type: ignore[arg-type]
         return lambda: (events.append("wait"), wait())
 
-    monkeypatch.setattr(chunked, "side_stream", lambda device: side)
-    monkeypatch.setattr(chunked, "_hand_out", hand_out)
-    monkeypatch.setattr(chunked, "wait_kernel", wait_kernel)
-    chunked.all_gather_matmul(
+    monkeypatch.setattr(gather_launch, "side_stream", lambda device: side)
+    monkeypatch.setattr(gather_launch, "_hand_out", hand_out)
+    monkeypatch.setattr(gather_launch, "wait_kernel", wait_kernel)
+    gather_launch.all_gather_matmul(
         torch.zeros(48, 32).half(),
         [Matmul(torch.zeros(16, 32).half().t())],
         launch,
@@ -291,7 +293,7 @@ def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, w
     monkeypatch.setattr(symmetric, "hardware_queues", symmetric.hardware_queues.__wrapped__)
     workspace = SharedWorkspace.of(3, 20_000, 8)
     launch = workspace.launch(0, patience_ns=20_000)
-    chunked.all_gather_matmul(
+    gather_launch.all_gather_matmul(
         torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half())], launch, replace(SMALL, turns_from=0)
     )
     with pytest.raises(TransferError, match=f"timed out waiting for {what}: expected call 1, saw call 0"):
@@ -308,7 +310,7 @@ def test_finished_rows_are_not_signalled_if_a_peer_never_comes(transport: str) -
     a, matmul, out = torch.ones(72, 32).half(), VendorMatmul(torch.ones(32, 16).half()), torch.empty(72, 16).half()
     first = result_signals(3, p)
     for call in range(2):
-        chunked._reduce_into("matmul_all_reduce", a, matmul, launch, p, False, out, out)
+        reduce_launch._reduce_into("matmul_all_reduce", a, matmul, launch, p, False, out, out)
         for peer in (1, 2):
             signals = workspace.flags[peer, 3 * FLAG_WORDS :: FLAG_WORDS].view(3, 8)[0]
             assert (
@@ -327,7 +329,7 @@ def test_no_rows_are_signalled_before_the_peer_has_read(transport: str) -> None:
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)
     workspace.data.fill_(0)
-    chunked.all_gather_matmul(
+    gather_launch.all_gather_matmul(
         torch.ones(16, 32).half(),
         [VendorMatmul(torch.ones(32, 16).half())],
         launch,
@@ -348,31 +350,33 @@ def test_a_matmul_that_fails_aborts_the_group() -> None:
     so the group is aborted."""
     launch = SharedWorkspace.of(2, 20_000, 4).launch(0, patience_ns=20_000)
     with pytest.raises(RuntimeError):
-        chunked.all_gather_matmul(
+        gather_launch.all_gather_matmul(
             torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half(), torch.ones(3).half())], launch, SMALL
         )
     assert launch.faults.told and launch.slot.calls.tolist() == [0]
     with pytest.raises(TransferError, match="was aborted"):
-        chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half())], launch, SMALL)
+        gather_launch.all_gather_matmul(
+            torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half())], launch, SMALL
+        )
 
 
 def test_unsupported_operands_are_refused() -> None:
     launch = SharedWorkspace.of(2, 4096, 2).launch(0)
     a, b = torch.zeros(32, 32).half(), torch.zeros(32, 16).half()
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):
-        chunked.all_gather_matmul(a.float(), [VendorMatmul(b.float())], launch, SMALL)
+        gather_launch.all_gather_matmul(a.float(), [VendorMatmul(b.float())], launch, SMALL)
     with pytest.raises(UnsupportedError, match=r"right operand is torch.float16\[16, 16\]; expected 32 rows of"):
-        chunked.matmul_reduce_scatter(a, VendorMatmul(b[:16]), launch, SMALL)
+        reduce_launch.matmul_reduce_scatter(a, VendorMatmul(b[:16]), launch, SMALL)
     with pytest.raises(UnsupportedError, match="of 32 and of 12 elements"):
-        chunked.all_gather_matmul(a, [VendorMatmul(b[:, :12])], launch, SMALL)
+        gather_launch.all_gather_matmul(a, [VendorMatmul(b[:, :12])], launch, SMALL)
     with pytest.raises(UnsupportedError, match="not contiguous and aligned to 16 bytes"):
-        chunked.all_gather_matmul(a.t(), [VendorMatmul(b)], launch, SMALL)
+        gather_launch.all_gather_matmul(a.t(), [VendorMatmul(b)], launch, SMALL)
     with pytest.raises(
         UnsupportedError, match="needs 8192 bytes and 1 signals with protocol credits; its slot has 4096"
     ):
-        chunked.all_gather_matmul(torch.zeros(64, 32).half(), [VendorMatmul(b)], launch, SMALL)
+        gather_launch.all_gather_matmul(torch.zeros(64, 32).half(), [VendorMatmul(b)], launch, SMALL)
     for other, right in ((a[:16], b), (a.float(), b.float()), (a[:, :16], b), (a, b[:, :8])):
         with pytest.raises(UnsupportedError, match="expected products of one dtype and shape|fp16 or bf16"):
-            chunked.matmul_reduce_scatter(a, VendorMatmul(b, added=((other, right),)), launch, SMALL)
+            reduce_launch.matmul_reduce_scatter(a, VendorMatmul(b, added=((other, right),)), launch, SMALL)
     with pytest.raises(UnsupportedError, match="3 rows cannot be cut"):
-        chunked.matmul_reduce_scatter(a[:3], VendorMatmul(b), launch, SMALL)
+        reduce_launch.matmul_reduce_scatter(a[:3], VendorMatmul(b), launch, SMALL)

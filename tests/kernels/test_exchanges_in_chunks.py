@@ -15,7 +15,7 @@ import torch
 from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.lowerings.chunked import exchange_launch
-from overlap_inductor.lowerings.chunked import launch as chunked
+from overlap_inductor.lowerings.chunked import gather_launch
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.chunked.parameters import needed
 from overlap_inductor.lowerings.one_op.vendor_matmul import SlicedMatmul
@@ -83,7 +83,7 @@ def _rank(
             out[call, rank] = exchange_launch.matmul_all_to_all(left, matmul, launch, case.parameters)
         else:
             matmuls = [VendorMatmul(right, bias), VendorMatmul(right[:, :8].contiguous())][: 1 + case.two]
-            out[call, rank], *others = chunked.all_to_all_matmul(left, matmuls, launch, case.parameters, case.two)
+            out[call, rank], *others = gather_launch.all_to_all_matmul(left, matmuls, launch, case.parameters, case.two)
             if case.two:
                 received = torch.cat([sent.chunk(case.world_size)[rank] for sent in a[call]])
                 assert torch.equal(others[1], received) and torch.equal(others[0], received @ right[:, :8])
@@ -119,7 +119,7 @@ def _call(pattern: str, launch: Any) -> torch.Tensor:
     a, matmul = torch.ones(48, K).half(), VendorMatmul(torch.ones(K, N).half())
     if pattern == SENT:
         return exchange_launch.matmul_all_to_all(a, matmul, launch, SMALL)
-    return chunked.all_to_all_matmul(a, [matmul], launch, SMALL)[0]
+    return gather_launch.all_to_all_matmul(a, [matmul], launch, SMALL)[0]
 
 
 @pytest.mark.parametrize(("pattern", "what"), [(SENT, "finished rows from rank 2"), (RECEIVED, "rows from rank 1")])
@@ -179,8 +179,11 @@ def test_unsupported_operands_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="3 rows cannot be cut into 2 equal slices"):
         exchange_launch.matmul_all_to_all(torch.zeros(3, K).half(), VendorMatmul(b), launch, SMALL)
     with pytest.raises(UnsupportedError, match="3 rows cannot be cut into 2 equal slices"):
-        chunked.all_to_all_matmul(torch.zeros(3, K).half(), [VendorMatmul(b)], launch, SMALL)
+        gather_launch.all_to_all_matmul(torch.zeros(3, K).half(), [VendorMatmul(b)], launch, SMALL)
+    with pytest.raises(UnsupportedError, match="24 columns cannot be cut into 5 equal slices"):
+        five = SharedWorkspace.of(5, 20_000, 2).launch(0)
+        exchange_launch.matmul_all_to_all(torch.zeros(8, K).half(), SlicedMatmul(b, count=5), five, SMALL)
     with pytest.raises(UnsupportedError, match="rows of 16 and of 12 elements"):
         exchange_launch.matmul_all_to_all(torch.zeros(8, K).half(), SlicedMatmul(b, count=2), launch, SMALL)
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):
-        chunked.all_to_all_matmul(torch.zeros(8, K), [VendorMatmul(b.float())], launch, SMALL)
+        gather_launch.all_to_all_matmul(torch.zeros(8, K), [VendorMatmul(b.float())], launch, SMALL)

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_inductor.lowerings.chunked import launch as chunked
+from overlap_inductor.lowerings.chunked import gather_launch
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.lowerings.chunked import reduce_launch
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.fused import calls as fused
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
@@ -75,15 +76,16 @@ def _chunked(pattern: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, i
     transfer = Transfer(
         ROWS, INNER if gathers else COLUMNS, chunked_plan.part_rows_of(ROWS, 2, p), scattered=not gathers
     )
-    wait_kernel = chunked.wait_kernel
+    module: Any = gather_launch if gathers else reduce_launch
+    wait_kernel = module.wait_kernel
 
     def read(launch: Launch, sender: Sender | None) -> Sequence[torch.Tensor]:
         a, matmul = torch.ones(rows, INNER).half(), VendorMatmul(torch.ones(INNER, COLUMNS).half(), None)
         with monkeypatch.context() as patched:
-            patched.setattr(chunked, "wait_kernel", _behind(wait_kernel, sender))
+            patched.setattr(module, "wait_kernel", _behind(wait_kernel, sender))
             if gathers:
-                return chunked.all_gather_matmul(a, [matmul] * 4, launch, p, gathered_used=True)
-            return [chunked.matmul_reduce_scatter(a, matmul, launch, p)]
+                return gather_launch.all_gather_matmul(a, [matmul] * 4, launch, p, gathered_used=True)
+            return [reduce_launch.matmul_reduce_scatter(a, matmul, launch, p)]
 
     return transfer, rows if gathers else 2 * ROWS, read
 

@@ -16,6 +16,7 @@ import torch
 from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.lowerings.fused.table_calls import Lookups
+from overlap_inductor.lowerings.fused.table_calls import _on_device
 from overlap_inductor.lowerings.fused.table_calls import look_up
 from overlap_inductor.lowerings.fused.table_parameters import TableParameters
 from overlap_inductor.lowerings.fused.table_parameters import needed
@@ -162,6 +163,34 @@ def _by_torch(lookups: Lookups, table: int) -> torch.Tensor:
     mode, padding = int(lookups.mean), lookups.padding[table]
     offsets = lookups.offsets[table]
     return aten._embedding_bag(weights, indices, offsets, False, mode, False, samples, lookups.last_offset, padding)[0]
+
+
+def _rank_of_plain_rows(rank: int, workspace: SharedWorkspace, out: torch.Tensor, case: Case) -> None:
+    lookups = case.lookups(rank, 0)
+    for table in lookups.tables:
+        table.fill_(-0.0)
+    out[rank] = look_up(lookups, workspace.launch(rank), PARAMETERS)
+
+
+def test_plain_rows_keep_the_sign_of_zero() -> None:
+    case = CASES["plain rows"]
+    out = shared(case.world_size, case.bags * case.tables * case.width, dtype=case.dtype, fill=1.0)
+    run_ranks(case.world_size, _rank_of_plain_rows, SharedWorkspace.of(case.world_size, *case.need), out, case)
+    assert (out == 0).all() and out.signbit().all()
+
+
+def test_facts_that_were_not_copied_are_copied_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next call would read addresses of another batch."""
+    launch = SharedWorkspace.of(2, *Case().need).launch(0)
+    _on_device([1, 2], launch)
+
+    def fails(*_: object, **options: object) -> torch.Tensor:
+        raise RuntimeError("no copy")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no copy"):
+        patched.setattr(torch.Tensor, "copy_", fails)
+        _on_device([3, 4], launch)
+    assert _on_device([3, 4], launch).tolist() == [3, 4]
 
 
 @contextmanager

@@ -410,11 +410,16 @@ def test_ops_of_four_schedules_launch_inside_the_order(monkeypatch: pytest.Monke
         "triton",
         reason="Triton comes with the package's test extra; environments of other torch versions may have none",
     )
-    from overlap_inductor.lowerings.chunked import launch as chunked
+    from overlap_inductor.lowerings.chunked import exchange_launch
+    from overlap_inductor.lowerings.chunked import gather_launch
     from overlap_inductor.lowerings.chunked import ops as chunked_ops  # noqa: F401
+    from overlap_inductor.lowerings.chunked import reduce_launch
     from overlap_inductor.lowerings.chunked import scaled_ops as chunked_scaled_ops
     from overlap_inductor.lowerings.chunked import sum_ops as chunked_sum_ops
     from overlap_inductor.lowerings.fused import ops as fused_ops
+    from overlap_inductor.lowerings.fused import table_calls
+    from overlap_inductor.lowerings.fused import table_ops
+    from overlap_inductor.lowerings.one_op import exchange_ops
     from overlap_inductor.lowerings.one_op import ops as site_ops
     from overlap_inductor.lowerings.small_message import launch as small_message
     from overlap_inductor.lowerings.small_message import ops as small_ops
@@ -423,14 +428,20 @@ def test_ops_of_four_schedules_launch_inside_the_order(monkeypatch: pytest.Monke
 
     inside = Inside()
     x, w, chain = torch.zeros(4, 8), torch.zeros(8, 8), torch.zeros(1)
-    modules: Sequence[Any] = (site_ops, fused_ops, small_ops, chunked_scaled_ops, chunked_sum_ops, wave_groups)
+    modules: Sequence[Any] = (
+        site_ops, exchange_ops, fused_ops, table_ops, small_ops, chunked_scaled_ops, chunked_sum_ops, wave_groups,
+    )  # fmt: skip
     for module in modules:
         monkeypatch.setattr(module, "call_order", inside)
-        if module not in (small_ops, wave_groups):
+        if module not in (table_ops, small_ops, wave_groups):
             monkeypatch.setattr(module, "ready", lambda *arguments: ("launch", "parameters"))
     monkeypatch.setattr(small_ops, "_ready", lambda *arguments: ("launch", "parameters"))
-    for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-        monkeypatch.setattr(chunked, name, inside.launches([x] if name == "all_gather_matmul" else x))
+    monkeypatch.setattr(table_ops, "_ready", lambda *arguments: ("launch", "parameters"))
+    for name in ("all_gather_matmul", "all_to_all_matmul"):
+        monkeypatch.setattr(gather_launch, name, inside.launches([x]))
+    monkeypatch.setattr(reduce_launch, "matmul_all_reduce", inside.launches(x))
+    monkeypatch.setattr(exchange_launch, "matmul_all_to_all", inside.launches(x))
+    monkeypatch.setattr(table_calls, "look_up", inside.launches(x))
     monkeypatch.setattr(fused_ops, "_gather", inside.launches([x]))
     monkeypatch.setattr(fused_ops, "_reduce", inside.launches(x))
     monkeypatch.setattr(small_message, "matmul_all_reduce", inside.launches(x))
@@ -450,6 +461,10 @@ def test_ops_of_four_schedules_launch_inside_the_order(monkeypatch: pytest.Monke
         one = torch.ones(1)
         ops.chunked_all_gather_matmul(chain, x, [w], [None], False, "{}", *end)
         ops.chunked_matmul_all_reduce(chain, x, w, None, "{}", "sum", *end)
+        ops.chunked_matmul_all_to_all(chain, x, w, None, False, "{}", *end)
+        ops.chunked_all_to_all_matmul(chain, x, [w], [None], False, "{}", *end)
+        some = torch.zeros(4, dtype=torch.int64)
+        ops.fused_embedding_all_to_all(chain, [w], [some], [], [], [-1], "sum", False, False, False, "{}", *end)
         ops.fused_all_gather_matmul_epilogue(chain, x, [w], [None], False, [], "[null]", "{}", *end)
         ops.fused_matmul_all_reduce_epilogue(chain, x, w, None, [], "[null]", "{}", "sum", *end)
         ops.small_message_matmul_all_reduce(chain, x, w, None, "{}", "sum", *end)
@@ -461,4 +476,4 @@ def test_ops_of_four_schedules_launch_inside_the_order(monkeypatch: pytest.Monke
         )
         wave_groups.matmul_all_reduce(x, w, group, None, "site")  # type: ignore[arg-type]
     # ``wave_groups`` also creates its shared state inside the order, so that of two threads only one creates it.
-    assert inside.seen == [1] * 11 and inside.depth == 0
+    assert inside.seen == [1] * 14 and inside.depth == 0

@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_inductor.lowerings.chunked import launch as chunked
+from overlap_inductor.lowerings.chunked import exchange_launch
+from overlap_inductor.lowerings.chunked import gather_launch
+from overlap_inductor.lowerings.chunked import reduce_launch
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.fused import calls as fused
 from overlap_inductor.lowerings.fused.launch import Tail
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.one_op.vendor_matmul import Scales
+from overlap_inductor.lowerings.one_op.vendor_matmul import SlicedMatmul
 from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
 from overlap_inductor.lowerings.small_message import launch as small_message
 from overlap_inductor.lowerings.small_message.parameters import SmallParameters
@@ -308,7 +311,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
     copies.clear()
 
-    monkeypatch.setattr(chunked, "launched", note)
+    monkeypatch.setattr(gather_launch, "launched", note)
+    monkeypatch.setattr(reduce_launch, "launched", note)
+    monkeypatch.setattr(exchange_launch, "launched", note)
     monkeypatch.setattr(fused, "launched", note)
     monkeypatch.setattr(small_message, "launched", note)
     return found
@@ -324,24 +329,37 @@ def test_the_key_of_a_chunked_call_holds_all_that_the_call_depends_on(calls: lis
     def matmul(fast: bool = False) -> VendorMatmul:
         return VendorMatmul(b, bias, Scales(scale, other, torch.float32, fast))
 
-    outs = chunked.all_gather_matmul(a, [matmul()], LAUNCH, p, gathered_used=True)
+    outs = gather_launch.all_gather_matmul(a, [matmul()], LAUNCH, p, gathered_used=True)
     assert {t.data_ptr() for t in (a, b, bias, scale, other, *outs)} == {*calls[0][1]}
-    chunked.all_gather_matmul(a, [matmul(True)], LAUNCH, p)
-    chunked.all_gather_matmul(a, [matmul()], LAUNCH, q)
+    gather_launch.all_gather_matmul(a, [matmul(True)], LAUNCH, p)
+    gather_launch.all_gather_matmul(a, [matmul()], LAUNCH, q)
     for average in (False, True):
-        out = chunked.matmul_reduce_scatter(a, matmul(), LAUNCH, p, average)
+        out = reduce_launch.matmul_reduce_scatter(a, matmul(), LAUNCH, p, average)
         assert {t.data_ptr() for t in (a, b, bias, scale, other, out)} < {*calls[-1][1]} and len(calls[-1][1]) == 7, (
             "the product, too"
         )
-        out = chunked.matmul_all_reduce(a, matmul(), LAUNCH, p, average)
+        out = reduce_launch.matmul_all_reduce(a, matmul(), LAUNCH, p, average)
         assert {t.data_ptr() for t in (a, b, bias, scale, other, out)} == {*calls[-1][1]}, "summed in place"
     assert len({what for what, _ in calls}) == len(calls) == 7
     assert copies == [addresses for _, addresses in calls], (
         "copy engines send some of the tensors, and the vendor's library may copy a bias or a scale"
     )
     left, right = torch.zeros(8, 4), torch.zeros(4, 8)
-    chunked.matmul_reduce_scatter(a, VendorMatmul(b, bias, added=((left, right),)), LAUNCH, p)
+    reduce_launch.matmul_reduce_scatter(a, VendorMatmul(b, bias, added=((left, right),)), LAUNCH, p)
     assert {left.data_ptr(), right.data_ptr()} < {*calls[-1][1]}
+
+
+def test_the_key_of_an_exchange_in_chunks_holds_all_that_the_call_depends_on(calls: list[Call]) -> None:
+    a, b, bias = (torch.zeros(s) for s in ((8, 8), (8, 8), (8,)))
+    p, q = ChunkedParameters(2), ChunkedParameters(2)
+    for parameters in (p, q):
+        for matmul in (VendorMatmul(b, bias), SlicedMatmul(b, bias, count=2)):
+            out = exchange_launch.matmul_all_to_all(a, matmul, LAUNCH, parameters)
+            assert [*calls[-1][1]] == [t.data_ptr() for t in (a, out, b, bias)]
+        out, received = gather_launch.all_to_all_matmul(a, [VendorMatmul(b, bias)], LAUNCH, parameters, True)
+        assert {t.data_ptr() for t in (a, b, bias, out, received)} == {*calls[-1][1]}
+    gather_launch.all_gather_matmul(a, [VendorMatmul(b, bias)], LAUNCH, p)
+    assert len({what for what, _ in calls}) == len(calls) == 7 and copies == [addresses for _, addresses in calls]
 
 
 def test_the_key_of_a_fused_call_holds_all_that_the_call_depends_on(calls: list[Call]) -> None:
@@ -384,8 +402,8 @@ def test_settings_of_the_vendors_library_make_another_call(calls: list[Call]) ->
     try:
         for value in (changed, not changed):
             settings.allow_bf16_reduced_precision_reduction = value
-            chunked.all_gather_matmul(a, [VendorMatmul(a)], LAUNCH, p)
-            chunked.matmul_reduce_scatter(a, VendorMatmul(a), LAUNCH, p)
+            gather_launch.all_gather_matmul(a, [VendorMatmul(a)], LAUNCH, p)
+            reduce_launch.matmul_reduce_scatter(a, VendorMatmul(a), LAUNCH, p)
     finally:
         settings.allow_bf16_reduced_precision_reduction = changed
     assert len({what for what, _ in calls}) == 4 and blas.switches() == before

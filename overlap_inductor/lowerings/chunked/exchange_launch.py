@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``matmul -> all-to-all`` in schedule ``chunked``: a reduce-scatter without its sum (``launch``).
+"""``matmul -> all-to-all`` in schedule ``chunked``: a reduce-scatter without its sum (``reduce_launch``).
 
-Each rank's slice of the product is multiplied and sent as a reduction's partial sums are: the slices of the other ranks
-first, from the next rank on, and this rank's own slice last, during the last transfers. Each slice of the product is
-one run of rows, so a program's permuted copy before the exchange is not made.
+Each rank's slice of the product is multiplied and sent as a reduction's partial sums are. The slices of the other ranks
+come first, from the next rank on. This rank's own slice is multiplied last, during the last transfers. Each slice is
+one run of rows of the product. So if a program's matmul is followed by a permuted copy for the exchange, no such copy
+is made.
 
 The result has the product's memory. A rank's slice is copied out of the workspace into the place of the slice that was
 sent to that rank. This copy starts after all slices have been sent, which the join with the side stream ensures.
@@ -22,10 +23,10 @@ import torch
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
 from overlap_inductor.lowerings.chunked.checks import check
-from overlap_inductor.lowerings.chunked.launch import End
-from overlap_inductor.lowerings.chunked.launch import Range
-from overlap_inductor.lowerings.chunked.launch import sent_chunks
+from overlap_inductor.lowerings.chunked.gather_launch import End
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
+from overlap_inductor.lowerings.chunked.parameters import Range
+from overlap_inductor.lowerings.chunked.reduce_launch import sent_chunks
 from overlap_inductor.lowerings.one_op.vendor_matmul import SlicedMatmul
 from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
 from overlap_inductor.runtime.replay import launched
@@ -71,18 +72,24 @@ def matmul_all_to_all(
         ``[world_size * rows, width]``: a slice from each rank, in the order of ranks.
 
     Raises:
-        UnsupportedError, TransferError: as ``launch.all_gather_matmul``.
+        UnsupportedError, TransferError: as ``gather_launch.all_gather_matmul``.
     """
     launch.faults.check()
     world_size, by_columns = launch.world_size, isinstance(matmul, SlicedMatmul)
     rows = len(a) if by_columns else len(a) // world_size
-    if not by_columns and len(a) % world_size:
-        raise UnsupportedError(f"{len(a)} rows cannot be cut into {world_size} equal slices")
+    cut, what = (matmul.b.shape[1], "columns") if by_columns else (len(a), "rows")
+    if cut % world_size:
+        raise UnsupportedError(f"{cut} {what} cannot be cut into {world_size} equal slices")
     product = rows_like(a, world_size * rows, matmul.columns, matmul.dtype(a))
     tensors = [a, product, *matmul.operands]
-    what = ("chunked", "matmul_all_to_all", by_columns, parameters, blas.switches())
+    settings = ("chunked", "matmul_all_to_all", by_columns, parameters, blas.switches())
     launched(
-        launch, what, tensors, lambda: _send_into(a, matmul, launch, parameters, product), parameters.replays, tensors
+        launch,
+        settings,
+        tensors,
+        lambda: _send_into(a, matmul, launch, parameters, product),
+        parameters.replays,
+        tensors,
     )
     return product
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the ops of schedule ``chunked``. One call of an op runs all matmuls, transfers and sums of a site."""
+"""Define the ops of schedule ``chunked``. One call of an op runs all matmuls, transfers and sums of a site.
+
+The modules that launch kernels import Triton, so they are imported when the first op runs.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 
@@ -22,14 +23,6 @@ from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
 from overlap_inductor.runtime.workspace import Launch
 
 
-@functools.cache
-def _launches() -> ModuleType:
-    """The module that launches the kernels. It is imported when the first op runs, because it imports Triton."""
-    from overlap_inductor.lowerings.chunked import launch as chunked
-
-    return chunked
-
-
 def _gather(
     shard: torch.Tensor,
     rhs: Sequence[torch.Tensor],
@@ -38,7 +31,9 @@ def _gather(
     launch: Launch,
     parameters: ChunkedParameters,
 ) -> Tensors:
-    return _launches().all_gather_matmul(
+    from overlap_inductor.lowerings.chunked.gather_launch import all_gather_matmul
+
+    return all_gather_matmul(
         left_operand(shard), list(map(VendorMatmul, rhs, biases)), launch, parameters, gathered_used
     )
 
@@ -52,7 +47,9 @@ def _reduce(
     launch: Launch,
     parameters: ChunkedParameters,
 ) -> torch.Tensor:
-    return getattr(_launches(), pattern)(lhs, VendorMatmul(rhs, bias), launch, parameters, average)
+    from overlap_inductor.lowerings.chunked import reduce_launch
+
+    return getattr(reduce_launch, pattern)(lhs, VendorMatmul(rhs, bias), launch, parameters, average)
 
 
 def _send(
@@ -77,7 +74,9 @@ def _receive(
     launch: Launch,
     parameters: ChunkedParameters,
 ) -> Tensors:
-    return _launches().all_to_all_matmul(
+    from overlap_inductor.lowerings.chunked.gather_launch import all_to_all_matmul
+
+    return all_to_all_matmul(
         left_operand(sent), list(map(VendorMatmul, rhs, biases)), launch, parameters, received_used
     )
 

@@ -32,6 +32,8 @@ at once, and the first matmul waits for the first copy. A gather loses 7 % at 8 
 from 16 MiB on."""
 TILE = 128, 256
 """Rows and columns of the vendor's tile, which one SM multiplies at a time."""
+Range = tuple[int, int]
+"""``(first row, end)``."""
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")
 """The patterns in which rows are multiplied after they have arrived. In the others they are multiplied first."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
@@ -205,8 +207,8 @@ def chunk_bounds(parts: int, world_size: int, parameters: ChunkedParameters) -> 
     return [i * count // chunks for i in range(chunks + 1)]
 
 
-def chunk_rows(first: int, last: int, rank: int, world_size: int, rows: int, part_rows: int) -> list[tuple[int, int]]:
-    """``(first row, end)`` of parts ``first .. last - 1`` among the rows of all ranks. Parts are numbered from the end
+def chunk_rows(first: int, last: int, rank: int, world_size: int, rows: int, part_rows: int) -> list[Range]:
+    """The rows of parts ``first .. last - 1`` among the rows of all ranks. Parts are numbered from the end
     of ``rank``'s own rows on, wrapping around. Returns one range, or two if the parts wrap around the end of the
     tensor."""
     parts = -(-rows // part_rows)

@@ -72,10 +72,10 @@ def _scaled_all_gather_matmul(
         # (As bytes: not every backend supports fp8.)
         dist.all_gather_into_tensor(gathered.view(torch.uint8), shard.contiguous().view(torch.uint8), group=group)
         return [*(_whole(m, gathered) for m in matmuls), *([gathered] if gathered_used else [])], token
-    from overlap_inductor.lowerings.chunked import launch as chunked
+    from overlap_inductor.lowerings.chunked import gather_launch
 
     with call_order(shard.device):
-        return chunked.all_gather_matmul(left_operand(shard), matmuls, *found, gathered_used), token
+        return gather_launch.all_gather_matmul(left_operand(shard), matmuls, *found, gathered_used), token
 
 
 def _scaled_all_gather_matmul_fake(
@@ -128,10 +128,10 @@ def _define_reduction(pattern: str) -> None:
         )
         if found is None:
             return reference.reduced(pattern, _whole(matmul, lhs), reduce_op, group), token
-        from overlap_inductor.lowerings.chunked import launch as chunked
+        from overlap_inductor.lowerings.chunked import reduce_launch
 
         with call_order(lhs.device):
-            return getattr(chunked, pattern)(lhs, matmul, *found, reduce_op == "avg"), token
+            return getattr(reduce_launch, pattern)(lhs, matmul, *found, reduce_op == "avg"), token
 
     def fake(
         chain: torch.Tensor,

@@ -39,11 +39,11 @@ def _define_reduction(pattern: str) -> None:
         found = ready(chunked_plan, pattern, -(-a.shape[0] // group.size()), a, b, a.dtype, group, site, settings)
         if found is None:
             return getattr(reference, pattern)(lhs, rhs, [bias, *[None] * (len(rhs) - 1)], reduce_op, group), token
-        from overlap_inductor.lowerings.chunked import launch as chunked
+        from overlap_inductor.lowerings.chunked import reduce_launch
 
         matmul = VendorMatmul(b, bias, added=tuple(zip(lhs[1:], rhs[1:], strict=True)))
         with call_order(a.device):
-            return getattr(chunked, pattern)(a, matmul, *found, reduce_op == "avg"), token
+            return getattr(reduce_launch, pattern)(a, matmul, *found, reduce_op == "avg"), token
 
     def fake(
         chain: torch.Tensor,

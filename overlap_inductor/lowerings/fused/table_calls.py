@@ -123,8 +123,9 @@ def look_up(
     """The result of the all-to-all, flat: the slice of this rank from all tables of all ranks.
 
     Args:
-        saved: for each table, tensors of the dtype of the indices that the kernel fills for the backward graph: the bag
-            of each index, and the number of rows of each bag, without padding. A tensor without elements stays empty.
+        saved: for each table, two tensors of the dtype of the indices, which the kernel fills for the backward graph.
+            They are the bag of each index, and the number of rows of each bag, without padding. A tensor without
+            elements stays empty.
 
     Raises:
         UnsupportedError: the kernel does not support a tensor, or the slot is too small.
@@ -183,9 +184,11 @@ def _on_device(values: list[int], launch: Launch) -> torch.Tensor:
     if capturing:
         _CAPTURED.append(host)
         return host.to(device, non_blocking=True)
-    facts.values = values
     # The previous call has read its facts by then: the calls of a rank run one after the other.
-    return facts.memory.copy_(host, non_blocking=True)
+    facts.memory.copy_(host, non_blocking=True)
+    # Only now: if the copy raises an error, the next call must copy again.
+    facts.values = values
+    return facts.memory
 
 
 def _as_index(facts: torch.Tensor, lookups: Lookups) -> torch.Tensor:

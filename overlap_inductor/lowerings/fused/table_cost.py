@@ -12,13 +12,14 @@ from overlap_inductor.facts.machine import Machine
 from overlap_inductor.lowerings.fused.cost import COST
 
 EXPOSED = COST.exposed[1]
-"""Exposed fraction of the shorter of lookups and transfer: that of the fused matmul and reduce-scatter, whose kernel
-also computes the other ranks' slices first and stores them from its blocks (bench/results/fused.jsonl)."""
+"""Exposed fraction of the shorter of lookups and transfer. It is that of the fused matmul and reduce-scatter
+(bench/results/fused.jsonl). That kernel also computes the other ranks' slices first and stores them from its blocks."""
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of one kernel: the longer of lookups and transfer, an exposed fraction of the shorter, the copy of what
-    the peers have sent out of the workspace (as many bytes as this rank sends, read and written), and a fixed cost.
+    """Seconds of one kernel. They sum the longer of lookups and transfer, an exposed fraction of the shorter, a copy
+    and a fixed cost. The copy takes what the peers have sent out of the workspace. It reads and writes as many bytes as
+    this rank sends.
 
     The lookups are limited by memory: ``sizes.memory`` is what they read and write. The rate ``memory_bytes`` was
     measured with contiguous reads; ``keep`` is estimated with the same rate.

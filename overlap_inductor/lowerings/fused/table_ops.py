@@ -2,8 +2,8 @@
 """The op of schedule ``fused`` for lookups in embedding tables and the all-to-all that follows: one kernel for a site.
 
 ``fused_embedding_all_to_all(...) -> (results, token)``. ``results`` begins with the result of the all-to-all, flat.
-With ``saves``, the other results of ``_embedding_bag`` follow, which the backward graph reads: for each table, the bag
-of each index, the number of rows of each bag, and the row of each maximum, which no sum or mean fills.
+With ``saves``, the other results of ``_embedding_bag`` follow, which the backward graph reads. For each table they are
+the bag of each index, the number of rows of each bag, and the row of each maximum. No sum or mean fills the last one.
 
 If there is no workspace left for the site, the op runs the program's own lookups and the plain all-to-all
 (``runtime.workspace`` logs that). All ranks do the same, because the workspace is the same on all.

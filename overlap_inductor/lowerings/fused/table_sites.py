@@ -95,7 +95,7 @@ def _why_not_alike(lookup: LookupNode, first: LookupNode) -> str | None:
 
 def _alike(lookup: LookupNode) -> tuple[Any, ...]:
     """What must be equal for all tables of a kernel."""
-    same: list[Any] = [lookup.kind, tools.dtype(lookup.lhs)]
+    same: list[Any] = [lookup.kind, tools.dtype(lookup.lhs), f"rows of {tools.shape(lookup.rhs)[1]}"]
     if lookup.kind == BAGS:
         weighted = operators.argument(lookup.node, "per_sample_weights") is not None
         same += [f"mode {_mode(lookup)}", "weights of samples" if weighted else "no weights of samples"]
@@ -137,7 +137,7 @@ def _results(lookup: LookupNode) -> dict[int, fx.Node]:
 
 
 def _rows_first(nodes: PooledNodes) -> bool | None:
-    """Whether a slot of the result holds the rows of all tables for one bag, then for the next; False if it holds all
+    """True if a slot of the result holds the rows of all tables for one bag, then for the next. False if it holds all
     rows of one table, then of the next. ``None`` if it holds them in another order, or if an atom of the layout is
     more than a row and less than whole rows."""
     _, *atoms = nodes.block.flat()

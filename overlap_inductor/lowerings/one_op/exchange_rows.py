@@ -3,8 +3,8 @@
 (``one_op.exchange_ops``).
 
 Not computed: a matmul that contracts the dim that the ranks exchange (the output projection of Ulysses attention). Its
-result is a sum over the slices. A vendor's matmul of each slice would round the sum after each slice, or move it
-through memory in fp32 for each slice, which takes longer than the transfer.
+result is a sum over the slices. A vendor's matmul of each slice would round the sum after each slice. If the sum were
+kept in fp32, each slice would read and write it in memory, which takes longer than the transfer.
 """
 
 from __future__ import annotations

@@ -99,9 +99,9 @@ class VendorMatmul:
 
 @dataclass(frozen=True)
 class SlicedMatmul(VendorMatmul):
-    """Computes one slice of the columns of ``a @ b + bias`` for each rank, one below the other: with ``a [m, K]`` and
-    ``count`` ranks, rows ``r * m`` to ``(r + 1) * m - 1`` of ``out`` are slice ``r`` of the columns. It has neither
-    scales nor added products."""
+    """Computes one slice of the columns of ``a @ b + bias`` for each rank, one below the other. With ``a [m, K]`` and
+    ``count`` ranks, slice ``r`` of the columns is in rows ``r * m`` to ``(r + 1) * m - 1`` of ``out``. A sliced matmul
+    has neither scales nor added products."""
 
     count: int = 1
 

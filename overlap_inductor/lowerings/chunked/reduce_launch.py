@@ -1,38 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``chunked`` multiplies runs of rows with the vendor's matmul, on the current stream, while a transport moves
-rows on the side stream.
+"""Reduce-scatters and all-reduces after matmuls in schedule ``chunked``. The vendor's matmul multiplies runs of rows on
+the current stream, while a transport moves partial sums on the side stream.
 
-Each function is the host's part of one call. At a site's first call with operands of a shape it prepares every kernel
-of the call. Loading one while another waits on the device would stop the group. After that it only launches. (A
-vendor's matmul is loaded at its first launch. Loading waits for all earlier work on this rank. That work never waits
-for anything that is launched later on any rank; ``kernels.transfer`` says why.)
+``matmul_reduce_scatter`` and ``matmul_all_reduce`` are the host's part of one call. They prepare and launch as
+``gather_launch`` says.
 
 Order of rows. The rows of the other ranks are multiplied in rank order, from the end of this rank's own shard on,
-wrapping around. So the rows that arrive first, or must leave first, come first. A chunk is a run of these rows: some
-shards, or parts of one (``chunked.sizes``). A chunk that wraps around the end of the tensor takes two matmuls.
+wrapping around. So the rows that must leave first come first. The own shard is multiplied last. (With ``chunks=0``, one
+matmul multiplies all rows of a band.)
 
 Launches. For W ranks and C chunks (in each of B bands) the host launches about ``2 * W + 2 * C + 3`` kernels and copies
-for a gather or a scatter with copy engines. For an all-reduce it launches ``B * (4 * W + C + 5)``. If copies take
-turns, there are ``W`` or ``2 * B * W`` more. If SMs push, the terms with W are absent. A call that is replayed is one
-CUDA graph (``runtime.replay``).
+for a scatter with copy engines. For an all-reduce it launches ``B * (4 * W + C + 5)``. If copies take turns, there are
+``W`` or ``2 * B * W`` more. If SMs push, the terms with W are absent. A call that is replayed is one CUDA graph
+(``runtime.replay``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from overlap_inductor.errors import UnsupportedError
-from overlap_inductor.kernels.layout import WAIT_PART
 from overlap_inductor.kernels.layout import WAIT_PARTIALS
 from overlap_inductor.kernels.partial_sums import sum_partials
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
 from overlap_inductor.lowerings.chunked.checks import check
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
+from overlap_inductor.lowerings.chunked.parameters import Range
 from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
 from overlap_inductor.runtime.replay import launched
 from overlap_inductor.runtime.side_stream import one_call
@@ -55,189 +52,6 @@ BLOCK = 2048
 """Elements that a block of the summing kernel adds up at once."""
 BLOCKS_AN_SM = 4
 """Blocks per SM of the summing kernel, which runs between matmuls on their stream, never at the same time as one."""
-
-Range = tuple[int, int]
-"""``(first row, end)``."""
-
-
-End = Callable[[Sequence[torch.Tensor]], None]
-"""Ends a call, given its results. If the group was aborted it sets them to NaN: neither a vendor's matmul nor a copy
-looks at an abort word."""
-
-
-@dataclass(frozen=True)
-class _Gather:
-    """A prepared all-gather, or an all-to-all before matmuls.
-
-    Attributes:
-        send: sends the shard, or the other ranks' slices.
-        chunks: for each chunk, its ranges of rows and the kernel that waits for them.
-        workspace: ``[world_size * rows, K]``.
-        end: ends the call.
-    """
-
-    send: Send
-    chunks: list[tuple[list[Range], PreparedKernel]]
-    workspace: torch.Tensor
-    end: End
-
-
-def all_gather_matmul(
-    shard: torch.Tensor,
-    matmuls: Sequence[VendorMatmul],
-    launch: Launch,
-    parameters: ChunkedParameters,
-    gathered_used: bool = False,
-) -> list[torch.Tensor]:
-    """``all_gather(shard) @ b + bias`` for each matmul.
-
-    Args:
-        shard: ``[rows, K]``, fp16 or bf16 (fp8 with scales), contiguous and aligned to 16 bytes.
-        gathered_used: also return the gathered tensor.
-
-    Returns:
-        ``[world_size * rows, N]`` for each matmul, then the gathered tensor if it is used.
-
-    Raises:
-        UnsupportedError: the schedule does not support a dtype or layout, or the slot is too small.
-        TransferError: an earlier call of the group gave up waiting, or was aborted.
-    """
-    return _gather("all_gather_matmul", shard, len(shard), matmuls, launch, parameters, gathered_used)
-
-
-def all_to_all_matmul(
-    sent: torch.Tensor,
-    matmuls: Sequence[VendorMatmul],
-    launch: Launch,
-    parameters: ChunkedParameters,
-    received_used: bool = False,
-) -> list[torch.Tensor]:
-    """``all_to_all(sent) @ b + bias`` for each matmul: as ``all_gather_matmul``, but ``sent [world_size * rows, K]``
-    has a slice of its own for each rank."""
-    rows = len(sent) // launch.world_size
-    if len(sent) % launch.world_size:
-        raise UnsupportedError(f"{len(sent)} rows cannot be cut into {launch.world_size} equal slices")
-    return _gather("all_to_all_matmul", sent, rows, matmuls, launch, parameters, received_used)
-
-
-def _gather(
-    pattern: str,
-    source: torch.Tensor,
-    rows: int,
-    matmuls: Sequence[VendorMatmul],
-    launch: Launch,
-    parameters: ChunkedParameters,
-    gathered_used: bool,
-) -> list[torch.Tensor]:
-    launch.faults.check()
-    if not source.is_contiguous() or source.data_ptr() % 16:
-        raise UnsupportedError(
-            f"the shard of shape {list(source.shape)}, strides {list(source.stride())} is not contiguous and"
-            " aligned to 16 bytes"
-        )
-    all_rows = launch.world_size * rows
-    outs = [rows_like(source, all_rows, m.columns, m.dtype(source)) for m in matmuls]
-    gathered = rows_like(source, all_rows, source.shape[1], source.dtype) if gathered_used else None
-    tensors = [source, gathered, *outs, *(t for m in matmuls for t in m.operands)]
-    what = ("chunked", pattern, parameters, blas.switches(), *(m.fast for m in matmuls))
-    launched(
-        launch,
-        what,
-        tensors,
-        lambda: _gather_into(pattern, source, rows, matmuls, launch, parameters, outs, gathered),
-        parameters.replays,
-        tensors,
-    )
-    return outs if gathered is None else [*outs, gathered]
-
-
-def _gather_into(
-    pattern: str,
-    source: torch.Tensor,
-    rows: int,
-    matmuls: Sequence[VendorMatmul],
-    launch: Launch,
-    parameters: ChunkedParameters,
-    outs: Sequence[torch.Tensor],
-    gathered: torch.Tensor | None,
-) -> None:
-    """The launches of one call, into ``outs`` (``[world_size * rows, N]`` each) and, if it is used, ``gathered
-    [world_size * rows, K]``. Raises ``UnsupportedError``."""
-    start, stop = launch.rank * rows, (launch.rank + 1) * rows
-    own = source if pattern == "all_gather_matmul" else source[start:stop]
-    results = [*outs] if gathered is None else [*outs, gathered]
-    key = (
-        "chunked",
-        pattern,
-        source.shape,
-        source.dtype,
-        tuple((m.b.shape, m.dtype(source)) for m in matmuls),
-        parameters,
-        gathered is None,
-    )
-    call = launch.prepared.get(key)
-    if call is None:
-        check(source, matmuls, pattern, rows, launch, parameters)
-        # (The matmuls of one chunk follow each other, so they count as one matmul with all their columns.)
-        columns, itemsize = sum(m.columns for m in matmuls), source.element_size()
-        fitted = chunked_plan.fitted(
-            pattern, launch.world_size, rows, source.shape[1], columns, itemsize, itemsize, parameters
-        )
-        call = _prepare_gather(pattern, source, rows, launch, fitted, results)
-        launch.remember(key, call)
-    credits, side = credit_kernel(launch), side_stream(source.device)
-    with one_call(launch, side):
-        # (The wait for credits runs before the matmul, not at the same time. A vendor's kernel may keep an SM for all
-        # its tiles. If another kernel waits on that SM, the matmul ends later by the time of that wait.)
-        credits()
-        with side:
-            call.send(source)
-            if gathered is not None:
-                gathered[start:stop].copy_(own)
-        for matmul, out in zip(matmuls, outs, strict=True):
-            matmul(own, start, stop, out)
-        for number, (ranges, wait) in enumerate(call.chunks):
-            wait()
-            if gathered is not None and number + 1 == len(call.chunks):
-                with side:
-                    _hand_out(call.workspace, gathered, start, stop)
-            for first, end in ranges:
-                for matmul, out in zip(matmuls, outs, strict=True):
-                    matmul(call.workspace[first:end], first, end, out)
-    call.end(results)
-
-
-def _hand_out(workspace: torch.Tensor, gathered: torch.Tensor, start: int, stop: int) -> None:
-    """Copy all rows but this rank's own, ``start`` to ``stop - 1``, from the workspace to ``gathered``. The copy runs
-    after the own shard has been sent, during the last chunk's matmuls. They hide a part of it: more than half for 2048
-    tokens, a third for 8192 (2 H200s, ``bench/results/handed_out.jsonl``)."""
-    gathered[:start].copy_(workspace[:start])
-    gathered[stop:].copy_(workspace[stop:])
-
-
-def _prepare_gather(
-    pattern: str,
-    source: torch.Tensor,
-    rows: int,
-    launch: Launch,
-    p: ChunkedParameters,
-    results: Sequence[torch.Tensor],
-) -> _Gather:
-    world_size, width = launch.world_size, source.shape[1]
-    exchanged, part_rows = pattern == "all_to_all_matmul", chunked_plan.part_rows_of(rows, world_size, p)
-    transfer = Transfer(rows, width, part_rows, scattered=exchanged, read_in_order=exchanged)
-    bounds = chunked_plan.chunk_bounds(transfer.parts, world_size, p)
-    chunks = [
-        (
-            chunked_plan.chunk_rows(first, last, launch.rank, world_size, rows, transfer.part_rows),
-            wait_kernel(launch, transfer, first, last, WAIT_PART),
-        )
-        for first, last in pairwise(bounds)
-    ]
-    nbytes = world_size * rows * width * source.element_size()
-    workspace = launch.slot.data.local[:nbytes].view(source.dtype).view(world_size * rows, width)
-    send = transport_named(PeerCopies, p.transport).prepare(launch, transfer, range(bounds[-1]), source, p.share)
-    return _Gather(send, chunks, workspace, spoiling_end(launch, results))
 
 
 @dataclass(frozen=True)
@@ -281,7 +95,7 @@ def matmul_reduce_scatter(
         ``[rows, N]``, summed over ranks in fp32 and rounded once.
 
     Raises:
-        UnsupportedError, TransferError: as ``all_gather_matmul``.
+        UnsupportedError, TransferError: as ``gather_launch.all_gather_matmul``.
     """
     return _reduce("matmul_reduce_scatter", a, matmul, launch, parameters, average)
 
