@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 8 -m bench.lookups --mode mean --jagged --dtype bfloat16 --budget-seconds 300
 
 Each result is compared with sums in fp64 before and after the calls are timed. A wrong result ends the benchmark. All
-calls are compiled. ``lookups`` is the plain graph without the exchange, and ``exchange`` the exchange alone. Each row
+calls but ``exchange`` are compiled. ``lookups`` is the plain graph without the exchange, and ``exchange`` the exchange
+alone. Each row
 holds the time of a call with the host hidden and with the host in the loop (``bench.timing``), and the estimates of the
 cost model. Rows are appended to the file as soon as they are measured.
 """
@@ -65,7 +66,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(options: argparse.Namespace) -> list[LookupCase]:
-    """All cases that fit, those of one exchange size together."""
+    """The cases that fit into memory and workspace. Cases that differ only in pooling follow each other."""
     sizes = itertools.product(options.tables, options.batch, options.width, options.pooling)
     dtype = getattr(torch, options.dtype)
     every = [LookupCase(*size, options.height, options.mode, dtype, options.jagged) for size in sizes]

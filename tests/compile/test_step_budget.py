@@ -203,8 +203,9 @@ def test_dgrad_and_wgrad_in_one_looping_op() -> None:
 
 
 def test_a_dynamic_token_count_can_be_compared_if_tokens_are_contracted() -> None:
-    """At run time, the op compares the number of rows of a shard with the break-even. In a wgrad, these rows are
-    tokens. If the collective gathers columns of the contracted dim, the rows are not tokens, so the site is kept."""
+    """At run time, the op compares a shard's number of rows with the token count from which overlap pays. In a wgrad,
+    these rows are tokens. If the collective gathers columns and the matmul contracts them, the rows are not tokens. The
+    site is then kept."""
     with fake_group(2):
         for transposed, status in ((True, "overlapped"), (False, "kept")):
             made = HandGraph()
@@ -258,8 +259,8 @@ def test_pointwise_ops_before_the_matmul_are_computed_on_shards(kind: str, statu
     ],
 )
 def test_ops_after_the_matmul_that_looping_reductions_compute(kind: str, status: str) -> None:
-    """Looping reductions compute a sum as Inductor writes it (one matmul is the bias of the other), the addition of one
-    row, and one change of dtype. The test catches a term that is left out."""
+    """Looping reductions can compute a sum in the form that Inductor gives it: one matmul is the bias of the other.
+    They also compute the addition of one row, and one change of dtype. The test catches a term that is left out."""
 
     def convert(x: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
         return made.call(torch.ops.prims.convert_element_type.default, x, dtype)
@@ -298,8 +299,8 @@ def test_ops_after_the_matmul_that_looping_reductions_compute(kind: str, status:
 
 
 def test_the_report_gives_the_sub_chunks_of_a_looping_op() -> None:
-    """Each shard is multiplied transposed, so sub-chunks would split the contracted dim. The report states the op's own
-    parameters."""
+    """Each shard is multiplied transposed, so sub-chunks would split the contracted dim. The report gives the number
+    that the op takes (1), and not that of the switch."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.view(made.gather(made.input(4, 6)), 2, 4, 6)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs schedule ``chunked`` on processes that share memory, with its kernels in Triton's interpreter. There are no
-streams, so all work runs in the order of its launch. A call must therefore send the rows for which its peers wait
-before it waits itself."""
+streams, so all work runs in the order of its launch. Therefore, before a call waits, it must have sent the rows that
+its peers need."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _round_once(rank: int, workspace: SharedWorkspace, out: torch.Tensor) -> Non
     ("pattern", "what", "peer"), [(GATHER, "rows", 1), (SCATTER, "partial sums", 2), (REDUCE, "partial sums", 2)]
 )
 def test_a_peer_that_never_comes(pattern: str, what: str, peer: int) -> None:
-    """The call ends. The next call raises an error that names the site and the peer, and runs nothing."""
+    """The call ends. The next call raises an error that names the group and the peer, and runs nothing."""
     launch = SharedWorkspace.of(3, 20_000, 8).launch(0, patience_ns=20_000)
     a, b = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t()
 
@@ -303,7 +303,7 @@ def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, w
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_finished_rows_are_not_signalled_if_a_peer_never_comes(transport: str) -> None:
     """An all-reduce whose peers never come sends its partial sums, but must not signal finished rows. A call that was
-    already queued must not signal finished rows either, because a peer may wait for the number of that call. (In a
+    already queued must not signal finished rows either, because a peer may be waiting for that call's number. (In a
     captured graph, the host checks nothing between calls.)"""
     workspace = SharedWorkspace.of(3, 20_000, 8)
     launch, p = workspace.launch(0, patience_ns=20_000), replace(SMALL, transport=transport, chunks=2, bands=3)
