@@ -13,8 +13,8 @@ from tests.support.block_problems import problems
 from tests.support.gloo_ranks import run_ranks
 
 REPEATED = ("none", "selective")
-"""Of the hand-written block: without checkpointing, it has the sites of the DTensor block. With selective checkpointing,
-it also runs in generated code."""
+"""Of the hand-written block: without checkpointing, it has the sites of the DTensor block. With selective
+checkpointing, it also runs in generated code."""
 
 
 @pytest.mark.parametrize(
