@@ -17,8 +17,8 @@ MARGIN = 1.05
 """With ``OVERLAP_INDUCTOR_SCHEDULE=auto``, a schedule is chosen only if it is estimated to be more than this many times
 as fast as ``keep``."""
 MARGIN_UNMEASURED = 1.25
-"""``MARGIN`` of ``chunked``, ``fused`` and ``wave_groups`` where they were not measured: in groups with more ranks than
-any on which the schedule was measured, and for all-to-alls."""
+"""``MARGIN`` for what was not measured. For ``chunked``, ``fused`` and ``wave_groups``, this is an all-to-all, or a
+group of more ranks than any that was measured. For ``ring``, it is attention on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class SiteSizes:
         received: bytes that other ranks send to this one, if the collective is an all-to-all after the matmuls; else 0.
             An op copies them out of its workspace.
         memory: bytes that lookups in tables read and write. Memory limits them, not the rate of multiplications.
-        skipped: the part of ``flops`` that the program's op does not compute, because causal attention skips hidden
-            keys. A schedule's pieces compute it.
+        skipped: the part of ``flops`` that only a schedule's pieces compute. The program's causal attention skips
+            hidden keys.
     """
 
     flops: float

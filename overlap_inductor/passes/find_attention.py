@@ -60,7 +60,8 @@ class AllGatherAttention:
 
 
 def _readers(wait: fx.Node) -> Iterator[AttentionNode]:
-    """The attention ops whose keys or values are computed from ``wait``, in at most ``STEPS`` nodes, nearest first."""
+    """The attention ops whose keys or values are computed from ``wait``, in at most ``STEPS`` nodes, nearest first. An
+    op of which no result is read is left out: a graph may keep one, because CUDA's attention ops count as impure."""
     frontier, seen = [wait], {wait}
     for _ in range(STEPS):
         reached: list[fx.Node] = []
@@ -68,7 +69,8 @@ def _readers(wait: fx.Node) -> Iterator[AttentionNode]:
             for user in node.users:
                 found = attention.parse(user)
                 if found is not None and node in (found.rhs, found.value):
-                    yield found
+                    if any(result.users for result in found.results()):
+                        yield found
                 elif user not in seen and user.op == "call_function" and not operators.is_functional_collective(user):
                     seen.add(user)
                     reached += [] if found is not None else [user]

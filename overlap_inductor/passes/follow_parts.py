@@ -126,9 +126,11 @@ class PartFollower:
             text = f"{length} indices of dim {dim} from {start} on are not the shard of one rank, of {inner} indices"
             raise LayoutError(f"{text}; expected whole shards")
         sizes = (start, length, inner)
-        if not all(isinstance(n, int) for n in sizes) or start % inner or length % inner:
-            text = f"{length} indices of dim {dim} from {start} on are not whole blocks of {inner}"
-            raise LayoutError(f"{text}; expected whole blocks of a known size")
+        text = f"{length} indices of dim {dim} from {start} on"
+        if not all(isinstance(n, int) for n in sizes):
+            raise LayoutError(f"{text} are taken from blocks of {inner}; expected sizes that are known at compile time")
+        if start % inner or length % inner:
+            raise LayoutError(f"{text} are not whole blocks of {inner}")
         key = (atoms[0], start // inner, length // inner)
         cut = self._cuts.setdefault(key, Cut(*key[:2], Atom(key[2])))
         dims[dim] = (cut.left, *atoms[1:])

@@ -28,13 +28,19 @@ class Piece:
 
 
 def piece_of(node: Any) -> Piece | None:
-    """The piece that ``node`` is, if it is a slice or an element of a split; else ``None``."""
+    """The piece that ``node`` is, if it is a slice or an element of a split. ``None`` if it is neither, or if a slice
+    counts its start from the end of a symbolic size."""
     if not isinstance(node, fx.Node):
         return None
     if node.target is aten.slice.Tensor:
         base, dim = node.args[0], operators.argument(node, "dim")
         start = operators.argument(node, "start") or 0
         start = start.meta["val"] if isinstance(start, fx.Node) else start
+        if isinstance(start, int) and start < 0:
+            size = tools.shape(base)[dim]
+            if not isinstance(size, int):
+                return None
+            start = max(start + size, 0)
         return Piece(base, dim, start, tools.shape(node)[dim], operators.argument(node, "step"))
     if (
         getattr(node.target, "__name__", "") == "getitem"

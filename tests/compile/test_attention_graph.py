@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from operator import getitem
 from typing import Any
 
 import pytest
@@ -32,8 +31,6 @@ from tests.support.generated_code import lines_of
 from tests.support.golden import check_golden
 from tests.support.golden import report_text
 from tests.support.graph_text import waste
-from tests.support.hand_graph import HandGraph
-from tests.support.hand_graph import aten
 
 PATTERN = "all_gather_attention"
 SITE = (PATTERN, 2, ["attention K"], "overlapped")
@@ -192,7 +189,7 @@ def test_what_is_no_site_has_a_reason() -> None:
         return attention(q[..., :10], both[..., :10], both[..., 10:20])
 
     code, text = _miss(uneven_blocks, q, k, v)
-    assert code == "layout" and "expected whole blocks" in text
+    assert code == "layout" and "not whole blocks of 4" in text
 
     def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k = gathered(k, 2)
@@ -319,82 +316,47 @@ def test_ranks_compare_both_gathers() -> None:
     ]
 
 
+@pytest.mark.usefixtures("two")
+def test_pieces_that_are_counted_from_the_end() -> None:
+    """A graph holds the negative start of a slice. Catches one that is not turned into an index from 0."""
+
+    def last_columns(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        both = gathered(torch.cat([k, v], -1), 2)
+        return attention(q, both[..., -99:16], both[..., -16:])
+
+    report = report_of(last_columns, *_own())
+    assert summary(report) == [SITE] and report.failures == []
+    assert report.after.count(", 3, 16, 32)") == 2
+
+    def last_shard(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        both = gathered(torch.stack([k, v]), 0)
+        first, last = both[:2], both[-2:]
+        return attention(q, torch.cat([first[0], last[0]], 2), torch.cat([first[-1], last[-1]], 2))
+
+    assert summary(report_of(last_shard, *_own())) == [SITE]
+
+
+@pytest.mark.usefixtures("two")
+def test_pieces_of_symbolic_sizes_have_a_reason() -> None:
+    def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        both = gathered(torch.cat([k, v], 1), 2)
+        return attention(q, both[:, : q.shape[1]], both[:, q.shape[1] :])
+
+    own = _own()
+    for x in own:
+        torch._dynamo.mark_dynamic(x, 1)
+    code, text = _miss(joined, *own)
+    assert code == "layout" and "expected sizes that are known at compile time" in text
+
+    def from_the_end(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q[:1], gathered(k, 2)[-1:], gathered(v, 2)[-1:])
+
+    code, text = _miss(from_the_end, *_own(), dynamic=True)
+    assert code == "op_between" and "(aten.slice.Tensor)" in text
+
+
 def test_symbolic_sizes() -> None:
     """The batch is symbolic, and so are the bounds of what travels."""
     with fake_group(2), torch.no_grad():
         report = report_of(heads_first, *_own(), dynamic=True)
     assert summary(report) == [SITE]
-
-
-class _OnGpu:
-    """A hand-made graph of CUDA's attention ``op`` on fake tensors, behind gathers of keys and values."""
-
-    def __init__(self, op: str, own: int = 48, masked: bool = False, last_result: int = 0, **given: Any) -> None:
-        self.built = HandGraph()
-        bf16 = {"dtype": torch.bfloat16}
-        k, v, q = (self.built.on("cuda", 2, 4, own, 64, name=name, **bf16) for name in "kvq")
-        keys, values = (self.built.gather_on(x, 2) for x in (k, v))
-        target = getattr(
-            aten, f"_scaled_dot_product_{op}" if "fused" in op else f"_scaled_dot_product_{op}_attention"
-        ).default
-        if op in ("efficient", "cudnn"):
-            mask = (
-                self.built.on("cuda", 2, 4, own, own * self.built.world_size, name="mask", **bf16) if masked else None
-            )
-            given = {"attn_bias": mask, "compute_log_sumexp": last_result == 1, **given}
-        results = self.built.call(target, q, keys, values, **given)
-        self.built.output(*[self.built.call(getitem, results, i) for i in range(last_result + 1)])
-
-    def report(self) -> OverlapReport:
-        return self.built.run()
-
-
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="golden files are for torch 2.13")
-def test_golden_on_gpus() -> None:
-    """Catches any change of the pieces that CUDA's ops get, and of how their log-sum-exps are read."""
-    texts = []
-    for op, given in (
-        ("flash", {"scale": 0.5}),
-        ("cudnn", {}),
-        ("efficient", {"masked": True}),
-        ("efficient", {"is_causal": True}),
-    ):
-        found = set()
-        for rank in (0, 1):
-            with fake_group(2, rank):
-                report = _OnGpu(op, **given).report()
-                assert summary(report) == [SITE] and not waste(report)
-                assert report.after.count("aten._scaled_dot_product") == 2 and "aten.cat" not in report.after
-                found.add(report.after)
-        (after,) = found
-        texts.append(f"{op} {given}\n{after}\n")
-    check_golden("\n".join(texts), "attention/gpu.txt")
-
-
-@pytest.mark.usefixtures("two")
-@pytest.mark.parametrize(
-    ("op", "given", "code", "said"),
-    [
-        ("flash", {"is_causal": True}, "matmul_form", "has is_causal, but its pieces cannot hide keys"),
-        ("cudnn", {"is_causal": True}, "matmul_form", "has is_causal, but its pieces cannot hide keys"),
-        ("cudnn", {"masked": True}, "matmul_form", "has attn_bias, but its pieces cannot hide keys"),
-        ("flash", {"return_debug_mask": True}, "matmul_form", "debug mask"),
-        ("efficient", {"dropout_p": 0.5}, "matmul_form", "dropout_p=0.5"),
-        ("efficient", {"masked": True, "own": 12}, "layout", "12 of the keys"),
-        ("efficient", {"is_causal": True, "own": 12}, "layout", "expected a multiple of 8 keys"),
-        ("fused_attention_overrideable", {}, "matmul_form", "this version cannot cut"),
-    ],
-)
-def test_forms_that_have_a_reason_on_gpus(op: str, given: dict[str, Any], code: str, said: str) -> None:
-    report = _OnGpu(op, **given).report()
-    assert report.sites == []
-    assert {m.reason.code for m in report.near_misses} == {code} and said in report.near_misses[0].reason.text
-
-
-@pytest.mark.usefixtures("two")
-@pytest.mark.parametrize("op", ["flash", "cudnn", "efficient"])
-def test_training_graphs_of_gpus_are_kept_with_a_reason(op: str) -> None:
-    """The forward graph saves the log-sum-exp."""
-    (site,) = _OnGpu(op, last_result=1).report().sites
-    (reason,) = site.decision.reasons
-    assert (site.decision.status, reason.code) == ("refused", "other_users") and "saved for the backward" in reason.text

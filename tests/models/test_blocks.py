@@ -13,12 +13,13 @@ from tests.support.block_problems import problems
 from tests.support.gloo_ranks import run_ranks
 
 REPEATED = ("none", "selective")
+"""Of the hand-written block: without checkpointing, it has the sites of the DTensor block. With selective
+checkpointing, it also runs in generated code."""
 
 
 @pytest.mark.parametrize(
     ("by_hand", "checkpointing"),
     [
-        # The hand-written block with selective checkpointing also runs in generated code.
         pytest.param(
             h, c, id=f"{'by hand' if h else 'dtensor'}-{c}", marks=[pytest.mark.thorough] * (h and c in REPEATED)
         )

@@ -120,6 +120,33 @@ def test_random_attention(world_size: int) -> None:
     assert run_ranks(world_size, _compared, timeout=500) == [[]] * world_size
 
 
+def _lengths(rank: int, world_size: int) -> list[str]:
+    """The problems of this rank with one graph for several lengths, for ``is_causal`` and for a random mask."""
+    problems = []
+    for mask in ("is_causal", "random"):
+        torch._dynamo.reset()
+        reports: list[OverlapReport] = []
+
+        def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
+            given = {"is_causal": True} if mask is True else {"attn_mask": mask}
+            return torch.nn.functional.scaled_dot_product_attention(q, gathered(k, 2), gathered(v, 2), **given)
+
+        config = OverlapConfig(schedule="ring", sequence_parallel="off")
+        call = torch.compile(layer, backend=interpreted(config, reports), dynamic=True, fullgraph=True)
+        for own in (12, 5):
+            problem = _Problem(rank, world_size, mask, torch.float32, (3, 4, 1, own), layer)
+            if not (error := problem.error(call)) <= 1e-5:
+                problems.append(f"{mask}, {own} tokens: error {error}")
+        if _statuses(reports) != [(PATTERN, "overlapped")]:
+            problems.append(f"{mask}: {_statuses(reports)}")
+    return problems
+
+
+def test_symbolic_lengths() -> None:
+    """Catches a mask or a shard of the first call's size."""
+    assert run_ranks(2, _lengths) == [[]] * 2
+
+
 def _emulated(kernel: str) -> Callable[..., Any]:
     """CUDA's attention op ``kernel`` for CPU. What is not defined in its results is not a number."""
 

@@ -26,9 +26,9 @@ def _trained(model: torch.nn.Module, called: Callable[..., torch.Tensor], x: tor
     return [result.detach(), *(g for g in gradients if g is not None)]
 
 
-def _run(rank: int, world_size: int) -> tuple[float, list[bool]]:
+def _run(rank: int, world_size: int, kernels: bool) -> tuple[float, list[bool]]:
     """``(largest error, for each graph with a seam: whether a band is gathered before the last band is scattered)``."""
-    compile_anew(kernels=False)
+    compile_anew(kernels)
     model, x = reduced_blocks.Layers(2), reduced_blocks.input_of(TOKENS, reduced_blocks.HIDDEN)
     exact_model = copy.deepcopy(model).double()
     options = {"schedule": "ring", "sequence_parallel": "on"}
@@ -48,9 +48,11 @@ def _run(rank: int, world_size: int) -> tuple[float, list[bool]]:
     return error, early
 
 
-@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 3)), 4])
-def test_training_in_bands(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "kernels"), [(2, True), pytest.param(3, False, marks=pytest.mark.thorough), (4, False)]
+)
+def test_training_in_bands(world_size: int, kernels: bool) -> None:
     """Catches rows of the wrong band, a band that is read before it has arrived, and steps that were not moved."""
-    for error, early in run_ranks(world_size, _run, timeout=300):
+    for error, early in run_ranks(world_size, _run, kernels, timeout=300):
         assert error < LIMIT
         assert early and all(early), early

@@ -40,8 +40,8 @@ def compile_anew(kernels: bool = True) -> None:
     """Switch off the caches of graphs, so that every compile runs the passes. (``force_disable_caches`` would also
     build each kernel and each probe of vector instructions again on each rank.)
 
-    Without ``kernels``, generated code calls ATen for each op. No C++ kernel must then be built. This serves tests of
-    what ranks agree upon and send, in which no op that Inductor fuses matters."""
+    Without ``kernels``, generated code calls ATen for each op, so that no C++ kernel is built. This serves tests of
+    what ranks agree upon and send, for which it does not matter what Inductor fuses."""
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
     torch._inductor.config.fallback_by_default = not kernels

@@ -26,8 +26,8 @@ def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
     return max(matmul, wire) + exposed + steps * machine.step_seconds
 
 
-def pays(sizes: SiteSizes, machine: Machine, parts: int) -> bool:
-    """Whether the ring is estimated to be faster than ``keep`` by at least the factor ``MARGIN``, and to hide at least
+def pays(sizes: SiteSizes, machine: Machine, parts: int, margin: float = MARGIN) -> bool:
+    """Whether the ring is estimated to be faster than ``keep`` by at least the factor ``margin``, and to hide at least
     the time that its steps cost.
 
     The second condition protects the host, which must launch every step. For a tiny collective, the steps alone may be
@@ -37,4 +37,4 @@ def pays(sizes: SiteSizes, machine: Machine, parts: int) -> bool:
     if min(matmul, wire) < sizes.legs * (sizes.world_size - 1) * parts * machine.step_seconds:
         return False
     keep = written_seconds(sizes, machine) + collective_seconds(sizes, machine)
-    return seconds(sizes, machine, parts) * MARGIN < keep
+    return seconds(sizes, machine, parts) * margin < keep

@@ -15,6 +15,8 @@ import torch
 from torch import fx
 
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts.cost_model import MARGIN
+from overlap_inductor.facts.cost_model import MARGIN_UNMEASURED
 from overlap_inductor.facts.decision import Decision
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.facts.decision import Reason
@@ -190,7 +192,13 @@ def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | N
 
 def _pays(site: OverlapSite, config: OverlapConfig, scale: float = 1.0) -> bool:
     parts = _parameters(site, config)["sub_chunks"] if scale == 1.0 else config.sub_chunks
-    return cost_of_ring.pays(sizes_at(site, scale), machine_of(site, config), parts)
+    return cost_of_ring.pays(sizes_at(site, scale), machine_of(site, config), parts, _margin(site))
+
+
+def _margin(site: OverlapSite) -> float:
+    """Rings of attention were not measured on GPUs."""
+    attention = any(matmul.kind == "attention" for matmul in site.facts.matmuls)
+    return MARGIN_UNMEASURED if attention and on_gpu(tools.value(site.collectives[0].input).device) else MARGIN
 
 
 def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
