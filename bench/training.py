@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time training steps of sequence-parallel DTensor blocks, forward and backward, under plain ``torch.compile``, with
-``auto`` and with forced schedules, in turn. One torchrun.
+``auto`` and with forced schedules. All are timed in turn, in one run of ``torchrun``.
 
     torchrun --nproc-per-node 2 -m bench.training [--hidden 8192] [--tokens 2048 8192] [--schedules auto chunked fused]
     --out bench/results/training.jsonl

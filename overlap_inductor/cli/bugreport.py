@@ -97,7 +97,7 @@ def versions() -> dict[str, Any]:
 
 
 def _reports(folder: str, hide: Redaction) -> tuple[dict[str, str], list[str]]:
-    """The files to pack by their names in the archive, and the failures that they record, each as text. ``hide`` is
+    """``({name in the archive: text} of each file to pack, a text for each failure that they record)``. ``hide`` is
     applied only to the names."""
     files: dict[str, str] = {}
     errors: list[str] = []

@@ -69,8 +69,9 @@ def moves(decision: Decision) -> bool:
 
 
 def of_decision(decision: Decision) -> Times | None:
-    """The times of one site at the example's token count. If the plan has several pieces, the one with the shortest
-    estimate counts. ``None`` if the plan only keeps the site, or if a piece was not estimated."""
+    """The times of one site at the example's token count. If its pieces have several schedules, the one with the
+    shortest estimate at that count is taken. ``None`` if the plan only keeps the site, or if a piece was not
+    estimated."""
     if not moves(decision):
         return None
     estimate = decision.moving.estimate_us
@@ -86,7 +87,7 @@ def of_report(report: OverlapReport) -> Times | None:
 
 
 def of_site(decision: Decision) -> Times | None:
-    """The times of one site. The site may also be kept, because no gain is estimated. ``None`` if it was not
+    """The times of one site, overlapped or kept. For a kept site, both are the time as written. ``None`` if it was not
     estimated."""
     if moves(decision):
         return of_decision(decision)
@@ -122,7 +123,8 @@ def line(report: OverlapReport) -> str:
 def line_of_all(reports: Iterable[OverlapReport]) -> str:
     """``total of 161 sites of 2 graphs: estimated 214.72 ms -> 144.24 ms, 1.49x (32.8 % less)``; empty without sites.
 
-    Kept sites count with their time as written. The line also has the number of sites without an estimate.
+    Kept sites count with their time as written. If only some sites have an estimate, the line has the number of
+    the others, too.
     """
     reports = list(reports)
     sites = [site for report in reports for site in report.sites]

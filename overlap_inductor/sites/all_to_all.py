@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read an all-to-all: which part each rank gets, and where the ranks are in its input and in its result.
+"""Read an all-to-all: which part each rank gets, and which dims of its input and of its result are divided by ranks.
 
 Input and result hold the same atoms (``sites.layouts``). In the input the rank atom counts the ranks that receive, in
 the result those that sent::
@@ -120,8 +120,8 @@ def layouts_of(collective: CollectiveNode) -> tuple[Layout, Layout]:
 
 def _by_ranks(collective: CollectiveNode) -> Layout:
     """The layout of an input whose dim 0 is cut into equal parts. If the input is a flattened tensor ``[R, ...]`` of
-    symbolic size, the layout has the atoms of that tensor. Otherwise a rank's part would be one run of symbolic size,
-    which no reshape can split."""
+    symbolic size, the layout has the atoms of that tensor. Without these atoms, a rank's part would be one run of
+    symbolic size, which no reshape can split."""
     shape, ranks, source = tools.shape(collective.input), collective.world_size, collective.input
     known = all(isinstance(size, int) for size in shape)
     while not known and (tools.is_reshape(source) or source.target in tools.SAME):

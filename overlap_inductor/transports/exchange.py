@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Exchange``: one buffer whose pieces travel hop by hop along a route, as messages of any ``Exchanges`` transport.
 
-Receives are started as early as the transport allows. Each receives into its final place, so nothing is copied
-afterwards. The ops of a graph find an exchange by the address of its buffer, because a compiled graph passes only
-tensors from op to op.
+Receives are started as early as the transport allows. Each piece is received into its final place, so nothing is
+copied afterwards. The ops of a graph find an exchange by the address of its buffer, because a compiled graph passes
+only tensors from op to op.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Exchange:
 
     Attributes:
         flat: the buffer, flat.
-        places: for each slot, the first element of each part in ``flat``, then the end of the last one: ``parts + 1``
-            numbers.
+        places: for each slot, ``parts + 1`` indices into ``flat``: where each part begins, then where the last one
+            ends.
         route: one of ``routes.ROUTES``.
         site: the site's id, for error texts.
         sequence: number of the exchange on its group, equal on all ranks.
@@ -129,7 +129,7 @@ class Exchange:
         return [message for message in found if message.tensor.numel()]
 
     def wait(self, index: int) -> None:
-        """Wait until hop ``index`` is complete: its receives may be read and its sends overwritten.
+        """Wait until hop ``index`` is complete. Then what it received may be read, and what it sent may be overwritten.
 
         Raises:
             TransferError: a message failed, or the hop was not started or was waited for before.
@@ -137,7 +137,8 @@ class Exchange:
         started = self.hops.pop(index, None)
         if started is None:
             raise TransferError(
-                f"site {self.site}: hop {index} was waited for but never started; this is a bug of the pass"
+                f"site {self.site}: hop {index} was waited for, but it was not started or has been waited for before;"
+                " this is a bug of the pass"
             )
         for messages in started:
             try:
@@ -173,12 +174,11 @@ _EXCHANGES = Kind("exchanges", lambda owner: _GroupExchanges())
 def open_exchange(
     buffer: torch.Tensor, bounds: Sequence[int], route: str, group: dist.ProcessGroup, site: str, transport: str = ""
 ) -> Exchange | None:
-    """Register ``buffer`` as in flight, and start the receives that come before the first send.
+    """Register ``buffer`` as in flight, and start all receives if the transport starts them before sends.
 
     Args:
         buffer: contiguous, of at least ``slots * bounds[-1]`` elements.
-        bounds: the first element of each part of a shard, then the number of the shard's elements: ``parts + 1``
-            numbers.
+        bounds: ``parts + 1`` indices into a shard: where each part begins, then the number of the shard's elements.
         route: see ``Exchange``.
         transport: name of an ``Exchanges`` transport; the first registered one if empty.
 
@@ -205,8 +205,8 @@ def open_uneven(
     transport: str = "",
 ) -> Exchange:
     """``open_exchange`` for slots of different sizes, given by ``places`` (see ``Exchange``). It opens an exchange even
-    if this rank sends and receives nothing, because other ranks may, and all ranks number their exchanges alike. All
-    ranks call it together (``Exchanges.join``). Also raises ``TransferError`` if a rank does not join."""
+    if this rank sends and receives nothing: other ranks may send or receive, and an exchange has the same number on all
+    ranks. All ranks call it together (``Exchanges.join``). Also raises ``TransferError`` if a rank does not join."""
     moved_by = transport_named(Exchanges, transport)
     try:
         moved_by.join(group, buffer.device)
@@ -246,5 +246,5 @@ def find_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> 
 
 
 def close_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> None:
-    """Forget the exchange of ``buffer``. Call this once its last hop has been waited for."""
+    """Forget the exchange of ``buffer``. Call this after its last hop has been waited for."""
     _EXCHANGES.of(group).in_flight.pop(_key(buffer, site), None)

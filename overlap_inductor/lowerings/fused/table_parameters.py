@@ -17,21 +17,22 @@ MOST_WIDTH = 1024
 MOST_RANKS = 1024
 """Largest group: a slot has one flag for each source, and one counter for each receiver."""
 PIECES_A_BLOCK = 8
-"""Pieces that a block claims at least, if there are enough bags. With fewer, some blocks end long before others."""
+"""A block claims at least this many pieces, if there are enough bags. With fewer pieces a block, some blocks end long
+before others."""
 
 
 @dataclass(frozen=True, eq=False)
 class TableParameters:
-    """The tunable parameters. Like those of ``FusedParameters``, they are compared by identity. None was tuned on a
-    GPU.
+    """The tunable parameters. Objects of this class are compared by identity, like ``FusedParameters``. No parameter
+    was tuned on a GPU.
 
     Attributes:
         blocks: the device's number of SMs.
         blocks_an_sm: blocks of the grid for each SM. More loads are in flight with more blocks.
         unroll: rows of each bag that a thread loads before it adds the first.
         warps: warps of a block.
-        bags: bags that a block looks up at once, a power of two. 0: as many as let each thread load 16 bytes.
-        most: largest number of times that a block does this for one claim.
+        bags: bags that a block looks up at once, a power of two. 0: so many that each thread loads 16 bytes at once.
+        most: largest number of times that a block looks up ``bags`` bags for one claimed piece.
         copies: number of parts in which a peer's results are copied out of the workspace. 0: one for each SM.
         copy_words: int32 words that a block copies at once.
     """
@@ -50,7 +51,7 @@ class TableParameters:
         return self.bags or max(1, self.warps * 32 * (16 // itemsize) // power_of_two(width))
 
     def piece_rows(self, rows: int, tables: int, world_size: int, bags: int) -> int:
-        """Bags of a piece, of ``rows`` bags of each slice: a multiple of ``bags``."""
+        """Number of bags in one piece, a multiple of ``bags``. A slice has ``rows`` bags."""
         turns = world_size * tables * -(-rows // bags) // (self.blocks * self.blocks_an_sm * PIECES_A_BLOCK)
         return bags * max(1, min(turns, self.most))
 
@@ -72,8 +73,8 @@ def why_not(dtype: torch.dtype, world_size: int, width: int) -> str | None:
         return f"the tables are {dtype}; expected fp32, fp16 or bf16"
     if width % (16 // dtype.itemsize) or not 0 < width <= MOST_WIDTH:
         return (
-            f"rows of {width} elements of {dtype} cannot be stored in vectors of 16 bytes; expected a multiple of"
-            f" {16 // dtype.itemsize}, at most {MOST_WIDTH}"
+            f"rows of {width} elements of {dtype}; expected a multiple of {16 // dtype.itemsize}, for vectors of 16"
+            f" bytes, and at most {MOST_WIDTH}"
         )
     if world_size > MOST_RANKS:
         return f"the group has {world_size} ranks; expected at most {MOST_RANKS}"
