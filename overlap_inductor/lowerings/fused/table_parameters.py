@@ -73,8 +73,8 @@ def why_not(dtype: torch.dtype, world_size: int, width: int) -> str | None:
         return f"the tables are {dtype}; expected fp32, fp16 or bf16"
     if width % (16 // dtype.itemsize) or not 0 < width <= MOST_WIDTH:
         return (
-            f"rows of {width} elements of {dtype}; expected a multiple of {16 // dtype.itemsize}, for vectors of 16"
-            f" bytes, and at most {MOST_WIDTH}"
+            f"rows have {width} elements of {dtype}, but the kernel stores vectors of 16 bytes; expected a multiple of"
+            f" {16 // dtype.itemsize}, at most {MOST_WIDTH}"
         )
     if world_size > MOST_RANKS:
         return f"the group has {world_size} ranks; expected at most {MOST_RANKS}"
