@@ -135,5 +135,5 @@ def line_of_all(reports: Iterable[OverlapReport]) -> str:
     if total is None:
         return f"total of {where}: no site has an estimate"
     left_out = sum(of_site(site.decision) is None for site in sites)
-    without = f"; {words.count(left_out, 'site')} without an estimate not counted" if left_out else ""
+    without = f"; not counted: {words.count(left_out, 'site')} without an estimate" if left_out else ""
     return f"total of {where}: estimated {total.text()}{total.change}{without}"
