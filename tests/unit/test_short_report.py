@@ -104,8 +104,8 @@ def test_the_total_of_all_graphs_counts_kept_sites_as_written() -> None:
         "total of 3 sites of 2 graphs: estimated 7000 us -> 5000 us, 1.40x (28.6 % less)"
     )
     assert totals.line_of_all([graph(moved, refused)]) == (
-        "total of 2 sites of 1 graph: estimated 3000 us -> 2000 us, 1.50x (33.3 % less); not counted: 1 site without an estimate"
-        " not counted"
+        "total of 2 sites of 1 graph: estimated 3000 us -> 2000 us, 1.50x (33.3 % less); not counted: 1 site without an"
+        " estimate"
     )
     assert totals.line_of_all([graph(kept)]).endswith("estimated 1000 us -> 1000 us, 1.00x")
     assert totals.line_of_all([graph(refused)]) == "total of 1 site of 1 graph: no site has an estimate"
