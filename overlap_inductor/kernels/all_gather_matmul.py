@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused``: ``all_gather(a) @ b`` in one persistent kernel.
+"""Schedule ``fused``: ``all_gather(a) @ b``, and ``all_to_all(a) @ b`` for rows, in one persistent kernel. The second
+differs only in what a rank sends (``SCATTERED``): a shard of its own to each rank.
 
 The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, part after part and to all peers in
 turn. All other blocks first multiply this rank's own shard, which is read in place, and then the peers' shards in the
@@ -59,14 +60,16 @@ def all_gather_matmul(
     PUSHERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr,
     BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr,
-    EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
+    EPILOGUE: tl.constexpr, KEEP: tl.constexpr, SCATTERED: tl.constexpr,
 ):  # fmt: skip
     """``c_i[WORLD * rows, columns_i] = gathered @ b_i + bias_i`` for ``COUNT`` weights. Grid: any number of blocks,
     ideally one per SM.
 
     Args:
-        own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
+        own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. With ``SCATTERED``, the shard that
+            it sends to itself.
         a, shard_vectors: the shard's address, and its size in 16-byte words.
+        SCATTERED: ``a`` holds a shard for each rank, in the order of ranks.
         gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. The rows of this
             rank's own shard are not read.
         b0_desc, ..., bias0, ..., TRANSPOSED: see ``multiply_tile``. All weights have the same layout. All arguments of
@@ -123,6 +126,7 @@ def all_gather_matmul(
                 PIECES,
                 BLOCK,
                 KEEP,
+                SCATTERED,
             )
 
     turn = claimed(claim(queues + 1, THREADS))
@@ -197,6 +201,7 @@ def all_gather_matmul(
                                 PIECES,
                                 BLOCK,
                                 KEEP,
+                                SCATTERED,
                             )
                             sending = sent and not has_come(flag, call + 1)
                     wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, shard)
@@ -260,6 +265,7 @@ def all_gather_matmul(
                 PIECES,
                 BLOCK,
                 KEEP,
+                SCATTERED,
             )
 
     last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD, KEEP)

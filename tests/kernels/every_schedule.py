@@ -80,7 +80,7 @@ def _with_gathered(run: Callable[[torch.Tensor, torch.Tensor, Launch], Sequence[
 
 
 def _fused_with_gathered(a: torch.Tensor, b: torch.Tensor, launch: Launch) -> Sequence[torch.Tensor]:
-    return fused_ops._gather(a, [b], [None], True, launch, FUSED)
+    return fused_ops._gather(GATHER, a, [b], [None], True, launch, FUSED)
 
 
 def _chunked_with_gathered(a: torch.Tensor, b: torch.Tensor, launch: Launch) -> Sequence[torch.Tensor]:
@@ -95,6 +95,13 @@ def _chunked(pattern: str, parameters: ChunkedParameters = CHUNKED) -> Call:
         return getattr(reduce_launch, pattern)(a, VendorMatmul(b), launch, parameters)
 
     return Call(run, pattern == GATHER)
+
+
+def _fused_exchange(pattern: str, parameters: FusedParameters = FUSED) -> Call:
+    def run(launch: Launch, value: float) -> torch.Tensor:
+        return getattr(fused, pattern)(*_operands(SCATTER, launch, value), launch, parameters)
+
+    return Call(run, gathers=True)
 
 
 def _sent_in_chunks(launch: Launch, value: float) -> torch.Tensor:
@@ -141,6 +148,12 @@ EVERY = {
     "chunked gather, pushed, gathered tensor read": _with_gathered(_chunked_with_gathered),
     "chunked all-reduce, copied in bands": _chunked(REDUCE, replace(CHUNKED, transport="copy_engine", bands=2)),
     "fused tables": Call(_tables, gathers=True),
+    "fused matmul_all_to_all": _fused_exchange("matmul_all_to_all"),
+    "fused all_to_all_matmul": _fused_exchange("all_to_all_matmul"),
+    "fused all_to_all_matmul in slices": _fused_exchange(
+        "all_to_all_matmul", replace(FUSED, slices=2, slices_tiles=2**20, slices_pushers=1)
+    ),
+    "fused all_to_all_matmul by copies": _fused_exchange("all_to_all_matmul", replace(FUSED, copies_from=0)),
     "chunked matmul_all_to_all, pushed": Call(_sent_in_chunks, gathers=True),
     "chunked all_to_all_matmul, copied": Call(_received_in_chunks, gathers=True),
     "small_message, one-shot": _small(False, False),

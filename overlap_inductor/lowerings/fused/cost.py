@@ -12,6 +12,7 @@ from overlap_inductor.facts.cost_model import collective_seconds
 from overlap_inductor.facts.cost_model import copy_seconds
 from overlap_inductor.facts.cost_model import kind_of
 from overlap_inductor.facts.cost_model import matmul_seconds
+from overlap_inductor.facts.cost_model import receive_seconds
 from overlap_inductor.facts.machine import Machine
 
 
@@ -39,23 +40,26 @@ COST = FusedCost()
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
     """Seconds of one fused kernel. They sum the longer of matmul and transfer, an exposed fraction of the shorter, and
-    a fixed cost for each leg. The copy of the gathered tensor is added if it is used."""
+    a fixed cost for each leg. The copy of the gathered tensor is added if it is used, and the copy of what an
+    all-to-all delivers after the matmul."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + copy_seconds(sizes, machine)
+    exposed += receive_seconds(sizes, machine)
     return (
         max(matmul, wire) + exposed + sizes.legs * (COST.leg_seconds + (sizes.world_size - 1) * COST.leg_peer_seconds)
     )
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether a fused kernel is estimated to be at least 5 % faster than ``keep`` (25 % in groups larger than those
-    measured).
+    """Whether a fused kernel is estimated to be at least 5 % faster than ``keep`` (25 % for all-to-alls and in groups
+    larger than those measured).
 
     With less than a wave and a half of tiles it never pays: most of the GPU would wait for rows to arrive.
     """
     if sizes.tiles < machine.least_tiles:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
-    margin = MARGIN if sizes.world_size <= COST.ranks else MARGIN_UNMEASURED
+    measured = sizes.world_size <= COST.ranks and not sizes.exchanges
+    margin = MARGIN if measured else MARGIN_UNMEASURED
     return seconds(sizes, machine) * margin < keep
