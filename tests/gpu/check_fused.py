@@ -64,8 +64,10 @@ def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) ->
 
 def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
     sites = cases(world_size, FACTOR)
+    if schedule in ("chunked", "fused"):
+        sites |= exchanges(world_size, FACTOR)
     if schedule == "chunked":
-        sites |= sums(world_size, FACTOR) | exchanges(world_size, FACTOR)
+        sites |= sums(world_size, FACTOR)
     return against_fp64(
         schedule,
         rank,
@@ -130,6 +132,7 @@ PATTERNS_OF = {
     "wave_groups": ALL_PATTERNS[1:],
     "small_message": ALL_PATTERNS[2:],
     "chunked": (*ALL_PATTERNS, *EXCHANGES),
+    "fused": (*ALL_PATTERNS, *EXCHANGES),
 }
 """The patterns of each schedule that does not support exactly the three of ``ALL_PATTERNS``."""
 

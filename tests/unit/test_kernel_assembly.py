@@ -160,6 +160,7 @@ GATHER = {
     "BATCH": 8,
     "THREADS": 256,
     "TRANSPOSED": True,
+    "SCATTERED": False,
     **NO_EPILOGUE,
 }
 SLICES = {
@@ -172,6 +173,7 @@ SLICES = {
     "COLUMNS": 1024,
     "THREADS": 256,
     "TRANSPOSED": True,
+    "SCATTERED": False,
     **NO_EPILOGUE,
 }
 
@@ -193,7 +195,20 @@ REDUCE = {
     "TRANSPOSED": True,
     **NO_EPILOGUE,
 }
-SCATTER = {"WORLD": 8, "STAGGER": 150, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True, "BIAS": False, **NO_EPILOGUE}
+SCATTER = {
+    "WORLD": 8,
+    "STAGGER": 150,
+    "BATCH": 8,
+    "THREADS": 256,
+    "TRANSPOSED": True,
+    "BIAS": False,
+    "EXCHANGES": False,
+    "BY_COLUMNS": False,
+    "EARLY": 0,
+    "COPY": 0,
+    **NO_EPILOGUE,
+}
+EXCHANGE = {**SCATTER, "EXCHANGES": True, "EARLY": 7, "COPY": 8192}
 
 
 @pytest.mark.parametrize(
@@ -211,6 +226,22 @@ SCATTER = {"WORLD": 8, "STAGGER": 150, "BATCH": 8, "THREADS": 256, "TRANSPOSED":
             id="all_gather_matmul_slices",
         ),
         pytest.param(matmul_reduce_scatter, {**SCATTER, "HALVES": False, "BIAS": True}, id="matmul_reduce_scatter"),
+        pytest.param(matmul_reduce_scatter, {**EXCHANGE, "HALVES": False, "BIAS": True}, id="matmul_all_to_all"),
+        pytest.param(
+            matmul_reduce_scatter,
+            {**EXCHANGE, "HALVES": False, "BY_COLUMNS": True},
+            id="matmul_all_to_all by columns",
+        ),
+        pytest.param(
+            all_gather_matmul,
+            {**GATHER, "SCATTERED": True, "KEEP": False, "HALVES": False, "BIASES": 1},
+            id="all_to_all_matmul",
+        ),
+        pytest.param(
+            all_gather_matmul_slices,
+            {**SLICES, "SCATTERED": True, "KEEP": False, "HALVES": False, "BIASES": 1},
+            id="all_to_all_matmul in slices",
+        ),
         pytest.param(matmul_all_reduce, {**REDUCE, "BIAS": True}, id="matmul_all_reduce"),
     ],
 )
@@ -346,6 +377,9 @@ def test_a_matmul_in_groups_stores_in_bulk_and_counts_after_a_fence(
         ),
         pytest.param(
             matmul_reduce_scatter, {**SCATTER, "HALVES": True}, r"atom\.global\.gpu\.acq_rel\.add", id="reduce-scatter"
+        ),
+        pytest.param(
+            matmul_reduce_scatter, {**EXCHANGE, "HALVES": True}, r"atom\.global\.gpu\.acq_rel\.add", id="all-to-all"
         ),
     ],
 )
