@@ -33,10 +33,10 @@ import triton.language as tl
 
 from overlap_inductor.kernels.epilogue import by_quarters
 from overlap_inductor.kernels.push import push_piece
+from overlap_inductor.kernels.push import push_until
 from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import WAIT_PART
 from overlap_inductor.kernels.signals import finish_call
-from overlap_inductor.kernels.signals import has_come
 from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import unless_aborted
@@ -180,30 +180,10 @@ def all_gather_matmul(
                     seen = shard * PARTS + part
                     flag = signal_flag(flags, shard, part, signals, WORLD)
                     if SENDS:
-                        sending = not has_come(flag, call + 1)
-                        while sending:
-                            sent = push_piece(
-                                words,
-                                peer_data,
-                                peer_flags,
-                                flags,
-                                queues,
-                                call,
-                                shard_words,
-                                part_words,
-                                rank,
-                                site,
-                                stop,
-                                patience,
-                                signals,
-                                WORLD,
-                                PARTS,
-                                PIECES,
-                                BLOCK,
-                                KEEP,
-                                SCATTERED,
-                            )
-                            sending = sent and not has_come(flag, call + 1)
+                        push_until(
+                            flag, call + 1, words, peer_data, peer_flags, flags, queues, call, shard_words, part_words,
+                            rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP, SCATTERED,
+                        )  # fmt: skip
                     wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, shard)
                     load_fence()
                 one = unless_aborted(1.0, stop)

@@ -21,6 +21,7 @@ from overlap_inductor.kernels.signals import WAIT_CREDIT
 from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import credit_flag
+from overlap_inductor.kernels.signals import has_come
 from overlap_inductor.kernels.signals import may_store
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
@@ -93,6 +94,24 @@ def push_piece(
             stop,
         )
     return there
+
+
+@triton.jit
+def push_until(
+    flag, target, words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop,
+    patience, signals,
+    WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
+    SCATTERED: tl.constexpr,
+):  # fmt: skip
+    """Push pieces until ``flag`` has reached ``target`` or no piece is left. Orders nothing: wait for the flag
+    afterwards. The other arguments are those of ``push_piece``."""
+    sending = not has_come(flag, target)
+    while sending:
+        sent = push_piece(
+            words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience,
+            signals, WORLD, PARTS, PIECES, BLOCK, KEEP, SCATTERED,
+        )  # fmt: skip
+        sending = sent and not has_come(flag, target)
 
 
 @triton.jit
