@@ -11,7 +11,8 @@ of rank 1, and so on. This is the *ranks' order*. Sites that are cut in another 
   matmul reads the transposed operands where they are. A Triton kernel reads a left operand that is contiguous and
   aligned to 16 bytes; the op copies any other one first (``operands.left_operand``).
 
-A matmul whose contracted dim is cut is computed by no such op except the ring's (``lowerings.ring.looped_gather``).
+A matmul whose contracted dim is cut is computed by two kinds of ops: the ring's (``lowerings.ring.looped_gather``), and
+for an all-to-all that of a schedule that adds up the slices in registers (``one_op.exchange_rows``).
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ PLAIN: tuple[str, ...] = ("mm", "addmm")
 SCALED: tuple[str, ...] = ("scaled_mm",)
 """Kinds of matmuls (``MatmulNode.kind``). All matmuls that one op computes are of kinds in ``PLAIN``, or all of kinds
 in ``SCALED``. The ring's looping ops compute only those in ``PLAIN``."""
+CONTRACTION = (
+    "a matmul contracts the dim that is divided among the ranks; expected it among the matmul's rows or columns"
+)
+"""Why an op that computes only rows or columns cannot compute a matmul."""
 Op = Callable[[str], Any]
-"""Takes the prefix that precedes the pattern in the name of a schedule's op (empty, or ``sum_``), and returns the op's
-overload."""
+"""Takes the prefix that precedes the pattern in the name of a schedule's op (empty, ``sum_`` or ``contracted_``), and
+returns the op's overload."""
 
 
 def is_row(node: fx.Node) -> bool:

@@ -35,6 +35,7 @@ from tests.gpu.repeated import late_calls
 from tests.gpu.repeated import replays
 from tests.support import scaled_sites
 from tests.support.fused_cases import cases
+from tests.support.fused_cases import contractions
 from tests.support.fused_cases import exchanges
 from tests.support.fused_cases import sums
 from tests.support.ring_cases import as_tuple
@@ -66,6 +67,8 @@ def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
     sites = cases(world_size, FACTOR)
     if schedule in ("chunked", "fused"):
         sites |= exchanges(world_size, FACTOR)
+    if schedule == "fused":
+        sites |= contractions(world_size, FACTOR)
     if schedule == "chunked":
         sites |= sums(world_size, FACTOR)
     return against_fp64(

@@ -17,6 +17,7 @@ from overlap_inductor.lowerings.chunked import reduce_launch
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.fused import calls as fused
 from overlap_inductor.lowerings.fused import ops as fused_ops
+from overlap_inductor.lowerings.fused.contraction import all_to_all_contraction_matmul
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.fused.table_calls import Lookups
 from overlap_inductor.lowerings.fused.table_calls import look_up
@@ -104,6 +105,12 @@ def _fused_exchange(pattern: str, parameters: FusedParameters = FUSED) -> Call:
     return Call(run, gathers=True)
 
 
+def _contracted(launch: Launch, value: float) -> torch.Tensor:
+    """A sum has ``world_size`` times as many terms as in the other calls, so it is divided by that number."""
+    a, w = torch.full((ROWS * launch.world_size, 16), value).half(), launch.world_size
+    return all_to_all_contraction_matmul(a, torch.ones(16, 16 * w).half().t(), launch, FUSED) / w
+
+
 def _sent_in_chunks(launch: Launch, value: float) -> torch.Tensor:
     a, b = _operands(SCATTER, launch, value)
     return exchange_launch.matmul_all_to_all(a, VendorMatmul(b), launch, CHUNKED)
@@ -150,6 +157,7 @@ EVERY = {
     "fused tables": Call(_tables, gathers=True),
     "fused matmul_all_to_all": _fused_exchange("matmul_all_to_all"),
     "fused all_to_all_matmul": _fused_exchange("all_to_all_matmul"),
+    "fused contraction": Call(_contracted, gathers=True),
     "fused all_to_all_matmul in slices": _fused_exchange(
         "all_to_all_matmul", replace(FUSED, slices=2, slices_tiles=2**20, slices_pushers=1)
     ),

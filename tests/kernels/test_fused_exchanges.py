@@ -17,6 +17,7 @@ from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.lowerings.fused import calls as fused
+from overlap_inductor.lowerings.fused.contraction import all_to_all_contraction_matmul
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.fused.parameters import needed
 from tests.kernels.ranks import SharedWorkspace
@@ -26,7 +27,7 @@ from tests.kernels.ranks import shared
 from tests.support.shared_memory import SMALL_TILES
 
 CALLS = 3
-SENT, RECEIVED = "matmul_all_to_all", "all_to_all_matmul"
+SENT, RECEIVED, CONTRACTED = "matmul_all_to_all", "all_to_all_matmul", "contraction"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Case:
         rows, columns, inner: rows of a slice, columns of a slice of the result, and K.
         by_columns: a slice consists of columns of the product.
         in_rows: the right operand is row-major, not transposed.
-        two: a second weight multiplies what is received, which is also read after the kernel.
+        two: a second weight multiplies what is received, which is also read after the kernel. (A contraction has one
+            weight.)
         settings: parameters of the schedule.
     """
 
@@ -56,6 +58,10 @@ class Case:
         settings = {"blocks": 2, "parts": 1, "pieces": 2, "pushers": 1, **SMALL_TILES, **self.settings}
         blocks = settings.pop("blocks")
         return FusedParameters(blocks, **{**settings, "parts": settings["parts"] + call})
+
+    @property
+    def planned_as(self) -> str:
+        return RECEIVED if self.pattern == CONTRACTED else self.pattern
 
 
 SLICES = {"slices": 2, "slices_tiles": 2**20, "slices_pushers": 1}
@@ -80,6 +86,15 @@ CASES = {
     "received rows by copies, read after the kernel": Case(
         RECEIVED, 2, 24, 16, 32, two=True, settings={"copies_from": 0}
     ),
+    "contracted, one block": Case(CONTRACTED, 2, 32, 32, 32, settings={"blocks": 1}),
+    "contracted, three ranks, bands, bias": Case(
+        CONTRACTED, 3, 40, 24, 48, bias=True, settings={"parts": 3, "pieces": 3, "halves": True}
+    ),
+    "contracted, in rows, read after the kernel": Case(CONTRACTED, 3, 24, 40, 16, two=True, in_rows=True),
+    "contracted by copies, bands": Case(CONTRACTED, 3, 40, 24, 32, settings={"copies_from": 0, "parts": 2}),
+    "contracted by copies, read after the kernel": Case(
+        CONTRACTED, 2, 24, 16, 32, two=True, settings={"copies_from": 0}
+    ),
     "received rows along K, three ranks": Case(RECEIVED, 3, 24, 24, 72, bias=True, settings=SLICES),
     "received rows along K, read after the kernel": Case(RECEIVED, 2, 40, 24, 40, two=True, settings=SLICES),
 }
@@ -88,7 +103,7 @@ CASES = {
 def _random_cases(count: int) -> dict[str, Case]:
     choose, found = random.Random(26), {}
     for number in range(count):
-        pattern = choose.choice([SENT, RECEIVED])
+        pattern = choose.choice([SENT, RECEIVED, CONTRACTED])
         rows, columns, inner = choose.randint(1, 50), 8 * choose.randint(1, 6), 8 * choose.randint(1, 6)
         settings = {
             "blocks": choose.randint(1, 3),
@@ -103,11 +118,11 @@ def _random_cases(count: int) -> dict[str, Case]:
         found[f"random {number}"] = Case(
             pattern,
             choose.choice([2, 3, 4]),
-            *(rows, columns, inner),
+            *(rows, columns, 2 * inner if pattern == CONTRACTED else inner),
             by_columns=pattern == SENT and choose.random() < 0.5,
             bias=choose.random() < 0.5,
             in_rows=choose.random() < 0.5,
-            two=pattern == RECEIVED and choose.random() < 0.3,
+            two=pattern != SENT and choose.random() < 0.3,
             settings=settings,
         )
     return found
@@ -130,22 +145,37 @@ def _rank(
         left, p = a[call, rank], case.parameters(call)
         if case.pattern == SENT:
             out[call, rank] = fused.matmul_all_to_all(left, right, launch, p, bias, case.by_columns)
+        elif case.pattern == CONTRACTED:
+            out[call, rank] = all_to_all_contraction_matmul(left, right, launch, p, bias, keep=case.two)
+            if case.two:
+                _check_received(case, a[call], launch)
         elif not case.two:
             out[call, rank] = fused.all_to_all_matmul(left, right, launch, p, bias)
         else:
             weights = [right, right * 2]
             out[call, rank], other = fused.all_to_all_matmuls(left, weights, launch, p, [bias, None], keep=True)
-            gathered = fused.gathered(fused.own_shard(RECEIVED, left, launch), launch)
-            received = torch.cat([sent.chunk(case.world_size)[rank] for sent in a[call]])
-            assert torch.equal(gathered, received) and torch.equal(other, received @ right * 2)
-            fused.end(launch)
+            received = _check_received(case, a[call], launch)
+            assert torch.equal(other, received @ right * 2)
         launch.faults.check()
         assert at_rest(launch.slot) and launch.slot.calls.tolist() == [call + 1]
+
+
+def _check_received(case: Case, a: torch.Tensor, launch: Any) -> torch.Tensor:
+    """Compare what the workspace holds after a call with ``keep`` with what the ranks sent to this one, and end the
+    call. Returns what they sent."""
+    gathered = fused.gathered(fused.own_shard(RECEIVED, a[launch.rank], launch), launch)
+    received = torch.cat([sent.chunk(case.world_size)[launch.rank] for sent in a])
+    assert torch.equal(gathered, received)
+    fused.end(launch)
+    return received
 
 
 def _expected(case: Case, a: torch.Tensor, b: torch.Tensor, rank: int) -> torch.Tensor:
     """What ``rank`` gets, computed in fp64. ``a``: left operands of all ranks, ``b``: right ones, transposed."""
     biases = [case.bias * w[:, 0].double() for w in b]
+    if case.pattern == CONTRACTED:
+        left = torch.cat([sent.chunk(len(a))[rank] for sent in a], dim=1)
+        return left.double() @ b[rank].double().t() + biases[rank]
     if case.pattern == RECEIVED:
         return torch.cat([sent.chunk(len(a))[rank] for sent in a]).double() @ b[rank].double().t() + biases[rank]
     products = [x.double() @ w.double().t() + bias for x, w, bias in zip(a, b, biases, strict=True)]
@@ -158,9 +188,11 @@ def test_is_equal_to_the_matmul_and_the_exchange(name: str) -> None:
     w, rows, width = case.world_size, case.rows, case.columns
     all_columns = width * w if case.by_columns else width
     a = _integers(CALLS, w, rows if case.by_columns else rows * w, case.inner, seed=1)
-    b = _integers(w, all_columns, case.inner, seed=2)
-    out = shared(CALLS, w, rows * w, width, dtype=torch.float16, fill=float("nan"))
-    needs = [needed(case.pattern, w, rows, case.inner, width, 2, case.parameters(call)) for call in range(CALLS)]
+    b = _integers(w, all_columns, case.inner * (w if case.pattern == CONTRACTED else 1), seed=2)
+    out = shared(
+        CALLS, w, rows if case.pattern == CONTRACTED else rows * w, width, dtype=torch.float16, fill=float("nan")
+    )
+    needs = [needed(case.planned_as, w, rows, case.inner, width, 2, case.parameters(call)) for call in range(CALLS)]
     workspace = SharedWorkspace.of(w, *map(max, zip(*needs, strict=True)))
     run_ranks(w, _rank, workspace, a, b, out, case)
     for call in range(CALLS):
@@ -181,6 +213,9 @@ P = FusedParameters(2, pieces=1, pushers=1, **SMALL_TILES)
 
 
 def _call(pattern: str, launch: Any) -> torch.Tensor:
+    if pattern == CONTRACTED:
+        a, b = torch.ones(48, 32).half(), torch.ones(16, 96).half().t()
+        return all_to_all_contraction_matmul(a, b, launch, P)
     return getattr(fused, pattern)(torch.ones(48, 32).half(), torch.ones(16, 32).half().t(), launch, P)
 
 
@@ -195,7 +230,17 @@ def test_a_peer_that_never_comes(pattern: str, what: str) -> None:
         _call(pattern, launch)
 
 
-@pytest.mark.parametrize("pattern", [SENT, RECEIVED])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_contraction_with_a_peer_that_never_comes(keep: bool) -> None:
+    """Every element is a sum over all peers, so every element is NaN."""
+    launch = SharedWorkspace.of(3, 20_000, 8).launch(0, patience_ns=20_000)
+    a, b = torch.ones(48, 32).half(), torch.ones(16, 96).half().t()
+    assert all_to_all_contraction_matmul(a, b, launch, P, keep=keep).isnan().all()
+    with pytest.raises(TransferError, match="timed out waiting for rows from rank 1: expected call 1"):
+        all_to_all_contraction_matmul(a, b, launch, P, keep=keep)
+
+
+@pytest.mark.parametrize("pattern", [SENT, RECEIVED, CONTRACTED])
 def test_nothing_is_written_without_a_credit(pattern: str) -> None:
     """The peer has not given the credit that permits writes into its workspace."""
     workspace = SharedWorkspace.of(3, 20_000, 4)
@@ -214,6 +259,8 @@ def test_unsupported_operands_are_refused() -> None:
         fused.matmul_all_to_all(torch.zeros(3, 32).half(), b, launch, P)
     with pytest.raises(UnsupportedError, match="3 rows cannot be cut into 2 equal slices"):
         fused.all_to_all_matmul(torch.zeros(3, 32).half(), b, launch, P)
+    with pytest.raises(UnsupportedError, match="64 rows of the right operand are contracted with 2 slices of 24"):
+        all_to_all_contraction_matmul(torch.zeros(4, 24).half(), torch.zeros(64, 16).half(), launch, P)
     with pytest.raises(UnsupportedError, match="16 columns cannot be cut into 3 equal slices"):
         three = SharedWorkspace.of(3, 20_000, 2).launch(0)
         fused.matmul_all_to_all(torch.zeros(8, 32).half(), b, three, P, by_columns=True)

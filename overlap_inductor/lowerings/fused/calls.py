@@ -163,34 +163,35 @@ def _gather(
     if not copied:
         kernel(*given)
     else:
-        _with_copies(a, own, launch, parameters, lambda: kernel(*given), keep)
+        with_copies(a, own, len(own), launch, parameters, lambda: kernel(*given), keep)
         # (With ``keep``, ``end`` does this once all of the call's results exist.)
         for result in results if not keep else ():
             spoil_kernel(launch, result)(result)
 
 
-def _with_copies(
+def with_copies(
     a: torch.Tensor,
     own: torch.Tensor,
+    part_rows: int,
     launch: Launch,
     p: FusedParameters,
     multiply: Callable[[], None],
     keep: bool,
 ) -> None:
-    """A transport of ``copiers`` sends the shard, or each peer's, while ``multiply`` multiplies the rows that have
-    arrived.
+    """A transport of ``copiers`` sends the shard, or each peer's, in bands of ``part_rows`` rows. In the meantime,
+    ``multiply`` multiplies the rows that have arrived.
 
     The kernel of ``multiply`` occupies every SM, so nothing that the copies wait for may need an SM while it runs. The
     wait for permission to write therefore ends before that kernel starts, on the current stream, and the flags are
     written by copies, too. So a rank's shard is sent whatever its kernel waits for.
     """
-    side, key = side_stream(a.device), ("send", p.copier, a.shape, a.dtype)
+    side, key = side_stream(a.device), ("send", p.copier, a.shape, a.dtype, part_rows)
     send = launch.prepared.get(key)
     if send is None:
         transport = transport_named(PeerCopies, p.copier or copiers()[0].name)
         exchanged = own is not a
-        transfer = Transfer(len(own), own.shape[1], len(own), scattered=exchanged, read_in_order=exchanged)
-        send = transport.prepare(launch, transfer, range(launch.world_size - 1), a, Share())
+        transfer = Transfer(len(own), own.shape[1], part_rows, scattered=exchanged, read_in_order=exchanged)
+        send = transport.prepare(launch, transfer, range((launch.world_size - 1) * transfer.parts), a, Share())
         launch.remember(key, send)
     credit_kernel(launch)()
     with one_call(launch, side):

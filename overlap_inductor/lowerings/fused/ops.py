@@ -18,6 +18,7 @@ from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.fused import parameters as fused_plan
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.library import define
+from overlap_inductor.lowerings.one_op.exchange_ops import define_contraction
 from overlap_inductor.lowerings.one_op.exchange_ops import define_exchanges
 from overlap_inductor.lowerings.one_op.operands import bias_row
 from overlap_inductor.lowerings.one_op.operands import left_operand
@@ -123,6 +124,31 @@ def _send(
     return _kernels().matmul_all_to_all(left_operand(lhs), right_operand(rhs), launch, parameters, row, columns)
 
 
+def _contract(
+    sent: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    received_used: bool,
+    launch: Launch,
+    parameters: FusedParameters,
+) -> Tensors:
+    from overlap_inductor.lowerings.fused.contraction import all_to_all_contraction_matmul
+
+    fused, sent, rhs = _kernels(), left_operand(sent), right_operand(rhs)
+    row = bias_row(bias, rhs.shape[1])
+    out = all_to_all_contraction_matmul(sent, rhs, launch, parameters, row, received_used)
+    if not received_used:
+        return [out]
+    try:
+        received = fused.gathered(fused.own_shard("all_to_all_matmul", sent, launch), launch).clone()
+    except BaseException:
+        # Otherwise the peers would wait for permission to write into this workspace.
+        fused.end(launch)
+        raise
+    fused.end(launch, [out, received])
+    return [out, received]
+
+
 def _gather_epilogue(
     chain: torch.Tensor,
     shard: torch.Tensor,
@@ -204,6 +230,7 @@ def _reduce_epilogue_fake(
 define_gather("fused", fused_plan, functools.partial(_gather, "all_gather_matmul"))
 define_reductions("fused", fused_plan, _reduce)
 define_exchanges("fused", fused_plan, _send, functools.partial(_gather, "all_to_all_matmul"))
+define_contraction("fused", fused_plan, _contract)
 # The same ops, followed by pointwise ops. ``epilogues``: ``epilogue_program.to_text`` of a list with the epilogue of
 # each result (``None`` for a result without one). ``extras``: the tensors that the epilogues read.
 define(

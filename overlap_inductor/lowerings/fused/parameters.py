@@ -119,10 +119,14 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
 """By pattern, the best of the values tried on 2 and 4 H200s (bench/results/fused.jsonl, operators.jsonl). They were
 also tried on 2 H200s that each took the place of one rank of 4 or of 8 (bench/results/mirrored.jsonl). The all-to-alls
 have the values of the gather and of the reduce-scatter, whose kernels they share; they were not tried."""
+EXCHANGES = ("matmul_all_to_all", "all_to_all_matmul")
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")
 """The patterns whose rows are multiplied after they have arrived."""
 
 
+CONTRACTED = 64
+"""A slice of a contracted dim must be a multiple of this many elements: a block of K (``block_k``) belongs to one
+source."""
 MOST_WEIGHTS = 4
 """Most weights that one launch multiplies a gathered tensor by: q, k, v and a gate. The vendor's matmul takes any
 others."""
@@ -203,11 +207,11 @@ def needed(
     ``itemsize``: bytes of an element that is sent."""
     # (Fewer rows never need more, so the need at the most rows is enough for all calls.)
     parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
+    if pattern in EXCHANGES:
+        # (If K or columns are cut, a shard has more rows than are given here, so it may have all parts.)
+        parts = parameters.parts or world_size
     if pattern in GATHERS:
         return world_size * rows * inner * itemsize, parts * parameters.slices
-    if pattern == "matmul_all_to_all":
-        # (If columns are cut, a shard has more rows than are given here, so it may have all parts.)
-        parts = parameters.parts or world_size
     whole_rows = world_size * -(-rows // parameters.block_m) * parameters.block_m
     legs = 2 if pattern == "matmul_all_reduce" else 1
     return legs * whole_rows * columns * itemsize, legs * parts

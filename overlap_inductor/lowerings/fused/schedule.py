@@ -18,13 +18,13 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.lowerings.fused import cost
 from overlap_inductor.lowerings.fused import parameters
+from overlap_inductor.lowerings.fused.parameters import EXCHANGES
 from overlap_inductor.lowerings.fused.parameters import GATHERS
 from overlap_inductor.lowerings.fused.parameters import column_tiles
 from overlap_inductor.lowerings.fused.parameters import in_one_launch
 from overlap_inductor.lowerings.fused.parameters import parameters_of
 from overlap_inductor.lowerings.fused.tables import PATTERN as TABLES
 from overlap_inductor.lowerings.fused.tables import TableSchedule
-from overlap_inductor.lowerings.fused.tails import EXCHANGES
 from overlap_inductor.lowerings.fused.tails import GATHER
 from overlap_inductor.lowerings.fused.tails import described
 from overlap_inductor.lowerings.fused.tails import results_of
@@ -97,5 +97,6 @@ FUSED = FusedSchedule(
     needed=parameters.needed,
     replays=True,
     called_by_others=True,
+    contracts=parameters.CONTRACTED,
     ops=("overlap_inductor.lowerings.fused.ops", "overlap_inductor.lowerings.fused.table_ops"),
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import fx
 
 from overlap_inductor.facts.limits import MOST_EXTRAS
+from overlap_inductor.lowerings.fused.parameters import EXCHANGES
 from overlap_inductor.lowerings.fused.parameters import in_one_launch
 from overlap_inductor.lowerings.one_op.schedule import operands
 from overlap_inductor.sites.gather_nodes import GatherNodes
@@ -18,8 +19,6 @@ from overlap_inductor.sites.tile_epilogue import find_tail
 
 GATHER = "all_gather_matmul"
 """The pattern whose op has an epilogue for each matmul; the ops of the others have one epilogue."""
-EXCHANGES = ("matmul_all_to_all", "all_to_all_matmul")
-"""The patterns whose ops have no epilogue."""
 
 
 def results_of(site: OverlapSite) -> list[fx.Node]:

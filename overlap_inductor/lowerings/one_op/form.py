@@ -70,6 +70,16 @@ class RowsForm(Protocol):
         """
         ...
 
+    def why_no_contraction(self, site: OverlapSite, noun: str, contracts: int) -> str | None:
+        """Why the schedule cannot compute a matmul of ``site`` that contracts the dim that the ranks exchange; ``None``
+        if it can, or if there is none.
+
+        Args:
+            noun: ``SiteSchedule.noun``, for the text.
+            contracts: ``OneOpSchedule.contracts``.
+        """
+        ...
+
     def why_not_scaled(self, site: OverlapSite) -> str | None:
         """Why no op of scaled matmuls can move the data of ``site``; ``None`` if one can. All matmuls of ``site`` are
         scaled."""
