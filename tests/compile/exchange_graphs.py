@@ -66,12 +66,29 @@ def summed() -> HandGraph:
     return made.output(exchange(made, made.call(aten.add.Tensor, *(made.mm(*pair) for pair in pairs))))
 
 
-def contracted() -> HandGraph:
+def contracted(inner: int = 16) -> HandGraph:
     """The exchanged heads are contracted, as in the output projection of Ulysses attention."""
     made = HandGraph()
-    x = made.view(exchange(made, operand(made, 48, 16, "x")), 2, 24, 16)
-    x = made.view(made.call(aten.permute.default, x, [1, 0, 2]), 24, 32)
-    return made.output(made.mm(x, operand(made, 32, 40)))
+    ranks = made.world_size
+    x = made.view(exchange(made, operand(made, 24 * ranks, inner, "x")), ranks, 24, inner)
+    x = made.view(made.call(aten.permute.default, x, [1, 0, 2]), 24, ranks * inner)
+    return made.output(made.mm(x, operand(made, ranks * inner, 40)))
+
+
+def contracted_heads() -> HandGraph:
+    """The output projection of Ulysses attention, batch 2, with a bias; another node reads what arrives."""
+    made = HandGraph()
+    ranks = made.world_size
+    x = made.view(operand(made, 2 * ranks * 24, 128, "x"), 2, ranks, 24, 2, 64)
+    x = made.call(aten.permute.default, x, [1, 3, 0, 2, 4])
+    x = made.view(made.call(aten.clone.default, x, memory_format=torch.contiguous_format), ranks * 2 * 2, 24 * 64)
+    x = made.view(exchange(made, x), ranks * 2, 2, 24, 64)
+    x = made.call(aten.clone.default, made.call(aten.permute.default, x, [1, 2, 0, 3]))
+    x = made.view(x, 48, ranks * 128)
+    projected = made.call(
+        aten.addmm.default, made.input(40, name="bias", dtype=BF16), x, operand(made, ranks * 128, 40)
+    )
+    return made.output(projected, made.call(aten.relu.default, x))
 
 
 def activated() -> HandGraph:

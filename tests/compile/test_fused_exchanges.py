@@ -29,6 +29,8 @@ SITES = {
     "fused_graph/sent_rows.txt": graphs.sent_rows,
     "fused_graph/sent_heads.txt": graphs.sent_heads,
     "fused_graph/received_rows.txt": graphs.received_rows,
+    "fused_graph/contracted.txt": lambda: graphs.contracted(64),
+    "fused_graph/contracted_heads.txt": graphs.contracted_heads,
 }
 
 
@@ -82,6 +84,7 @@ REFUSED = {
     "uneven parts, sent": (graphs.uneven, "each rank's part has its own number of rows; a fused kernel sends equal"),
     "uneven parts, received": (graphs.uneven_received, "each rank's part has its own number of rows"),
     "a sum": (graphs.summed, "2 matmuls are added before the all-to-all; a fused kernel computes only one"),
+    "a contraction of narrow slices": (graphs.contracted, "each rank sends 16 of the elements that are contracted; a"),
     "an activation": (graphs.activated, "the rows cannot be put in the ranks' order"),
     "fp32": (lambda: graphs.sent_rows(dtype=torch.float32), "the matrices are torch.float32; expected fp16 or bf16"),
     "narrow slices": (lambda: graphs.sent_heads(width=2), "rows of 16 and of 4 elements cannot be read"),
