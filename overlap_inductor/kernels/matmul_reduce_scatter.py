@@ -9,8 +9,8 @@ This rank's own tiles come last. In a reduce-scatter, an own tile is summed in f
 arrived for it, and rounded once (numerics ``preserve``).
 
 With ``EXCHANGES``, the kernel computes an all-to-all: nothing is summed. An own tile is stored into the result. What
-the peers have sent is copied from the workspace into the result (``receive``), a few pieces after each own tile if they
-have arrived, and the rest at the end. So most copies run under the matmul of the own tiles.
+the peers have sent is copied from the workspace into the result (``receive``). After each own tile, a block copies a
+few pieces that have arrived. The rest is copied at the end. So most copies run under the matmul of the own tiles.
 
 A tile is sent by a bulk store out of shared memory, which continues under the next tile's matmul. It is counted
 (``_flush``) when that store is done. Each block starts ``STAGGER`` ns after the block before it. Otherwise all blocks

@@ -45,8 +45,8 @@ FACTOR = 17
 """The factor by which the sizes of ``cases`` are multiplied. A shard then has 24 * 17 rows. The sizes are multiples of
 8, but not of a tile."""
 MEASURED = ("host", "kernels", "epilogue us", "weights us", "exchange us")
-"""Checks whose row is a measurement. Three of them also contain assertions: ``kernels`` asserts that a site has no more
-kernels than max-autotune needs, and ``weights us`` and ``exchange us`` assert that all ways give close results."""
+"""Checks whose row is a measurement. Three of them also contain assertions. ``kernels`` asserts that a site has no more
+kernels than max-autotune needs. ``weights us`` and ``exchange us`` assert that all ways give close results."""
 
 
 def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
