@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from overlap_inductor.kernels import signals
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul
 from overlap_inductor.kernels.all_gather_matmul_slices import all_gather_matmul_slices
+from overlap_inductor.kernels.all_to_all_contraction import all_to_all_contraction
 from overlap_inductor.kernels.epilogue import function_of
 from overlap_inductor.kernels.matmul_all_reduce import matmul_all_reduce
 from overlap_inductor.kernels.matmul_reduce_scatter import matmul_reduce_scatter
@@ -262,6 +263,18 @@ def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path
     # If each thread read a flag by itself, only some threads of a block might see it. They would diverge and not meet
     # at a barrier.
     assert "ld.volatile" not in text
+
+
+def test_all_slices_of_a_contraction_share_a_loop(tmp_path: Path) -> None:
+    """With the planned parameters, there is one loop over K. This rank's own tensor map, or that of the workspace, is
+    selected before the loop and read where it is."""
+    left_out = ("SCATTERED", *NO_EPILOGUE)
+    constants = {name: value for name, value in GATHER.items() if name not in left_out}
+    constants |= {"PARTS": 4, "PUSHERS": 12, "KEEP": False, "HALVES": True, "BIAS": True}
+    text, machine, shared = _assembled(all_to_all_contraction, constants, (128, 256, 64), tmp_path, 4)
+    assert text.count("wgmma.mma_async") == 4 and shared <= 227 * 1024
+    assert ".local" not in text and "ld.volatile" not in text
+    assert not [line for loop in _multiplying(machine) for line in loop if "LDL" in line or "STL" in line]
 
 
 @pytest.mark.parametrize("count", [1, 4])
