@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from overlap_inductor.facts.cost_model import MARGIN_UNMEASURED
 from overlap_inductor.facts.machine import machine_for
@@ -19,9 +20,11 @@ from tests.compile import exchange_graphs as graphs
 from tests.compile.fused_graphs import BF16
 from tests.compile.fused_graphs import operand
 from tests.support.fake_group import fake_group
+from tests.support.fake_group import reports_of
 from tests.support.golden import check_golden
 from tests.support.hand_graph import HandGraph
 from tests.support.hand_graph import aten
+from tests.support.ulysses import UlyssesAttention
 
 pytestmark = pytest.mark.usefixtures("reachable")
 
@@ -52,6 +55,20 @@ def test_one_text_on_all_ranks(name: str) -> None:
             assert [p.schedule for s in report.sites for p in s.decision.plan] == ["fused"], report.notices
             texts.add((report.before, report.after, report.plan_hash))
     assert len(texts) == 1
+
+
+def test_a_ulysses_block() -> None:
+    """Every exchange is a kernel, forward and backward. In the backward of q, k and v, the weight's gradient reads what
+    arrives, and runs behind the kernel."""
+    with fake_group(2, 1):
+        block = UlyssesAttention(256, 4, dist.group.WORLD).bfloat16()
+        forward, backward = reports_of(block, torch.randn(2, 24, 256).bfloat16().requires_grad_(), schedule="fused")
+    assert [s.decision.status for r in (forward, backward) for s in r.sites] == ["overlapped"] * 8
+    assert forward.after.count("fused_matmul_all_to_all.default") == 3
+    assert forward.after.count("fused_contracted_all_to_all_matmul.default") == 1
+    assert backward.after.count("fused_matmul_all_to_all.default") == 1
+    assert backward.after.count("fused_contracted_all_to_all_matmul.default") == 3
+    assert [s.decision.plan[0].parameters.get("matmuls") for s in backward.sites] == [None] + ["1 of 2"] * 3
 
 
 def _tiles_in(made: HandGraph) -> int:
