@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time overlap on a slow link over gloo, with and without the pass, in one run. The cases are matmuls beside
-all-gathers, reduce-scatters and all-to-alls, and lookups in embedding tables before an all-to-all.
+all-gathers, reduce-scatters and all-to-alls, lookups in embedding tables before an all-to-all, and layers of experts
+(``bench.slow_link_cases``).
 
-    sudo .venv/bin/python -m bench.slow_link            # two and four ranks, about five minutes
+    sudo .venv/bin/python -m bench.slow_link            # two and four ranks, about 15 minutes
 
 Writes one JSON line per row to ``bench/results/slow_link.jsonl``, the table to ``slow_link.md`` and the plot to
 ``docs/assets/slow_link.png``.
@@ -21,6 +22,7 @@ from typing import Any
 
 from bench import plots
 from bench import tables
+from bench.slow_link_cases import CASES
 from overlap_inductor.cli import slow_link as link
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -72,6 +74,7 @@ def main() -> None:
     parser.add_argument(
         "--megabits", type=int, nargs="+", default=[500, 250], help="link rate for each entry of --ranks"
     )
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--sub-chunks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--timeout", type=float, default=900.0)
@@ -90,6 +93,7 @@ def main() -> None:
             "rows": arguments.rows,
             "inner": arguments.inner,
             "columns": arguments.columns,
+            "cases": arguments.cases,
             "megabits": megabits,
             "sub_chunks": arguments.sub_chunks,
             "repeats": arguments.repeats,
