@@ -8,7 +8,6 @@ computation, and leaves the transferred bytes as they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,10 +148,10 @@ def _received_uneven(of: Sizes) -> Case:
 
 
 def _looked_up(of: Sizes) -> Case:
-    """Tables of 64 columns, and bags of ``columns / 16`` rows."""
+    """Tables of 64 columns, and bags of ``columns / 4`` rows."""
     full = of.drawn(of.rows, of.inner)
     made = torch.Generator().manual_seed(of.rank)
-    indices = torch.randint(10_000, (of.rows, of.columns // 16), generator=made)
+    indices = torch.randint(10_000, (of.rows, of.columns // 4), generator=made)
 
     def looked_up(*tables: torch.Tensor) -> torch.Tensor:
         return torch.cat([functional.embedding_bag(indices, table, mode="sum") for table in tables], 1)
@@ -190,7 +189,7 @@ def _dispatched(of: Sizes, trains: bool) -> Case:
     """The experts of torchtitan, in bf16: ``rows`` rows of ``inner`` travel to the experts, and back. A backward
     exchanges twice more."""
     sizes = ExpertSizes(EXPERTS, CHOSEN, of.inner, of.columns // 4)
-    inputs = _expert_inputs(of, of.rows // CHOSEN)
+    x, ids, scores = _expert_inputs(of, of.rows // CHOSEN)
     full, even = of.drawn(of.rows, of.inner).bfloat16(), [of.rows // of.world_size] * of.world_size
 
     def transfer() -> None:
@@ -201,7 +200,7 @@ def _dispatched(of: Sizes, trains: bool) -> Case:
         DispatchedExperts(of.rank, of.world_size, sizes=sizes),
         DispatchedExperts(of.rank, of.world_size, sizes=sizes, exchange=lambda x, received, sent: x),
         transfer,
-        inputs,
+        (x.requires_grad_(trains), ids, scores.requires_grad_(trains)),
         sites=2 if trains else 1,
         trains=trains,
         tolerance=4e-2,
@@ -222,13 +221,12 @@ CASES: dict[str, Callable[[Sizes], Case]] = {
 }
 
 
-def results(
-    case: Case, function: Callable[..., torch.Tensor], parameters: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """The output of one call. If the case trains, also the gradients of ``parameters``."""
+def results(case: Case, function: Callable[..., torch.Tensor], module: Any) -> list[torch.Tensor]:
+    """The output of one call. If the case trains, also the gradients of its inputs and of ``module``'s parameters."""
     if not case.trains:
         with torch.no_grad():
             return [function(*case.inputs)]
+    parameters = [*module.parameters(), *(x for x in case.inputs if x.requires_grad)]
     for parameter in parameters:
         parameter.grad = None
     out = function(*case.inputs)

@@ -75,24 +75,22 @@ def _measured(name: str, case: Case, options: dict[str, Any]) -> tuple[dict[str,
         SystemExit: the results differ by more than the tolerance, or a site was not overlapped.
     """
     torch._dynamo.reset()
-    parameters = list(case.whole.parameters()) if isinstance(case.whole, torch.nn.Module) else []
     plain, ring, compute = (_compiled(f) for f in (case.whole, case.whole, case.compute))
-    expected = results(case, plain, parameters)
+    expected = results(case, plain, case.whole)
     sites_before = _overlapped()
     with overlap_inductor.overlap(schedule="ring", sub_chunks=options["sub_chunks"]):
-        found = results(case, ring, parameters)
+        found = results(case, ring, case.whole)
     sites = _overlapped() - sites_before
     error = max(
         ((f - e).abs().max() / e.abs().max().clamp(min=1e-6)).item() for f, e in zip(found, expected, strict=True)
     )
     if not error <= case.tolerance or sites != case.sites:
         raise SystemExit(f"{name}: relative error {error:.3g}, {sites} sites overlapped; nothing was timed")
-    alone = list(case.compute.parameters()) if isinstance(case.compute, torch.nn.Module) else []
     times = timed(
         {
-            "serial": lambda: results(case, plain, parameters),
-            "ring": lambda: results(case, ring, parameters),
-            "matmul": lambda: results(case, compute, alone),
+            "serial": lambda: results(case, plain, case.whole),
+            "ring": lambda: results(case, ring, case.whole),
+            "matmul": lambda: results(case, compute, case.compute),
             "collective": case.transfer,
         },
         options["repeats"],
