@@ -93,7 +93,7 @@ class Experts(torch.nn.Module):
         if self.places == "argsort":
             return torch.argsort(order)
         back = torch.empty_like(order)
-        back[order] = torch.arange(order.shape[0])
+        back[order] = torch.arange(order.shape[0], device=order.device)
         return back if self.places == "put" else back - order.shape[0]
 
     def whole(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -166,9 +166,11 @@ class DispatchedExperts(torch.nn.Module):
         by_rank = counts.view(self.world_size, -1)
         starts = (counts.cumsum(0) - counts).view(self.world_size, -1).t().reshape(-1)
         lengths = by_rank.t().reshape(-1)
-        segments = torch.arange(lengths.shape[0]).repeat_interleave(lengths, output_size=rows.shape[0])
+        segments = torch.arange(lengths.shape[0], device=rows.device).repeat_interleave(
+            lengths, output_size=rows.shape[0]
+        )
         ends = lengths.cumsum(0) - lengths
-        places = starts[segments] + torch.arange(segments.shape[0]) - ends[segments]
+        places = starts[segments] + torch.arange(segments.shape[0], device=rows.device) - ends[segments]
         return rows.shape, rows[places, :], places, by_rank.sum(0)
 
     def _experts(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
