@@ -3,8 +3,8 @@
 the output projection of Ulysses attention: each rank receives its own tokens, with the heads of one peer from each
 peer.
 
-A result's tile is a sum over the sources. A block begins with this rank's own part of K, which it reads in place. Then it
-adds the parts of ranks ``rank + 1``, ``rank + 2``, ... as they arrive. The sum is kept in fp32 and rounded once. The
+A result's tile is a sum over the sources. A block begins with this rank's own part of K, which it reads in place. Then
+it adds the parts of ranks ``rank + 1``, ``rank + 2``, ... as they arrive. The sum is kept in fp32 and rounded once. The
 rows are cut into bands. All ranks send band 0 to all peers, then band 1, and the tiles of band 0 come first. So later
 bands arrive while the tiles of earlier ones are multiplied, and only the first band is waited for.
 

@@ -11,8 +11,8 @@ of rank 1, and so on. This is the *ranks' order*. Sites that are cut in another 
   matmul reads the transposed operands where they are. A Triton kernel reads a left operand that is contiguous and
   aligned to 16 bytes; the op copies any other one first (``operands.left_operand``).
 
-If the contracted dim is cut, the ring has an op (``lowerings.ring.looped_gather``). For an all-to-all, so have schedules
-that add up the slices in registers (``one_op.exchange_rows``).
+If the contracted dim is cut, the ring has an op (``lowerings.ring.looped_gather``). For an all-to-all, so have
+schedules that add up the slices in registers (``one_op.exchange_rows``).
 """
 
 from __future__ import annotations
