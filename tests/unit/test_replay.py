@@ -19,7 +19,7 @@ from overlap_inductor.lowerings.chunked import gather_launch
 from overlap_inductor.lowerings.chunked import reduce_launch
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.fused import calls as fused
-from overlap_inductor.lowerings.fused.contraction import all_to_all_contraction_matmul
+from overlap_inductor.lowerings.fused import contraction
 from overlap_inductor.lowerings.fused.launch import Tail
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.one_op.vendor_matmul import Scales
@@ -316,6 +316,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     monkeypatch.setattr(reduce_launch, "launched", note)
     monkeypatch.setattr(exchange_launch, "launched", note)
     monkeypatch.setattr(fused, "launched", note)
+    monkeypatch.setattr(contraction, "launched", note)
     monkeypatch.setattr(small_message, "launched", note)
     return found
 
@@ -435,7 +436,7 @@ def test_the_key_of_a_fused_exchange_holds_all_that_the_call_depends_on(calls: l
             assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
             (out,) = fused.all_to_all_matmuls(a, [b], LAUNCH, parameters, [bias], flag)
             assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
-            out = all_to_all_contraction_matmul(a, b, LAUNCH, parameters, bias, flag)
+            out = contraction.all_to_all_contraction_matmul(a, b, LAUNCH, parameters, bias, flag)
             assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
     # (The result of a later call may have the address of an earlier one.)
     assert len({what[:-1] for what, _ in calls}) == len(calls) == 12 and not any(copies)
