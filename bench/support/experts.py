@@ -148,8 +148,10 @@ class DispatchedExperts(torch.nn.Module):
             by_rank = counts.view(self.world_size, -1)
             arriving = funcol.all_to_all_single(by_rank, None, None, dist.group.WORLD)
             arriving = torch.ops._c10d_functional.wait_tensor(arriving).reshape(-1)
-            sent = by_rank.sum(dim=1).to(torch.device("cpu"), non_blocking=True).tolist()
-            received = arriving.view(self.world_size, -1).sum(dim=1).to(torch.device("cpu")).tolist()
+            # The first copy does not block. The second one returns when both are done.
+            to_each = by_rank.sum(dim=1).to(torch.device("cpu"), non_blocking=True)
+            from_each = arriving.view(self.world_size, -1).sum(dim=1).to(torch.device("cpu"))
+            sent, received = to_each.tolist(), from_each.tolist()
         arrived = self.exchange(rows, received, sent)
         shape, arrived, places, each = self._permute(arrived, arriving)
         returned = self._experts(arrived, each)
