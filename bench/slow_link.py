@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time overlap on a slow link over gloo, with and without the pass, in one run. The cases are matmuls beside
+"""Time programs on a slow link over gloo, with and without the pass, in one run. The programs are matmuls beside
 all-gathers, reduce-scatters and all-to-alls, and lookups in embedding tables before an all-to-all.
 
     sudo .venv/bin/python -m bench.slow_link            # two and four ranks, about five minutes
@@ -25,6 +25,14 @@ from overlap_inductor.cli import slow_link as link
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ROOT = RESULTS.parent.parent
+INTRODUCTION = """\
+# Stored rows of `bench.slow_link`
+
+`python -m bench.slow_link` makes this page. [Performance](../../docs/performance.md#on-a-slow-link) describes the link
+and the columns.
+
+"""
+"""The beginning of ``slow_link.md``."""
 PICTURE = ROOT / "docs" / "assets" / "slow_link.png"
 
 
@@ -97,7 +105,7 @@ def main() -> None:
         rows += [{**row, **environment} for row in run(world_size, options, arguments.timeout)]
     table = tables.slow_link(rows)
     (RESULTS / "slow_link.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (RESULTS / "slow_link.md").write_text(table)
+    (RESULTS / "slow_link.md").write_text(INTRODUCTION + table)
     plots.slow_link(rows, PICTURE)
     print(table)
 
