@@ -172,7 +172,17 @@ def models() -> str:
         cells = [row.get("layer", "llama3-70b"), row["world_size"], what, row["batch"], f"{row['ms']['plain']:.2f}"]
         before = f"{row['speedup before']:.2f}" if "speedup before" in row else "-"
         lines.append([*cells, f"{row['ms']['auto']:.2f}", f"{row['speedup']:.2f}", before, sites])
-    head = ("layers of", "GPUs", "what", "sequences", "plain ms", "`auto` ms", "speed-up", "before", "sites and their schedules")
+    head = (
+        "layers of",
+        "GPUs",
+        "what",
+        "sequences",
+        "plain ms",
+        "`auto` ms",
+        "speed-up",
+        "before",
+        "sites and their schedules",
+    )
     return _table(head, lines)
 
 
@@ -200,7 +210,16 @@ def ring_nccl() -> str:
         cells = [row["world_size"], row["pattern"], row["tokens"], f"{row['keep']:.0f}", name[5:], f"{us:.0f}"]
         worst = row["keep"] / max(rings.values())
         lines.append([*cells, f"{row['keep'] / us:.2f}", f"{worst:.2f}"])
-    head = ("GPUs", "pattern", "tokens", "`keep` us", "fastest S", "fastest us", "fastest: speed-up", "slowest: speed-up")
+    head = (
+        "GPUs",
+        "pattern",
+        "tokens",
+        "`keep` us",
+        "fastest S",
+        "fastest us",
+        "fastest: speed-up",
+        "slowest: speed-up",
+    )
     return _table(head, lines)
 
 

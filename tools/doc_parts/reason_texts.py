@@ -81,7 +81,7 @@ GROUPS: dict[str, dict[str, str]] = {
             "The scattered shards are taken out of order. Or a bias or another op stands between the matmul and the"
             " padding of the matmul's result."
         ),
-        "weight_depends_on_collective": "Both operands of the matmul are computed from the collective's result.",
+        "weight_depends_on_collective": "More than one operand of the matmul is computed from the collective's result.",
     },
     "The nodes cannot be moved": {
         "shares_nodes": (
