@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time programs on a slow link over gloo, with and without the pass, in one run. The programs are matmuls beside
-all-gathers, reduce-scatters and all-to-alls, lookups in embedding tables before an all-to-all, and layers of experts
-(``bench.slow_link_cases``).
+"""Time programs on a slow link over gloo, with and without the pass, in one run.
 
     sudo .venv/bin/python -m bench.slow_link            # two and four ranks, about 15 minutes
 
-Writes one JSON line per row to ``bench/results/slow_link.jsonl``, the table to ``slow_link.md`` and the plot to
-``docs/assets/slow_link.png``. With ``--out FOLDER`` all three go to ``FOLDER``.
+The programs (``bench.slow_link_cases``) are
+
+- matmuls beside all-gathers, reduce-scatters and all-to-alls;
+- lookups in embedding tables before an all-to-all;
+- layers of experts.
+
+The rows are written to ``bench/results/slow_link.jsonl``, one JSON line for each. The table is written to
+``bench/results/slow_link.md``, and the plot to ``docs/assets/slow_link.png``. With ``--out FOLDER`` all three files go
+to ``FOLDER``.
 """
 
 from __future__ import annotations
