@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short markdown tables of stored rows, for ``docs/performance.md``. Each function makes one table."""
+"""Makes short markdown tables of stored rows, for ``docs/performance.md``. Each public function makes one table."""
 
 from __future__ import annotations
 
@@ -253,8 +253,8 @@ def compile_cost() -> str:
 
 
 def host() -> str:
-    """Host time of one call, from the last run of each case. Timed are the op alone, the compiled graph with the op,
-    the plain compiled graph, a replayed call, and one ``torch.empty``."""
+    """Host time of one call, from the last run of each case. The columns are the op alone, the compiled graph with the
+    op, the plain compiled graph, a replayed call, and one ``torch.empty``."""
     lines = {}
     for row in _read("host"):
         for pattern, found in row["found"].items():
