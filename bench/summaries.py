@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes short markdown tables of stored rows, for ``docs/performance.md``. Each public function makes one table."""
+"""Makes short markdown tables of stored rows, for ``docs/performance.md``. Each function in ``TABLES`` makes one
+table."""
 
 from __future__ import annotations
 
