@@ -136,7 +136,7 @@ class OverlapConfig:
 
     replay: str = _key("on")
     """``on``: a site's launches are replayed as one CUDA graph if its tensors have the same addresses as before.
-    ``off``: they are launched one by one at each call."""
+    ``off``: each call makes its launches one by one."""
 
     agreement_timeout: int = _key(300)
     """Seconds that a rank waits for the other ranks to publish their plans of a graph. It waits at most half of the
@@ -152,7 +152,7 @@ class OverlapConfig:
 
     notice: str = _no_key("on")
     """``on``: rank 0 writes one line to standard error, or to the program's own log handlers, for each compiled graph
-    that has a collective. ``off``: only to the log, at level INFO. Not part of any cache key."""
+    that has a collective. ``off``: the line goes only to the log, at level INFO. Not part of any cache key."""
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
