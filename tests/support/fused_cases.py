@@ -167,7 +167,7 @@ def contractions(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int
         {
             "contract heads, batch 2, with bias": (
                 lambda x, a, b: linear(to_tokens(x, g).flatten(2, 3), a, b),
-                [(2, s * w, 4, 16), (24, 64 * w), (24,)],
+                [(2, s * w, 2, 32), (24, 64 * w), (24,)],
                 1,
             ),
             "contract columns": (lambda x, a: change_shards(x, 1, 0, g.group_name) @ a, [(s * w, 64), (64 * w, 40)], 1),
