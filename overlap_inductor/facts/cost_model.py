@@ -41,6 +41,8 @@ class SiteSizes:
         exchanges: whether the collective is an all-to-all.
         received: bytes that other ranks send to this one, if the collective is an all-to-all after the matmuls; else 0.
             An op copies them out of its workspace.
+        joined: bytes of what other ranks send if the collective is an all-to-all before matmuls that contract the
+            exchanged dim, else 0. An op copies them side by side before it multiplies them.
         memory: bytes that lookups in tables read and write. Memory limits them, not the rate of multiplications.
         skipped: the part of ``flops`` that only a schedule's pieces compute. The program's causal attention skips
             hidden keys.
@@ -57,6 +59,7 @@ class SiteSizes:
     handed_out: float = 0.0
     exchanges: bool = False
     received: float = 0.0
+    joined: float = 0.0
     memory: float = 0.0
     weights: float = 0.0
     skipped: float = 0.0

@@ -63,6 +63,9 @@ SITES = {
     "fused_graph/sent_rows_in_chunks.txt": _sent_rows,
     "fused_graph/sent_heads_in_chunks.txt": _sent_heads,
     "fused_graph/received_rows_in_chunks.txt": _received_rows,
+    "fused_graph/joined_heads_in_chunks.txt": lambda: _contracted(),
+    "fused_graph/joined_rows_in_chunks.txt": lambda: _contracted_rows(),
+    "fused_graph/joined_heads_and_gradient_in_chunks.txt": lambda: _contracted_twice(),
 }
 
 
@@ -103,12 +106,44 @@ def _summed() -> HandGraph:
     return made.output(_exchange(made, made.call(aten.add.Tensor, *(made.mm(*pair) for pair in pairs))))
 
 
+def _joined_heads(made: HandGraph) -> fx.Node:
+    """The heads that arrive, side by side."""
+    ranks = made.world_size
+    x = made.view(_exchange(made, operand(made, 24 * ranks, 16, "x")), ranks, 24, 16)
+    return made.view(made.call(aten.permute.default, x, [1, 0, 2]), 24, 16 * ranks)
+
+
 def _contracted() -> HandGraph:
     """The exchanged heads are contracted, as in the output projection of Ulysses attention."""
     made = HandGraph()
-    x = made.view(_exchange(made, operand(made, 48, 16, "x")), 2, 24, 16)
-    x = made.view(made.call(aten.permute.default, x, [1, 0, 2]), 24, 32)
-    return made.output(made.mm(x, operand(made, 32, 40)))
+    pair = _joined_heads(made), operand(made, 16 * made.world_size, 40)
+    return made.output(made.call(aten.addmm.default, made.input(40, name="bias", dtype=BF16), *pair))
+
+
+def _contracted_twice() -> HandGraph:
+    """A gradient of the heads arrives. A projection's input's gradient contracts the heads, its weight's gradient does
+    not."""
+    made = HandGraph()
+    x = _joined_heads(made)
+    turned = made.call(aten.permute.default, x, [1, 0])
+    return made.output(made.mm(x, operand(made, 16 * made.world_size, 40)), made.mm(turned, operand(made, 24, 8, "v")))
+
+
+def _contracted_rows() -> HandGraph:
+    """The rows that arrive are contracted, as in a weight's gradient."""
+    made = HandGraph()
+    x = _exchange(made, operand(made, 24 * made.world_size, 16, "x"))
+    return made.output(made.mm(made.call(aten.permute.default, x, [1, 0]), operand(made, 24 * made.world_size, 40)))
+
+
+def _contracted_dynamic() -> HandGraph:
+    made = HandGraph()
+    x = made.input(48, 16, name="x", dtype=BF16, dynamic=[0])
+    rows = x.meta["val"].shape[0]
+    both = made.call(aten.cat.default, [x, x])
+    arrived = made.wait(made.call(c10d.all_to_all_single.default, both, [rows, rows], [rows, rows], made.group))
+    heads = made.call(aten.permute.default, made.view(arrived, 2, rows, 16), [1, 0, 2])
+    return made.output(made.mm(made.view(heads, rows, 32), operand(made, 32, 40)))
 
 
 def _activated() -> HandGraph:
@@ -143,7 +178,7 @@ REFUSED = {
     "uneven parts, sent": (_uneven, "each rank's part has its own number of rows; a schedule in chunks sends equal"),
     "uneven parts, received": (_uneven_received, "each rank's part has its own number of rows"),
     "a sum": (_summed, "2 matmuls are added before the all-to-all; a schedule in chunks computes only one"),
-    "a contraction": (_contracted, "a matmul contracts the dim that is divided among the ranks"),
+    "contracted heads of a dynamic sequence": (_contracted_dynamic, "a size or stride is only known at run time"),
     "an activation": (_activated, "the rows cannot be put in the ranks' order"),
     "fp32": (lambda: _sent_rows(dtype=torch.float32), "multiplies fp16 or bf16 here, not torch.float32"),
     "narrow slices": (lambda: _sent_heads(width=2), "rows of 16 and of 4 elements cannot be read"),

@@ -2,13 +2,13 @@
 """``SentRows`` and ``ReceivedRows``: an all-to-all of equal slices and its matmuls, written as one op
 (``one_op.exchange_ops``).
 
-Not computed: a matmul that contracts the dim that the ranks exchange (the output projection of Ulysses attention). Its
-result is a sum over the slices. A vendor's matmul of each slice would round the sum after each slice. If the sum were
-kept in fp32, each slice would read and write it in memory, which takes longer than the transfer.
+If matmuls contract the dim that the ranks exchange (the output projection of Ulysses attention), the op has the prefix
+``joined_``: it joins the slices along the contracted dim.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import getitem
 from typing import Any
 
@@ -26,11 +26,15 @@ from overlap_inductor.lowerings.one_op.gather_rows import shard_shape
 from overlap_inductor.lowerings.one_op.reduce_rows import ReduceRows
 from overlap_inductor.lowerings.one_op.reduce_rows import summed
 from overlap_inductor.lowerings.reduced_rows import biases_of
+from overlap_inductor.lowerings.rows import PLAIN
 from overlap_inductor.lowerings.rows import Op
 from overlap_inductor.lowerings.rows import is_row
+from overlap_inductor.lowerings.rows import rows_in_place
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.exchange_nodes import ReceivedNodes
 from overlap_inductor.sites.exchange_nodes import SentNodes
+from overlap_inductor.sites.gather_nodes import GatherConsumer
+from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.nodes import nodes_of
@@ -80,16 +84,35 @@ def _has_columns_of(nodes: SentNodes, bias: fx.Node) -> bool:
 class ReceivedRows(GatherRows):
     """See ``form.RowsForm``. What is sent has a slice of rows for each rank."""
 
+    def served(self, site: OverlapSite) -> OverlapSite:
+        nodes, rows = nodes_of(site, ReceivedNodes), super().served(site)
+        able = [c for c in nodes.consumers if c.matmul.kind in PLAIN and _joins(c, nodes)]
+        able = [c for c in able if same_size(tools.shape(c.matmul.lhs)[0], tools.shape(able[0].matmul.lhs)[0])]
+        if rows is not site or super().loopable(site) or not 0 < len(able) < len(nodes.consumers):
+            return rows
+        return replace(site, nodes=replace(nodes, consumers=able))
+
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, ReceivedNodes)
         # (A program may send bits of one dtype as another dtype. Such a site is left to the ring.)
         read = {tools.dtype(c.operand_node) for c in nodes.consumers}
-        return read == {tools.dtype(nodes.source)} and super().loopable(site)
+        joins = all(_joins(c, nodes) for c in nodes.consumers)
+        return read == {tools.dtype(nodes.source)} and (joins or super().loopable(site))
+
+    def chooses_at_run_time(self, site: OverlapSite) -> bool:
+        """The rows of an operand whose columns are exchanged are not the site's tokens (``SiteNodes.tokens``)."""
+        return not _contracted(site)
+
+    def slice_sizes(self, site: OverlapSite, left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
+        inner, columns = super().slice_sizes(site, left, right)
+        return inner // site.facts.collective.world_size if _contracted(site) else inner, columns
 
     def write(
         self, emit: StepEmitter, site: OverlapSite, op: Op, scales: list[tuple[Any, ...]], own: tuple[Any, ...]
     ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
         nodes = nodes_of(site, ReceivedNodes)
+        if _contracted(site):
+            return _write_joined(emit, nodes, op("joined_"), own)
         rows, width = shard_shape(nodes.consumers[0])
         sent = emit.reshape(sent_rows(emit, nodes), [emit.world_size * rows, width])
         rhs, biases = right_operands(emit, nodes), [c.matmul.bias for c in nodes.consumers]
@@ -104,3 +127,43 @@ class ReceivedRows(GatherRows):
             return chain, replaced
         whole = given(emit, nodes, received)
         return chain, replaced | {nodes.collective.wait: whole, nodes.collective.node: whole}
+
+
+def _contracted(site: OverlapSite) -> bool:
+    return set(site.nodes.roles) == {"K"}
+
+
+def _joins(consumer: GatherConsumer, nodes: ReceivedNodes) -> bool:
+    """Whether the matmul's left operand has the slices side by side, with a slice's elements in the order in which they
+    are sent, and its bias is a vector."""
+    bias = consumer.matmul.bias
+    return (
+        consumer.role == "K"
+        and consumer.operand == "lhs"
+        and not consumer.sharded.short
+        and (bias is None or len(tools.shape(bias)) == 1)
+        and nodes.raw.without_rank().same_elements(consumer.layout.without_rank())
+        and nodes.only_views(consumer.operand_node)
+    )
+
+
+def _write_joined(
+    emit: StepEmitter, nodes: ReceivedNodes, op: Any, own: tuple[Any, ...]
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """``RowsForm.write`` for matmuls that contract the exchanged dim."""
+    first = nodes.consumers[0]
+    rows, sharded = tools.shape(first.operand_node)[0], first.sharded
+    sent = emit.reshape(sent_rows(emit, nodes), [emit.world_size * rows, sharded.outer * sharded.chunk])
+    rhs = [rows_in_place(emit, c.matmul.rhs, c.sharded, from_ranks=False) for c in nodes.consumers]
+    biases, used = [c.matmul.bias for c in nodes.consumers], nodes.hands_out_gathered()
+    out = emit.communicate(op, emit.chain, sent, rhs, biases, used, *own, emit.group_name, emit.site)
+    results, chain = (emit.call(getitem, out, i) for i in range(2))
+    replaced = {c.matmul.node: emit.call(getitem, results, i) for i, c in enumerate(nodes.consumers)}
+    if not used:
+        return chain, replaced
+    rank = next(a for a in nodes.given.flat() if a.rank)
+    columns = (rank, *sharded.before, *sharded.after)
+    operand = emit.call(getitem, results, len(rhs)), Layout((first.layout.refined().dims[0], columns))
+    whole = emit.reshape(emit.convert(*operand, nodes.given), tools.shape(nodes.collective.wait))
+    whole = emit.contiguous(whole)
+    return chain, replaced | {nodes.collective.wait: whole, nodes.collective.node: whole}

@@ -7,6 +7,8 @@ Which sites such an op can compute:
   with scales, a schedule may have an op ``<schedule>_scaled_<pattern>`` (``lowerings.one_op.scaled``).
 - The rows can be brought into the ranks' order (``lowerings.rows``).
 - The ranks' parts have equal sizes.
+- The matmuls do not contract the dim that is gathered or exchanged. For an all-to-all before plain matmuls that do, a
+  schedule may have an op ``<schedule>_joined_all_to_all_matmul``.
 - A reduction has one matmul. For a sum of several, a schedule may have an op ``<schedule>_sum_<pattern>``.
 - A gather may have several matmuls. The op computes those that ``lowerings.one_op.form.served`` selects, and returns
   the gathered tensor for the others.
@@ -101,6 +103,7 @@ class OneOpSchedule:
         only_plain: patterns for which the schedule has no op for fp8 although it has such ops for others.
         replays: whether a repeated call may be launched as one CUDA graph (``runtime.replay``).
         sums: whether the schedule has ops for a reduction of a sum of plain matmuls.
+        joins: whether the schedule has an op for an all-to-all before plain matmuls that contract the exchanged dim.
         parameters: the dataclass of the op's parameters. The settings may set its fields.
         name, called, noun, patterns, ops, called_by_others: see ``SiteSchedule``.
     """
@@ -119,6 +122,7 @@ class OneOpSchedule:
     only_plain: tuple[str, ...] = ()
     replays: bool = False
     sums: bool = False
+    joins: bool = False
     parameters: type = object
     ops: tuple[str, ...] = ()
     called_by_others: bool = False
@@ -183,13 +187,14 @@ class OneOpSchedule:
             if reason is not None or self.why_not_scaled is None:
                 return reason
             why_not, kinds, why_not_right = self.why_not_scaled, SCALED, scaled_site.why_not_right
-        if not loopable(site, kinds):
+        contracted = set(site.nodes.roles) == {"K"}
+        if not loopable(site, kinds) or contracted and not self.joins:
             if (between := form_of(site).computed_between(site)) is not None:
                 return (
                     f"{between.name} ({between.target}) is between the matmuls and the collective; a {self.noun} cannot"
                     " compute it"
                 )
-            if set(site.nodes.roles) == {"K"}:
+            if contracted:
                 return (
                     "a matmul contracts the dim that is divided among the ranks; expected it among the matmul's rows or"
                     " columns"
