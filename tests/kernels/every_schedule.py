@@ -13,6 +13,7 @@ import torch
 
 from overlap_inductor.lowerings.chunked import exchange_launch
 from overlap_inductor.lowerings.chunked import gather_launch
+from overlap_inductor.lowerings.chunked import joined_launch
 from overlap_inductor.lowerings.chunked import reduce_launch
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.fused import calls as fused
@@ -107,6 +108,14 @@ def _received_in_chunks(launch: Launch, value: float) -> torch.Tensor:
     return gather_launch.all_to_all_matmul(a, [VendorMatmul(b)], launch, replace(CHUNKED, transport="copy_engine"))[0]
 
 
+def _joined_in_chunks(launch: Launch, value: float) -> torch.Tensor:
+    """The result is divided by the number of ranks, because its sum runs over the slices of all ranks."""
+    a, b = _operands(SCATTER, launch, value)
+    parameters = replace(CHUNKED, transport="copy_engine", bands=2)
+    matmul = VendorMatmul(b.repeat(launch.world_size, 1))
+    return joined_launch.all_to_all_joined_matmul(a, [matmul], launch, parameters)[0] / launch.world_size
+
+
 def _small(two_shot: bool, norm: bool) -> Call:
     parameters = SmallParameters(two_shot, 16, 4)
 
@@ -143,6 +152,7 @@ EVERY = {
     "fused tables": Call(_tables, gathers=True),
     "chunked matmul_all_to_all, pushed": Call(_sent_in_chunks, gathers=True),
     "chunked all_to_all_matmul, copied": Call(_received_in_chunks, gathers=True),
+    "chunked all_to_all_matmul, joined in bands": Call(_joined_in_chunks, gathers=True),
     "small_message, one-shot": _small(False, False),
     "small_message, one-shot with norm": _small(False, True),
     "small_message, two-shot": _small(True, False),

@@ -11,6 +11,7 @@ import torch
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
 from tests.support.fused_cases import cases
+from tests.support.fused_cases import contractions
 from tests.support.fused_cases import exchanges
 from tests.support.fused_cases import sums
 from tests.support.gloo_ranks import run_ranks
@@ -28,7 +29,7 @@ def _check(rank: int, world_size: int, folder: str, names: list[str] | None, sch
     config = OverlapConfig(schedule=schedule, mode="strict")
     known = cases(world_size)
     if schedule == "chunked":
-        known |= sums(world_size) | exchanges(world_size)
+        known |= sums(world_size) | exchanges(world_size) | contractions(world_size)
     for name in names or known:
         torch._dynamo.reset()
         function, shapes, expected = known[name]
@@ -127,6 +128,13 @@ def test_schedule_chunked(tmp_path: Path) -> None:
 def test_exchanges_in_chunks(tmp_path: Path) -> None:
     """Rows and columns are exchanged, permuted or not, after a matmul and before one."""
     for rank, problems in enumerate(run_ranks(3, _check, str(tmp_path), list(exchanges(3)), "chunked", timeout=400)):
+        assert not problems, f"rank {rank}: {problems}"
+
+
+def test_contracted_exchanges_in_chunks(tmp_path: Path) -> None:
+    """Catches a slice that lies in another rank's columns, and a matmul that loses or doubles a slice."""
+    names = list(contractions(3))
+    for rank, problems in enumerate(run_ranks(3, _check, str(tmp_path), names, "chunked", timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
 
 

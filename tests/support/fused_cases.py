@@ -14,6 +14,7 @@ from overlap_inductor.torch_compat.functional_collectives import all_to_all
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 from tests.support.ring_cases import evened
 from tests.support.ulysses import to_heads
+from tests.support.ulysses import to_tokens
 
 
 def cases(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
@@ -144,6 +145,41 @@ def exchanges(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, .
             "exchange rows that a second matmul reads as columns": (
                 lambda x, a, b: (lambda y: (y @ a, b @ y.t()))(all_to_all(x, g)),
                 [(s * w, 16), (16, 24), (8, 16)],
+                1,
+            ),
+        },
+        factor,
+    )
+
+
+def contractions(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
+    """Functions in which matmuls contract what an all-to-all exchanges, in the form that ``cases`` returns. Only
+    ``chunked`` computes them in one op."""
+    g, s = dist.group.WORLD, 24
+    change_shards = torch.ops._dtensor.shard_dim_alltoall
+    return _larger(
+        {
+            f"exchange heads before an output projection, batch {batch}": (
+                lambda x, a, b: torch.nn.functional.linear(to_tokens(x, g).flatten(2, 3), a, b),
+                [(batch, s * w, 2, 8), (40, 16 * w), (40,)],
+                1,
+            )
+            for batch in (1, 2)
+        }
+        | {
+            "exchange columns before two matmuls, and a weight's gradient": (
+                lambda x, a, b, c: (lambda y: (y @ a, y @ b, y.t() @ c))(change_shards(x, 1, 0, g.group_name)),
+                [(s * w, 16), (16 * w, 24), (16 * w, 8), (s, 8)],
+                1,
+            ),
+            "exchange columns before a matmul, what arrives is read": (
+                lambda x, a: (lambda y: (y @ a, y + 1))(change_shards(x, 1, 0, g.group_name)),
+                [(s * w, 16), (16 * w, 24)],
+                1,
+            ),
+            "exchange rows before a weight's gradient": (
+                lambda x, a: all_to_all(x, g).t() @ a,
+                [(s * w, 16), (s * w, 24)],
                 1,
             ),
         },

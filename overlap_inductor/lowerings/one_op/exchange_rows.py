@@ -162,8 +162,11 @@ def _write_joined(
     if not used:
         return chain, replaced
     rank = next(a for a in nodes.given.flat() if a.rank)
-    columns = (rank, *sharded.before, *sharded.after)
-    operand = emit.call(getitem, results, len(rhs)), Layout((first.layout.refined().dims[0], columns))
-    whole = emit.reshape(emit.convert(*operand, nodes.given), tools.shape(nodes.collective.wait))
+    operand, columns = emit.call(getitem, results, len(rhs)), (rank, *sharded.before, *sharded.after)
+    if isinstance(sharded.outer, int) and sharded.outer == 1:
+        # (Other matmuls then read the operand in place, e.g. that of a weight's gradient.)
+        replaced |= {c.operand_node: operand for c in nodes.consumers if c.operand_node is not nodes.collective.wait}
+    layout = Layout((first.layout.refined().dims[0], columns))
+    whole = emit.reshape(emit.convert(operand, layout, nodes.given), tools.shape(nodes.collective.wait))
     whole = emit.contiguous(whole)
     return chain, replaced | {nodes.collective.wait: whole, nodes.collective.node: whole}
