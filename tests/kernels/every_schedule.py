@@ -152,7 +152,7 @@ EVERY = {
     "fused tables": Call(_tables, gathers=True),
     "chunked matmul_all_to_all, pushed": Call(_sent_in_chunks, gathers=True),
     "chunked all_to_all_matmul, copied": Call(_received_in_chunks, gathers=True),
-    "chunked all_to_all_matmul, joined in bands": Call(_joined_in_chunks, gathers=True),
+    "chunked all_to_all_matmul, joined, copied in bands": Call(_joined_in_chunks, gathers=True),
     "small_message, one-shot": _small(False, False),
     "small_message, one-shot with norm": _small(False, True),
     "small_message, two-shot": _small(True, False),

@@ -107,6 +107,21 @@ class DispatchedExperts(torch.nn.Module):
         return result
 
 
+class LoopedExperts(DispatchedExperts):
+    """The same layer with a loop over this rank's experts, as torchtitan's ``_run_experts_for_loop`` writes it: one
+    ``mm`` of each expert's rows. The rows of an expert are an unbacked symbol each."""
+
+    def _experts(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        parts = torch.split(x, counts.tolist())
+        weights = zip(parts, self.w1, self.w2, self.w3, strict=True)
+        return torch.cat(
+            [
+                (F.silu(rows @ w1.to(x.dtype).t()) * (rows @ w3.to(x.dtype).t())) @ w2.to(x.dtype).t()
+                for rows, w1, w2, w3 in weights
+            ]
+        )
+
+
 def inputs(tokens: int, loads: str, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens of ``rank``, their experts by ``expert_layers.LOADS``, and their scores."""
     made = torch.Generator().manual_seed(100 * tokens + rank)
