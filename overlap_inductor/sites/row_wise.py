@@ -63,7 +63,7 @@ class RowWise:
 
 def may_be(node: fx.Node) -> bool:
     """Whether ``result`` knows the op of ``node``. It may still find that the op is not row-wise."""
-    known = REDUCTIONS | ALONG | tools.SPLITS | {aten.slice.Tensor, aten.cat.default}
+    known = REDUCTIONS | ALONG | tools.SPLITS | {aten.slice.Tensor, aten.select.int, aten.cat.default}
     element = getattr(node.target, "__name__", "") == "getitem"
     return node.target in known or element or (tools.is_pointwise(node) and not operators.is_mutable(node))
 
@@ -102,6 +102,10 @@ def result(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
         _none_gathered(node, [dims[dim]])
         # A split returns a list, so its node gets its source's layout. ``_element`` computes those of the pieces.
         return RowWise(layouts[source], list(dims[dim]))
+    if node.target is aten.select.int:
+        (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))
+        _none_gathered(node, [dims[dim]])
+        return RowWise(Layout((*dims[:dim], *dims[dim + 1 :])), list(dims[dim]))
     if node.target is aten.slice.Tensor:
         (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))
         _none_gathered(node, [dims[dim]])
