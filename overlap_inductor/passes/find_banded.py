@@ -11,6 +11,7 @@ of ranks::
     out = wait_tensor(all_to_all_single(permute(y)))     # [R] [tokens] [heads width]
     ->  for each band of tokens: mm, norm, rotary embedding; send its part of each rank's slice
 
+Results on the way that other nodes read later, such as those that a backward graph needs, are joined from the bands.
 The finder does not change the graph.
 """
 
@@ -51,10 +52,11 @@ def find_banded(collective: CollectiveNode, owned: Collection[fx.Node]) -> Bande
     known: dict[fx.Node, bool] = {}
     region = sorted(n for n in behind if n is not leaf.node and tools.depends_on(n, leaf.node, known))
     members = {leaf.node, *region}
-    if any(u not in members and u is not collective.node for n in members for u in n.users):
+    kept = [n for n in sorted(members) if any(u not in members and u is not collective.node for u in n.users)]
+    if any(u not in members and u < collective.node or not tools.is_tensor(n) for n in kept for u in n.users):
         return None
     try:
-        return _site(collective, leaf, region)
+        return _site(collective, leaf, region, kept)
     except LayoutError:
         return None
 
@@ -84,7 +86,9 @@ def _is_view(node: fx.Node) -> bool:
     return tools.is_reshape(node) or tools.permutation(node) is not None or node.target in tools.SAME
 
 
-def _site(collective: CollectiveNode, leaf: matmuls.MatmulNode, region: list[fx.Node]) -> BandedNodes:
+def _site(
+    collective: CollectiveNode, leaf: matmuls.MatmulNode, region: list[fx.Node], kept: list[fx.Node]
+) -> BandedNodes:
     rows, columns = (Atom(size) for size in tools.shape(leaf.node))
     layouts: dict[fx.Node, Layout] = {leaf.node: Layout(((Atom(1, rank=True), rows), (columns,)))}
     through: dict[fx.Node, fx.Node] = {}
@@ -107,6 +111,8 @@ def _site(collective: CollectiveNode, leaf: matmuls.MatmulNode, region: list[fx.
     if any(part is band for atom in whole for part in atom.leaves()):
         raise LayoutError("an op needs all rows of the matmul")
     externals = _externals(layouts, through, band)
+    if any(row_pieces.place_of(layouts[n], band) is None for n in kept):
+        raise LayoutError("the pieces of a result that is also read elsewhere cannot be joined")
     width, ranks = tools.shape(leaf.node)[1], collective.world_size
     return BandedNodes(
         [collective],
@@ -120,6 +126,7 @@ def _site(collective: CollectiveNode, leaf: matmuls.MatmulNode, region: list[fx.
         received=Layout(((Atom(ranks, rank=True),), tuple(slice_))),
         receivers=receivers,
         band=band,
+        kept=kept,
         slice=slice_,
     )
 

@@ -8,6 +8,7 @@ band holds a part of every rank's slice.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
 
@@ -31,11 +32,13 @@ class BandedNodes(SentNodes):
         receivers: the atom of the all-to-all's input that counts the ranks that receive.
         band: the atom of the matmul's rows along which bands are cut.
         slice: the atoms of a rank's slice, in the order of the all-to-all's input.
+        kept: the nodes in ``layouts`` that nodes behind the all-to-all read, e.g. because the backward needs them.
     """
 
     receivers: Atom = field(kw_only=True)
     band: Atom = field(kw_only=True)
     slice: list[Atom] = field(kw_only=True)
+    kept: list[fx.Node] = field(kw_only=True)
 
     @property
     def row_wise(self) -> list[fx.Node]:
@@ -65,6 +68,10 @@ class BandedNodes(SentNodes):
     def wire(self) -> Layout:
         rank = next(a for a in self.received.flat() if a.rank)
         return Layout(((rank,), *self.in_bands.dims[1:]))
+
+    def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
+        super().rename(replaced)
+        self.kept = [replaced.get(n, n) for n in self.kept]
 
     def order_sent(self) -> tuple[Layout, Layout]:
         return self.in_bands, Layout(((self.receivers,), tuple(self.slice)))

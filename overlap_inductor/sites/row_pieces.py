@@ -47,6 +47,15 @@ def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
     return ("outer", product(present[1:rank])) if present[0] is lead and rank else None
 
 
+def place_of(layout: Layout, lead: Atom) -> int | None:
+    """The dim in which parts that are cut along ``lead`` follow each other; ``None`` if they do not."""
+    for dim, atoms in enumerate(layout.refined().dims):
+        if any(a is lead for a in atoms):
+            found = position(atoms, lead)
+            return dim if found is not None and found[0] != "outer" else None
+    return None
+
+
 def can_cut(nodes: GatherNodes, lead: Atom) -> bool:
     """Whether every op of the region can be computed on a part of a shard that is cut along ``lead``."""
     if any(leaf is lead for atom in nodes.whole for leaf in atom.leaves()):
