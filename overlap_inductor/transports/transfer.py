@@ -61,8 +61,8 @@ class Transfer:
     def __post_init__(self) -> None:
         if self.step < self.rows or self.step > self.rows > self.part_rows:
             raise ValueError(
-                f"shards of {self.rows} rows in parts of {self.part_rows} rows begin every {self.step} rows; expected"
-                " at least a shard's rows, and one part for each shard if there are gaps"
+                f"shards of {self.rows} rows in parts of {self.part_rows} rows begin every {self.step} rows;"
+                " expected no overlap, and one part for each shard if there are gaps"
             )
 
     @property

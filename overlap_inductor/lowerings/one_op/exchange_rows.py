@@ -2,8 +2,8 @@
 """``SentRows`` and ``ReceivedRows``: an all-to-all of equal slices and its matmuls, written as one op
 (``one_op.exchange_ops``).
 
-If matmuls contract the dim that the ranks exchange (the output projection of Ulysses attention), the op has the prefix
-``joined_``: it joins the slices along the contracted dim.
+Matmuls may contract the dim that the ranks exchange (the output projection of Ulysses attention). Then the op has the
+prefix ``joined_``: it joins the slices along the contracted dim.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def _contracted(site: OverlapSite) -> bool:
 
 
 def _joins(consumer: GatherConsumer, nodes: ReceivedNodes) -> bool:
-    """Whether the matmul's left operand has the slices side by side, with a slice's elements in the order in which they
-    are sent, and its bias is a vector."""
+    """Whether the matmul's left operand has the slices side by side, each in the order in which it is sent, and the
+    matmul's bias is a vector."""
     bias = consumer.matmul.bias
     return (
         consumer.role == "K"
