@@ -18,8 +18,8 @@ MARGIN = 1.05
 as fast as ``keep``."""
 MARGIN_UNMEASURED = 1.25
 """``MARGIN`` for what was not measured. For ``chunked``, ``fused`` and ``wave_groups``, this is a group of more ranks
-than any that was measured. For ``fused``, it is also an all-to-all beside a matmul. For ``ring``, it is attention on
-GPUs."""
+than any that was measured. For ``chunked`` and ``fused``, it is also a matmul that contracts what an all-to-all
+exchanges. For ``ring``, it is attention on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class SiteSizes:
         exchanges: whether the collective is an all-to-all.
         received: bytes that other ranks send to this one, if the collective is an all-to-all after the matmuls; else 0.
             An op copies them out of its workspace.
+        contracted: bytes of what other ranks send if the collective is an all-to-all before matmuls that contract the
+            exchanged dim, else 0.
         memory: bytes that lookups in tables read and write. Memory limits them, not the rate of multiplications.
         lookups: number of lookups in tables. The program launches kernels of its own for each.
         skipped: the part of ``flops`` that only a schedule's pieces compute. The program's causal attention skips
@@ -59,6 +61,7 @@ class SiteSizes:
     handed_out: float = 0.0
     exchanges: bool = False
     received: float = 0.0
+    contracted: float = 0.0
     memory: float = 0.0
     lookups: int = 0
     weights: float = 0.0

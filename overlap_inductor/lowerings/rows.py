@@ -12,7 +12,7 @@ of rank 1, and so on. This is the *ranks' order*. Sites that are cut in another 
   aligned to 16 bytes; the op copies any other one first (``operands.left_operand``).
 
 If the contracted dim is cut, the ring has an op (``lowerings.ring.looped_gather``). For an all-to-all, so have
-schedules that add up the slices in registers (``one_op.exchange_rows``).
+schedules with one op for each site (``one_op.exchange_rows``).
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from overlap_inductor.sites.all_to_all import Splits
 from overlap_inductor.sites.all_to_all import is_uneven
 from overlap_inductor.sites.all_to_all import layouts_of
 from overlap_inductor.sites.exchange_nodes import ReceivedNodes
+from overlap_inductor.sites.gather_epilogue import find_epilogue
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import LayoutError
 from overlap_inductor.sites.nodes import CollectiveNode
@@ -51,8 +52,9 @@ def _found(collective: CollectiveNode) -> tuple[Received | None, list[Reason]]:
     consumers = consumers_of(follower)
     if not consumers:
         return None, follower.obstacles
+    epilogue = find_epilogue(collective, consumers)
     nodes = ReceivedNodes(
-        collective, given, consumers, follower.through, source=source, source_layout=layout, given=given
+        collective, given, consumers, follower.through, epilogue, source=source, source_layout=layout, given=given
     )
     add_row_wise(nodes, follower)
     nodes.raw = _wire(given, consumers[0].layout if not nodes.layouts else given)

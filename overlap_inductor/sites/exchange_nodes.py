@@ -31,6 +31,12 @@ class SentNodes(ReduceNodes):
     received: Layout = field(default_factory=lambda: Layout(()))
 
     @property
+    def row_wise(self) -> list[fx.Node]:
+        """The ops between the matmul and the all-to-all, if one of them needs whole rows (``BandedNodes``); else
+        empty."""
+        return []
+
+    @property
     def lead(self) -> Size:
         """The outermost size of a rank's slice in the matmuls' layout. Sub-chunks are cut along it, so that each is one
         run of the slice."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the epilogue of a gather: pointwise nodes after its matmuls that are computed on each piece, so that transfers
-hide them too.
+"""Find the epilogue of a gather, or of an all-to-all before matmuls. It consists of pointwise nodes after the matmuls
+that are computed on each piece, so that transfers hide them too.
 
 Before and after, for the usual case (``silu(gate) * up`` before a down-projection)::
 

@@ -49,7 +49,9 @@ class SmPush:
             "index": transfer.index,
             "first": numbers[0],
             "count": len(numbers),
-            "shard_vectors": transfer.rows * row_vectors,
+            # (From one shard to the next. If there are gaps between shards, a shard is one part, so the kernel stops at
+            # the part's end.)
+            "shard_vectors": transfer.step * row_vectors,
             "part_vectors": transfer.part_rows * row_vectors,
             "origin": transfer.origin * row_vectors,
             "base": transfer.base * row_vectors,

@@ -132,11 +132,12 @@ def test_exchanges(tmp_path: Path, schedule: str, world_size: int) -> None:
         assert not problems, f"rank {rank}: {problems}"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_exchanges_of_a_contracted_dim(tmp_path: Path, world_size: int) -> None:
-    """Catches slices that are added in another order than the right operand's rows, and a result of other rows."""
+@pytest.mark.parametrize(("schedule", "world_size"), [("chunked", 3), ("fused", 2), ("fused", 3)])
+def test_exchanges_of_a_contracted_dim(tmp_path: Path, schedule: str, world_size: int) -> None:
+    """Catches slices in another order than the right operand's rows, a slice that is lost or added twice, and a result
+    of other rows."""
     names = list(contractions(world_size))
-    for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), names, timeout=400)):
+    for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), names, schedule, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
 
 

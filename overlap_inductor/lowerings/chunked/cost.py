@@ -14,6 +14,7 @@ from overlap_inductor.facts.cost_model import kind_of
 from overlap_inductor.facts.cost_model import matmul_seconds
 from overlap_inductor.facts.cost_model import receive_seconds
 from overlap_inductor.facts.machine import Machine
+from overlap_inductor.lowerings.chunked.parameters import MOST_BANDS
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class ChunkedCost:
         replay_seconds: host time of a call that is one CUDA graph.
         replay_gain_seconds / replay_gain_peer_seconds: smallest gain for which such a call pays, for each leg: a fixed
             gain, or a gain for each peer if that is more. Late peers may cost as much.
+        band_tiles: fewest tiles of a band, if bands are multiplied as they arrive (``contracted_launch``): the SMs of
+            an H200.
         replay_tiles: fewest tiles for each rank for which such a call is considered. A chunk that leaves most of the
             GPU idle takes as long as a larger one.
     """
@@ -50,6 +53,7 @@ class ChunkedCost:
     replay_seconds: float = 40e-6
     replay_gain_seconds: float = 10e-6
     replay_gain_peer_seconds: float = 4e-6
+    band_tiles: int = 132
     replay_tiles: int = 48
 
 
@@ -68,6 +72,8 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
     """Seconds of vendor matmuls on chunks while transfers run. They sum the longer of the two, an exposed fraction
     of the shorter, the exposed part of the copy, and a fixed cost for each leg. What an all-to-all delivers after the
     matmuls is copied when nothing else runs."""
+    if sizes.contracted:
+        return _contracted_seconds(sizes, machine)
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + _copy_beside_seconds(
@@ -79,9 +85,21 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
     )
 
 
+def _contracted_seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """``seconds`` of an all-to-all before matmuls that contract the exchanged dim (``contracted_launch``). The transfer
+    of the first band is exposed. Then a band is copied side by side with the others and multiplied while the next band
+    arrives. Each band has the fixed cost of a leg."""
+    bands = max(1, min(MOST_BANDS, sizes.tiles // COST.band_tiles))
+    matmul = matmul_seconds(sizes, machine) + 2 * sizes.contracted / machine.memory_bytes
+    wire = sizes.bytes_sent / machine.link_bytes
+    fixed = bands * (COST.leg_seconds + (sizes.world_size - 1) * COST.leg_peer_seconds)
+    return wire / bands + (bands - 1) * max(wire, matmul) / bands + matmul / bands + fixed
+
+
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether chunks are estimated to be at least 5 % faster than ``keep`` (25 % in groups larger than those measured).
-    They must also save more time than the host or late peers may cost.
+    """Whether chunks are estimated to be at least 5 % faster than ``keep``. Where nothing was measured, 25 %: in larger
+    groups, and for matmuls that contract what an all-to-all exchanges. They must also save more time than the host or
+    late peers may cost.
 
     A call must take the GPU at least as long as the host: a model without CUDA graphs would wait for the host. If the
     call's launches are replayed as one, fewer tiles and a smaller gain are enough.
@@ -97,5 +115,5 @@ def pays(sizes: SiteSizes, machine: Machine) -> bool:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
     measured = sizes.world_size <= (COST.exchange_ranks if sizes.exchanges else COST.ranks)
-    margin = MARGIN if measured else MARGIN_UNMEASURED
+    margin = MARGIN if measured and not sizes.contracted else MARGIN_UNMEASURED
     return max(estimate * margin, estimate + gain) < keep

@@ -40,6 +40,8 @@ BAND_BYTES, MOST_BANDS = 8 << 20, 4
 """Limits for the bands of an all-reduce if the size of a call decides their number. ``BAND_BYTES`` is the smallest band
 with up to 4 ranks, in bytes for each peer. With more ranks it grows in proportion. ``MOST_BANDS`` is the largest number
 of bands. (8 H200s: of bands of 4 to 32 MiB, those of 16 MiB were the fastest.)"""
+CONTRACTED = 8
+"""A slice of a contracted dim must be a multiple of this many elements, so that rows are whole 16-byte words."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +56,10 @@ class ChunkedParameters:
             separately. 0 in a reduction: one matmul computes all rows of a band. ``None``: as few chunks as hide the
             transfers (``chunked.sizes``).
         sizes: sizes of the chunks in shards, instead of ``chunks``.
-        bands: number of bands of rows of an all-reduce. A band is summed and sent to all peers during the matmuls of
-            the next band. 0: as many as keep a band large enough (``BAND_BYTES``).
+        bands: number of bands of rows. 0: as many as keep a band large enough. In an all-reduce, a band is summed and
+            sent to all peers during the matmuls of the next band (``BAND_BYTES``). In an all-to-all before matmuls that
+            contract the exchanged dim, a band is multiplied while the next band arrives (``fitted_bands``). For other
+            sites there is one band.
         grain: a chunk or band begins at a multiple of this many rows of its shard. The default is the height of a tile
             of the vendor's matmul.
         pushers: number of SMs that a transport may use.
@@ -113,7 +117,7 @@ def automatic(pattern: str) -> tuple[str, ...]:
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     """The parameters of a pattern, for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
-    return {"transport": transport, "bands": 0 if pattern == "matmul_all_reduce" else 1}
+    return {"transport": transport, "bands": 0 if pattern in ("matmul_all_reduce", "all_to_all_matmul") else 1}
 
 
 def fitted(
@@ -163,6 +167,21 @@ def fitted(
         transport = _fastest(shard_bytes, bands * _most_parts(world_size, p))
     turns_from = (TURNS_FROM_GATHERED if gathers else TURNS_FROM) if p.turns_from is None else p.turns_from
     return replace(p, sizes=sizes, bands=bands, transport=transport, turns_from=turns_from)
+
+
+def fitted_bands(world_size: int, rows: int, columns: int, row_bytes: int, p: ChunkedParameters) -> ChunkedParameters:
+    """``fitted`` for an all-to-all before matmuls that contract the exchanged dim. The number of bands is the largest
+    for which the tiles of a band still occupy all SMs, at most ``MOST_BANDS``.
+
+    Args:
+        rows: rows of a slice, of the operand and of the result.
+        columns: N, of all matmuls together.
+        row_bytes: bytes of a slice's row.
+    """
+    tiles = -(-rows // TILE[0]) * -(-columns // TILE[1])
+    bands = p.bands or max(1, min(MOST_BANDS, tiles // p.sms))
+    transport = _fastest(rows * row_bytes, bands) if p.transport == "auto" else p.transport
+    return replace(p, bands=bands, transport=transport, turns_from=TURNS_FROM if p.turns_from is None else p.turns_from)
 
 
 def _fastest(nbytes: int, pieces: int) -> str:
@@ -237,9 +256,10 @@ def needed(
     if pattern == "matmul_all_reduce":
         signals = result_signals(world_size, parameters) + (parameters.bands or MOST_BANDS)
         return 2 * world_size * rows * columns * itemsize, signals
-    return world_size * rows * (inner if pattern in GATHERS else columns) * itemsize, _most_parts(
-        world_size, parameters
-    )
+    # (A matmul that contracts the exchanged dim has a flag for each band, another one for each part.)
+    bands = parameters.bands or MOST_BANDS if pattern == "all_to_all_matmul" else 1
+    nbytes = world_size * rows * (inner if pattern in GATHERS else columns) * itemsize
+    return nbytes, max(_most_parts(world_size, parameters), bands)
 
 
 def why_not(dtype: torch.dtype, inner: int, columns: int, scaled: bool = False) -> str | None:

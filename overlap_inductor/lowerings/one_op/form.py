@@ -72,7 +72,7 @@ class RowsForm(Protocol):
 
     def why_no_contraction(self, site: OverlapSite, noun: str, contracts: int) -> str | None:
         """Why the schedule cannot compute a matmul of ``site`` that contracts the dim that the ranks exchange; ``None``
-        if it can, or if there is none.
+        if it can, or if there is none. ``site`` need not be loopable.
 
         Args:
             noun: ``SiteSchedule.noun``, for the text.

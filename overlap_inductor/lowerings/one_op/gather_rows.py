@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from overlap_inductor.lowerings.rows import CONTRACTION
 from overlap_inductor.lowerings.rows import PLAIN
 from overlap_inductor.lowerings.rows import SCALED
 from overlap_inductor.lowerings.rows import Op
@@ -64,7 +65,7 @@ class GatherRows:
         return None
 
     def why_no_contraction(self, site: OverlapSite, noun: str, contracts: int) -> str | None:
-        return None
+        return CONTRACTION if set(site.nodes.roles) == {"K"} else None
 
     def why_not_scaled(self, site: OverlapSite) -> str | None:
         moved = tools.dtype(site.collectives[0].input)

@@ -8,8 +8,8 @@ Which sites such an op can compute:
 - The rows can be brought into the ranks' order (``lowerings.rows``).
 - The ranks' parts have equal sizes.
 - A reduction has one matmul. For a sum of several, a schedule may have an op ``<schedule>_sum_<pattern>``.
-- A matmul of an all-to-all's result may contract the exchanged dim if the schedule has an op
-  ``<schedule>_contracted_all_to_all_matmul``.
+- The matmuls do not contract the dim that is gathered or exchanged. For an all-to-all before plain matmuls that do, a
+  schedule may have an op ``<schedule>_contracted_all_to_all_matmul``.
 - A gather may have several matmuls. The op computes those that ``lowerings.one_op.form.served`` selects, and returns
   the gathered tensor for the others.
 - Only the token count may be dynamic.
@@ -42,7 +42,6 @@ from overlap_inductor.lowerings.one_op.form import form_of
 from overlap_inductor.lowerings.one_op.form import loopable
 from overlap_inductor.lowerings.one_op.form import served
 from overlap_inductor.lowerings.one_op.operands import right_operand_fits
-from overlap_inductor.lowerings.rows import CONTRACTION
 from overlap_inductor.lowerings.rows import PLAIN
 from overlap_inductor.lowerings.rows import SCALED
 from overlap_inductor.lowerings.rows import overlap
@@ -104,8 +103,8 @@ class OneOpSchedule:
         only_plain: patterns for which the schedule has no op for fp8 although it has such ops for others.
         replays: whether a repeated call may be launched as one CUDA graph (``runtime.replay``).
         sums: whether the schedule has ops for a reduction of a sum of plain matmuls.
-        contracts: 0 if the schedule has no op ``<schedule>_contracted_all_to_all_matmul``. Otherwise a slice of the
-            contracted dim must be a multiple of this many elements.
+        contracts: how the schedule's op ``<schedule>_contracted_all_to_all_matmul`` divides the contracted dim: each
+            rank's slice must be a multiple of this many elements. 0 if there is no such op.
         parameters: the dataclass of the op's parameters. The settings may set its fields.
         name, called, noun, patterns, ops, called_by_others: see ``SiteSchedule``.
     """
@@ -195,9 +194,7 @@ class OneOpSchedule:
                     f"{between.name} ({between.target}) is between the matmuls and the collective; a {self.noun} cannot"
                     " compute it"
                 )
-            if set(site.nodes.roles) == {"K"}:
-                return CONTRACTION
-            return (
+            return form_of(site).why_no_contraction(site, self.noun, self.contracts) or (
                 "the rows cannot be put in the ranks' order, or a matmul has an unsupported kind or a bias of more than"
                 " one row"
             )

@@ -17,6 +17,7 @@ from torch import fx
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.ring.attention_form import AttentionRing
+from overlap_inductor.lowerings.ring.banded_form import BandedRing
 from overlap_inductor.lowerings.ring.exchange_form import ReceivedRing
 from overlap_inductor.lowerings.ring.exchange_form import SentRing
 from overlap_inductor.lowerings.ring.experts_form import ExpertsRing
@@ -28,6 +29,7 @@ from overlap_inductor.lowerings.ring.uneven_form import UnevenReceivedRing
 from overlap_inductor.lowerings.ring.uneven_form import UnevenSentRing
 from overlap_inductor.lowerings.schedule import Replaced
 from overlap_inductor.sites.attention_nodes import AttentionNodes
+from overlap_inductor.sites.banded_nodes import BandedNodes
 from overlap_inductor.sites.dispatched_nodes import DispatchedNodes
 from overlap_inductor.sites.exchange_nodes import ReceivedNodes
 from overlap_inductor.sites.exchange_nodes import SentNodes
@@ -89,6 +91,7 @@ FORMS: dict[type[SiteNodes], RingForm] = {
     GatherNodes: GatherRing(),
     ReduceNodes: ReduceRing(),
     SentNodes: SentRing(),
+    BandedNodes: BandedRing(),
     ReceivedNodes: ReceivedRing(),
     UnevenSentNodes: UnevenSentRing(),
     UnevenReceivedNodes: UnevenReceivedRing(),
