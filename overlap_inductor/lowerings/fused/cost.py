@@ -27,7 +27,7 @@ class FusedCost:
             contention. It was not measured on 8 GPUs.
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
         ranks / exchange_ranks: largest measured group, and largest group in which all-to-alls of rows were measured
-            (bench/results/exchanges.jsonl).
+            (``bench.operators`` on 2 H100s).
     """
 
     exposed: tuple[float, float, float, float] = (0.05, 0.12, 0.16, 0.15)
