@@ -21,8 +21,8 @@ from overlap_inductor.sites.nodes import OverlapSite
 
 
 class Choice(NamedTuple):
-    """The result of one walk: its finder, all ``sites`` with their decisions, and the ``chosen`` ones among them, which
-    are to be overlapped."""
+    """The result of one walk: its finder, all ``sites`` with their decisions, and the ``chosen`` sites, which are to be
+    overlapped."""
 
     found: SiteFinder
     sites: list[DecidedSite]
@@ -39,7 +39,7 @@ def find_and_choose(
     sites, or the same number of sites with more matmuls:
 
     - If that other site is not overlapped, find again, and let the reducing site take the matmul.
-    - If the matmul that was left holds the rest of the sum as its bias, write the matmul and the addition as two nodes
+    - If the other site's matmul has the rest of the sum as its bias, write the matmul and the addition as two nodes
       (``fused_sums.unfold``) and find again.
 
     Args:

@@ -37,7 +37,7 @@ class SiteFinder:
 
     Attributes:
         phase: inference, forward or backward.
-        idle: names of collectives whose sites do not own their matmuls, so that a sum of another site may take them.
+        idle: names of collectives whose sites do not own their matmuls. A sum of another site may take these matmuls.
         left: matmuls that reducing sites left to other sites (``Match.left``).
         merged: collectives that a pattern merged into one site. ``run`` skips those that it has not reached yet.
         sites, near_misses: what ``run`` found, in graph order.

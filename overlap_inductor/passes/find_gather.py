@@ -74,8 +74,8 @@ def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
 
 
 class AllGatherMatmul:
-    """Pattern ``all-gather -> matmul`` (see ``Pattern``). An all-gather of a weight (FSDP) is not a site if a setting
-    of Inductor hides it."""
+    """Pattern ``all-gather -> matmul`` (see ``Pattern``). If a setting of Inductor already hides an all-gather of a
+    weight (FSDP), this all-gather is no site."""
 
     name = "all_gather_matmul"
     kind = "all_gather"

@@ -51,8 +51,8 @@ aten = tools.aten
 
 def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reason | None:
     """``(x, d)`` if ``cat`` is ``cat(split(x, dim=d), 0)`` of one equal piece for each rank, in order. A ``Reason`` if
-    it joins one piece for each rank in another way (unequal, out of order, of several tensors). ``None`` for another
-    cat."""
+    it joins one piece for each rank in another way (unequal, out of order, of several tensors). ``None`` for any other
+    ``cat``."""
     source: Any = None
     dim: Any = None
     pieces: list[Any] = list(cat.args[0])
@@ -140,8 +140,8 @@ class Tracer:
         self.region: set[fx.Node] = set()
         self.unfolded: set[fx.Node] = set()
         self.root: fx.Node
-        """The node that is computed in pieces for the first collective: its input, or what ``padding`` appends zeros
-        to."""
+        """The node that is computed in pieces for the first collective: the collective's input, or the tensor to which
+        ``padding`` appends zeros."""
         self.padding: fx.Node | None = None
         self.received = Layout(())
 
@@ -407,8 +407,8 @@ def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, gathered: Layout, world_size: int) -> ShardedDim:
-    """The dim of the matmul's output that is cut. It is the dim that holds the ranks for a reduce-scatter or an
-    all-to-all, and dim 0 for an all-reduce or an all-gather. Raises ``LayoutError`` if an all-gather's input holds the
+    """The dim of the matmul's output that is cut. For a reduce-scatter or an all-to-all, it is the dim that holds the
+    ranks. For an all-reduce or an all-gather, it is dim 0. Raises ``LayoutError`` if an all-gather's input holds the
     elements in another order than the matmul's output."""
     if kind in ("reduce_scatter", "all_to_all"):
         return ShardedDim.of(layout)

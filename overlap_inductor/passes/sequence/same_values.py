@@ -6,9 +6,9 @@ to its own rows. The result equals that of the plain program only if all ranks h
 computed from results of the group's all-reduces and all-gathers, the graph proves this. If it is computed from inputs
 of the graph, the graph cannot prove it. For example, a norm's weight is the same on all ranks, but a shard of a
 projection is not. So these inputs are listed, and the ranks compare their values at the graph's first run
-(``runtime.same_inputs``). A matmul's result counts as different on each rank, because its weight may be a shard. So
-does what is computed from a symbolic size, unless the ranks exchange tensors of that size: their plans then differ if
-the sizes do.
+(``runtime.same_inputs``). A matmul's result counts as different on each rank, because its weight may be a shard. A
+value that is computed from a symbolic size also counts as different. There is one exception, a size of tensors that the
+ranks exchange: if such a size differed, the ranks' plans would differ too.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class SameValues:
         return frozenset().union(*(f for f in found if f is not None))
 
     def _same_on_a_mesh(self, node: fx.Node) -> bool:
-        """Whether ``node`` keeps equal inputs equal on the ranks of this group. An all-reduce or all-gather of another
-        group does if both groups are dims of a mesh. Then each rank of this group has the same place in its own copy of
-        the other group."""
+        """Whether ``node`` has equal results on the ranks of this group if its inputs are equal. For an all-reduce or
+        all-gather of another group, this is true if both groups are dims of a mesh. Then each rank of this group has
+        the same place in its own copy of the other group."""
         other = collectives.group_of(node)
         if other is None:
             return True
