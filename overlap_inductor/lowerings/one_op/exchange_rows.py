@@ -2,9 +2,10 @@
 """``SentRows`` and ``ReceivedRows``: an all-to-all of equal slices and its matmuls, written as one op
 (``one_op.exchange_ops``).
 
-Not computed: a matmul that contracts the dim that the ranks exchange (the output projection of Ulysses attention). Its
-result is a sum over the slices. A vendor's matmul of each slice would round the sum after each slice. If the sum were
-kept in fp32, each slice would read and write it in memory, which takes longer than the transfer.
+One case is not computed: a matmul that contracts the dim that the ranks exchange (the output projection of Ulysses
+attention). Its result is a sum over the slices. With a vendor matmul for each slice, the sum would be rounded after
+each slice. If the sum were kept in fp32, each slice would read and write it in memory, and this takes longer than the
+transfer.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _has_columns_of(nodes: SentNodes, bias: fx.Node) -> bool:
 
 
 class ReceivedRows(GatherRows):
-    """See ``form.RowsForm``. What is sent has a slice of rows for each rank."""
+    """See ``form.RowsForm``. The tensor that is sent has a slice of rows for each rank."""
 
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, ReceivedNodes)

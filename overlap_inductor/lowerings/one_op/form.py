@@ -32,8 +32,8 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 class RowsForm(Protocol):
     @property
     def turns(self) -> bool:
-        """Whether the op computes the transposed product if the dim that is cut is N, so that this dim is always the
-        left operand's rows. If not, the op cuts columns."""
+        """Whether the op computes the transposed product if the dim that is cut is N. The dim that is cut is then
+        always the left operand's rows. If false, the op cuts columns."""
         ...
 
     def served(self, site: OverlapSite) -> OverlapSite:
@@ -52,8 +52,8 @@ class RowsForm(Protocol):
         ...
 
     def computed_between(self, site: OverlapSite) -> fx.Node | None:
-        """A node between the collective and the matmuls, if an op there is not element-wise (``sites.row_wise``,
-        ``passes.find_region``); else ``None``."""
+        """A node between the collective and the matmuls whose op is not element-wise (``sites.row_wise``,
+        ``passes.find_region``); ``None`` if there is none."""
         ...
 
     def slice_sizes(self, site: OverlapSite, left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
