@@ -30,10 +30,10 @@ class SiteSizes:
         bytes_sent: bytes that a rank sends in each leg.
         itemsize: bytes of an element of the matmuls' left operand.
         legs: number of exchanges: 2 for an all-reduce (a reduce-scatter and an all-gather), else 1.
-        tiles: number of output tiles of 128 x 256 elements: of all its matmuls together, or of the largest one if they
-            run one after the other (``SiteNodes.is_sum``).
+        tiles: number of output tiles of 128 x 256 elements. All matmuls of the site count together. If they run one
+            after the other (``SiteNodes.is_sum``), only the largest counts.
         gathers: whether the collective is an all-gather.
-        replays: whether its launches are replayed as one (``runtime.replay``).
+        replays: whether the call's launches are replayed as one (``runtime.replay``).
         weights: bytes of experts' weights that a grouped matmul reads, however few rows it multiplies; 0 for other
             matmuls.
         handed_out: bytes of the gathered tensor if nodes other than the site's matmuls read it, else 0. For these nodes
@@ -41,9 +41,10 @@ class SiteSizes:
         exchanges: whether the collective is an all-to-all.
         received: bytes that other ranks send to this one, if the collective is an all-to-all after the matmuls; else 0.
             An op copies them out of its workspace.
-        memory: bytes that lookups in tables read and write. Memory limits them, not the rate of multiplications.
-        skipped: the part of ``flops`` that only a schedule's pieces compute. The program's causal attention skips
-            hidden keys.
+        memory: bytes that lookups in tables read and write. Memory bandwidth limits lookups, not the rate of
+            multiplications.
+        skipped: the part of ``flops`` that a schedule's pieces compute and the program as written does not: its causal
+            attention skips hidden keys.
     """
 
     flops: float
