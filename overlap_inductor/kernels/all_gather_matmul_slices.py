@@ -2,10 +2,10 @@
 """Schedule ``fused``, transport ``sm_push``: ``all_gather(a) @ b`` for matmuls of one or two waves, whose tiles wait
 for slice after slice of K.
 
-A kernel that waits for whole rows (``all_gather_matmul``) idles until they arrive if nearly every tile needs a peer's
-rows and each SM has one tile. Here a shard arrives in slices of its columns, one after the other. A tile continues with
-each slice of K as soon as it is there, so the transfer is hidden under the tile itself. A wait drains the pipeline of
-loads, so this does not pay with more waves.
+If nearly every tile needs a peer's rows and each SM has one tile, a kernel that waits for whole rows
+(``all_gather_matmul``) idles until they arrive. Here a shard arrives in slices of its columns, one after the other. A
+tile continues with each slice of K as soon as the slice is there, so the transfer is hidden under the tile itself. Each
+wait drains the pipeline of loads, so slices do not pay with more waves.
 
 The ``PUSHERS`` blocks that begin first (each block takes a ticket) store this rank's shard into the peers' workspace.
 They store the first slice to all peers before the second (``push.push_slice``). Then they multiply.
@@ -76,7 +76,7 @@ def all_gather_matmul_slices(
     # The blocks that start first push: blocks that wait may leave no room for others.
     sending = tl.atomic_add(queues + 4, 1, sem="relaxed") < PUSHERS
     while sending:
-        # As products of four, so that the compiler knows that masks end between 16-byte words.
+        # Written as products of four: so the compiler knows that masks end between 16-byte words.
         sending = push_slice(
             words,
             peer_data,

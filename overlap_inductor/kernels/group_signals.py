@@ -12,8 +12,8 @@ them has acquired comes before the whole block's later loads. Forward progress, 
 ``signals``.
 
 A thread that has seen the abort word set may have left out stores. The barrier before a signal tells every thread
-whether any thread of the block has seen it set; if so, none signals. This takes no time beyond the barrier's. A look
-after the barrier would take one more round trip to memory.
+whether any thread of the block has seen the word set. If one has, no thread signals. This takes no more time than the
+barrier alone. A look after the barrier would take one more round trip to memory.
 """
 
 from __future__ import annotations

@@ -5,23 +5,23 @@ soon as it has multiplied it.
 The rows of a rank's product are divided into one shard for each rank, all of equal size, and a shard is cut into
 ``parts`` bands. When a tile of another rank's shard is summed over K, it goes to that rank's workspace, in the
 collective's dtype. A tile of this rank's own shard is summed in fp32 with the partial sums that have arrived for it,
-and rounded once (numerics ``preserve``). All tiles of the peers' shards come first, band after band, about equally many
-to each peer at any time (``departing``). This rank's own tiles come last.
+and rounded once (numerics ``preserve``). All tiles of the peers' shards come first, band after band. At any time, about
+equally many are in transfer to each peer (``departing``). This rank's own tiles come last.
 
-A tile is sent by a bulk store out of shared memory, which continues under the next tile's matmul. It is counted
-(``_flush``) when that store is done. Each block starts ``STAGGER`` ns after the block before it. Otherwise all blocks
-would finish and send their tiles at the same moments, and loads queue behind stores in an SM's copy unit.
+A tile is sent by a bulk store out of shared memory. The store continues under the next tile's matmul. When it is done,
+the tile is counted (``_flush``). Each block starts ``STAGGER`` ns after the block before it. Otherwise all blocks would
+send their tiles at the same moments, and loads would queue behind these stores in each SM's copy unit.
 
 Forward progress. Work is claimed from one queue, in this order on every rank. A block may hold one later turn besides
-its own (``claim``). Before a block sums an own tile of band ``p``, it waits until the peers' tiles of band ``p`` have
-arrived. In the peers' queues these come before all own tiles. So no wait depends on itself, with one resident block per
-rank as well as with all blocks resident. A block that waits has counted what it has stored. Credits depend only on the
-previous call. All waits are bounded (``signals``).
+its current one (``claim``). Before a block sums an own tile of band ``p``, it waits until the peers' tiles of band
+``p`` have arrived. In the peers' queues these come before all own tiles. So no wait depends on itself, with one
+resident block per rank as well as with all blocks resident. A block that waits has counted what it has stored. Credits
+depend only on the previous call. All waits are bounded (``signals``).
 
-Memory ordering: bulk stores, ``store_fence``, ``count_and_signal``; the last tile of a band sets the flag to the number
-of the call. The receiver waits and loads by ordinary loads that bypass L1. The workspace is written again after the
-credits that the last block gives. CUDA graphs: the number of the call is read from device memory and incremented by the
-last block.
+Memory ordering. Bulk stores are followed by ``store_fence``, then by ``count_and_signal``. The last tile of a band sets
+the flag to the number of the call. The receiver waits and loads by ordinary loads that bypass L1. The workspace is
+written again after the credits that the last block gives. CUDA graphs: the number of the call is read from device
+memory and incremented by the last block.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def matmul_reduce_scatter(
         part_rows: rows of a band, a multiple of ``BLOCK_M``.
         parts: bands of a shard.
         scale: factor of the sum (1, or ``1 / WORLD`` for an average).
-        BATCH: tiles after which a block waits for its last store to leave shared memory.
+        BATCH: after this many tiles, a block waits until its last store has left shared memory.
     """
     STORE_N: tl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
     call = tl.load(calls)

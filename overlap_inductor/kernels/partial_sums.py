@@ -5,8 +5,8 @@ rows with all peers.
 Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` runs after the waits for what it
 reads. Its last block signals what all blocks have stored to peers. Each block stores, passes a barrier and does an
 acquire-release add, so the last block's releases are cumulative over all of these stores. ``receive_rows`` runs after a
-kernel that waits for what it copies, and does not wait itself. It fills the GPU: if it waited, a kernel on this rank's
-other stream that a peer waits for might never start.
+kernel that waits for what it copies, and does not wait itself. It fills the GPU. If it waited, a kernel on this rank's
+other stream might never start, and a peer may be waiting for that kernel.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def sum_partials(
         result = (total * scale).to(out.dtype.element_ty)
         tl.store(out + at, result, mask=inside)
         if BROADCAST:
-            # If the wait for credits before this on the stream was given up, nothing is stored.
+            # If the wait for credits, which ran before this kernel, was given up, nothing is stored.
             allowed = inside & may_store(stop)
             for step in tl.static_range(1, WORLD):
                 to = (

@@ -62,7 +62,7 @@ def push_piece(
         part = i // (PIECES * RECEIVERS)
         rest = i % (PIECES * RECEIVERS)
         # A part goes to one peer after the other, so that the first peer has it soon. Peer ``rank - 1`` comes first,
-        # because of all peers' shards it multiplies this rank's first (``tile_order.arriving``).
+        # because the first peer's shard that it multiplies is this rank's (``tile_order.arriving``).
         peer = (rank + WORLD - 1 - rest // PIECES) % WORLD
         piece = rest % PIECES
         if peer != rank:
