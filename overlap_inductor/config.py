@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``OverlapConfig``: every switch, with one environment variable for each field, validated when it is read.
 
-The environment is read by ``enable()``, by ``overlap()`` and at a compile, and its values are never checked at import.
-So a bad value is an error of the call that would have used it, and not of ``import torch``.
+``enable()``, ``overlap()`` and compiles read the environment. Its values are never checked at import. So a bad value is
+an error of the call that would have used it, and not of ``import torch``.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class OverlapConfig:
 
     sequence_parallel: str = _key("auto")
     """``auto`` | ``on`` | ``off``: rewrite all-reduces into reduce-scatters and all-gathers, with the token-wise work
-    between them on each rank's rows. ``auto``: where that is estimated to pay together with the overlap. ``on``:
-    wherever it is legal."""
+    between them on each rank's rows. ``auto``: where the rewrite is estimated to pay together with the overlap. ``on``:
+    wherever the rewrite is legal."""
 
     tune: str = _key("off")
     """``off`` | ``on``: measure instead of estimating. Only ``off`` is available today; ``on`` raises ``ConfigError``.
@@ -117,8 +117,8 @@ class OverlapConfig:
 
     sub_chunks: int = _key(4)
     """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard. In a site of embedding tables,
-    they are groups of tables, at most ``4 * S``. The cost model assumes that ``1 / (world_size * S)`` of the shorter of
-    matmul and transfer stays exposed."""
+    sub-chunks are groups of tables, at most ``4 * S``. The cost model assumes that ``1 / (world_size * S)`` of the
+    shorter of matmul and transfer stays exposed."""
 
     step_node_budget: int = _key(3000)
     """FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. Sites are unrolled
@@ -126,7 +126,7 @@ class OverlapConfig:
     becomes one looping op, or is refused if no looping op computes it."""
 
     workspace_limit: int = _key(4096)
-    """MiB of symmetric memory on each rank that one group's sites may hold. Sites beyond it run as written."""
+    """MiB of symmetric memory on each rank that one group's sites may hold. Sites beyond this limit run as written."""
 
     max_tokens: int = _key(16384)
     """Token count up to which a site of dynamic size holds workspace. Calls with more tokens run as written."""
@@ -228,8 +228,8 @@ def _refuse_unknown(environment: Mapping[str, str]) -> None:
 
 
 def why_unknown(variable: str) -> str:
-    """What is wrong with a variable that has the package's prefix but is not a switch, with the nearest switch. Empty
-    for every other variable."""
+    """What is wrong with a variable that has the package's prefix but is not a switch. The text names the nearest
+    switch. Empty for every other variable."""
     if not variable.startswith(f"{ENVIRONMENT_PREFIX}_") or variable in variables():
         return ""
     fields = [f.name for f in dataclasses.fields(OverlapConfig)]

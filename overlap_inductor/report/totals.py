@@ -28,7 +28,8 @@ class Times:
 
     @property
     def ratio(self) -> str:
-        """``1.15x``, ``1.15x slower``; with three decimals if two would show no difference; empty if a time is zero."""
+        """``1.15x``, ``1.15x slower``. Three decimals are shown if two would show no difference. Empty if a time is
+        zero."""
         if min(self.keep, self.plan) <= 0:
             return ""
         high, low = max(self.keep, self.plan), min(self.keep, self.plan)

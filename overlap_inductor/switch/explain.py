@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``explain``: report what would be overlapped in a function or a model, without generating code or running its
-kernels."""
+"""``explain``: report what would be overlapped in a function or a model. No code is generated, and none of its kernels
+runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine that plans are made for: the one this process runs on, unless ``planning_for`` names another one."""
+"""The machine for which plans are made: the machine of this process, or the one that ``planning_for`` names."""
 
 from __future__ import annotations
 

@@ -309,7 +309,8 @@ class OneOpSchedule:
             scales: the scale arguments of each matmul (``scaled.terms``); empty for plain matmuls.
             own: the schedule's own arguments after the operands. The last one is the settings.
 
-        Returns: What ``SiteSchedule.rewrite`` returns.
+        Returns:
+            What ``SiteSchedule.rewrite`` returns.
         """
 
         def op(form: str) -> Any:
