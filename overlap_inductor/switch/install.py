@@ -42,8 +42,8 @@ class _Switch:
     """The pass of each slot of the pipeline."""
     applied = False
     replaced: dict[str, tuple[Any, Any]] = {}
-    """For each slot, its values before and after the pass was put in. (The value before can so be put back as the same
-    object.)"""
+    """For each slot, its values before and after the pass was put in. The value before is kept so that the same object
+    can be put back."""
 
 
 _switch = _Switch()
