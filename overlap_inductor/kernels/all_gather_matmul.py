@@ -2,17 +2,17 @@
 """Schedule ``fused``: ``all_gather(a) @ b`` in one persistent kernel.
 
 The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, part after part and to all peers in
-turn. All other blocks first multiply this rank's own shard, which is read in place, and then the peers' shards in the
-order in which their parts arrive. Pushers join them when nothing is left to send. If a block's next rows have not
-arrived and there are pieces to push, the block pushes instead of waiting. Without ``SENDS`` no block pushes: a
+turn. All other blocks first multiply this rank's own shard, which is read in place. Then they multiply the peers'
+shards, in the order in which their parts arrive. Pushers join them when nothing is left to send. If a block's next rows
+have not arrived and there are pieces to push, the block pushes instead of waiting. Without ``SENDS`` no block pushes: a
 transport that needs no SM sends the shard (``copy_engine``).
 
 Work is claimed from three queues (pieces to send, own tiles, tiles of peers), so no block has work that only it can do.
 
-Forward progress. Before a block waits for a peer's part, it pushes pieces until the part has arrived or every outgoing
-piece of its own rank has been claimed. It also waits for the credits of the previous call, and that call does not
-depend on this one. So one resident block on each rank is enough, in whatever order blocks become resident. All waits
-are bounded (``signals``).
+Forward progress. Before a block waits for a peer's part, it pushes pieces. It does so until the part has arrived, or
+until every outgoing piece of its own rank has been claimed. It also waits for the credits of the previous call, and
+that call does not depend on this one. So one resident block on each rank is enough, in whatever order blocks become
+resident. All waits are bounded (``signals``).
 
 Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``). The last piece of
 a part sets the receiver's flag (source, part) to the number of the call. The receiver waits for that flag and then runs

@@ -4,11 +4,11 @@ embedding + all-to-all, arXiv 2305.06942). The kernel looks up the batch in this
 into the workspace of the rank that needs it.
 
 A *slice* is the part of the batch that belongs to one rank. A block claims pieces from a queue. A piece is some bags of
-one table, all in one slice. The slices of ranks ``rank + 1``, ``rank + 2``, ... come first and this rank's own slice
-last, so the last transfer runs under the lookups of the own slice. Results for a peer are stored into its workspace,
-and the peer is signalled when the last piece of its slice is stored. Own results are stored into ``out``. When no piece
-is left, a block claims copies: it waits until the results of one peer have arrived, and copies a part of them to
-``out``. The workspace has the layout of the collective's result, so nothing is permuted.
+one table, all in one slice. The slices of ranks ``rank + 1``, ``rank + 2``, ... come first, and this rank's own slice
+comes last. So the last transfer runs under the lookups of the own slice. Results for a peer are stored into its
+workspace, and the peer is signalled when the last piece of its slice is stored. Own results are stored into ``out``.
+When no piece is left, a block claims copies: it waits until the results of one peer have arrived, and copies a part of
+them to ``out``. The workspace has the layout of the collective's result, so nothing is permuted.
 
 Numbers. A bag is summed in fp32, one row after the other in the order of its indices, starting from 0, and rounded
 once. Torch's kernel for GPUs does the same, so sums are bitwise equal, also with a padding index, whose rows count as

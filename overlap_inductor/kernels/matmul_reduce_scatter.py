@@ -114,8 +114,8 @@ def matmul_reduce_scatter(
             source. ``padded`` is ``rows`` rounded up to whole tiles.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
         flags: ``signal_flag(s, i)`` holds the number of the call whose band ``i`` has arrived from source ``s``.
-        queues: int32 ``[QUEUE_WORDS + WORLD * parts]`` in this rank's own memory, zero between calls: tiles claimed,
-            blocks that have finished, and from word ``QUEUE_WORDS`` on tiles stored.
+        queues: int32 ``[QUEUE_WORDS + WORLD * parts]`` in this rank's own memory, zero between calls. Words 0 and 1
+            count tiles claimed and blocks that have finished. Words from ``QUEUE_WORDS`` on count tiles stored.
         calls: int32, one word in this rank's own memory: number of calls that have ended.
         site: number under which a fault record names the site.
         part_rows: rows of a band, a multiple of ``BLOCK_M``.

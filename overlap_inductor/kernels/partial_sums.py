@@ -68,8 +68,8 @@ def receive_rows(
     """Copy every peer's finished shard from the workspace to ``out``. ``finished`` and ``out`` are
     ``[WORLD, vectors * VECTOR]``. Grid: ``(WORLD - 1) * STRIPES``.
 
-    A shard is cut into ``STRIPES`` interleaved stripes. Neighbouring blocks copy different shards, that of ``rank + 1``
-    first.
+    A shard is cut into ``STRIPES`` interleaved stripes. Neighbouring blocks copy different shards. The shard of
+    ``rank + 1`` comes first.
     """
     source = (rank + 1 + tl.program_id(0) % (WORLD - 1)) % WORLD
     elements = vectors * VECTOR

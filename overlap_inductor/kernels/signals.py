@@ -11,8 +11,8 @@ Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` followed
 thread that acquires the value sees all of these stores. A wait is one thread's ``ld.acquire.sys``, repeated until the
 value is there, followed by ``bar.sync``: the block's later loads come after it. Both barriers are explicit because
 Triton 3.6 puts none around atomics. This covers ordinary loads and stores. Loads and stores by the bulk copy unit
-belong to another proxy: ``store_fence`` goes between bulk stores and their signal, ``load_fence`` between a wait and
-bulk loads.
+belong to another proxy. So ``store_fence`` goes between bulk stores and their signal, and ``load_fence`` goes between a
+wait and bulk loads.
 
 Triton compiles a descriptor's store for Hopper GPUs as follows. First the tile is stored to shared memory. Then come
 ``fence.proxy.async.shared::cta``, a barrier, one thread's bulk store, ``commit_group`` and, in 3.6 and 3.7,
@@ -41,8 +41,8 @@ block must look later than all threads (``count_and_signal``), or ask all of the
 The abort word is in the memory of the GPU that reads it. Only the board is in the host's memory (``STOP_WORDS`` says
 where the addresses are). A waiting block must not look at the host's memory. On an H100, 108 blocks looked there in
 every 64th iteration of their wait. They slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that looked
-only at the GPU's memory, however often, did not slow it. So looking costs nothing in a wait that ends at once, and
-costs a kernel one load from its own GPU's memory, in parallel with other loads.
+only at the GPU's memory, however often, did not slow it. So a look costs nothing in a wait that ends at once. Elsewhere
+it costs a kernel one load from its own GPU's memory, in parallel with other loads.
 
 CUDA graphs. In a captured graph no argument of a kernel changes. The number of the call, on which the values of flags
 depend, is read from device memory.

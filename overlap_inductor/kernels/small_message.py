@@ -31,10 +31,10 @@ halves belong to the slot and not to the call. It holds whether blocks are resid
 is about whole kernels. A peer may be one call ahead. Its flags are then larger than the value waited for, and its data
 are in the other half. Calls with credits in the same slot would break this; the arena gives them other slots.
 
-Aborts (``signals``). A block looks at the abort word when it loads the call number and, in two-shot, when it loads the
-partial rows after its wait for them. If the word is set, nothing is stored to peers or signalled, in this call and all
-later ones. The argument above depends on calls whose waits have succeeded. A result that was summed after a wait that
-was given up, or in a later call, is NaN. A replay of a CUDA graph cannot raise an error.
+Aborts (``signals``). A block looks at the abort word when it loads the call number. In two-shot, it also looks when it
+loads the partial rows, after its wait for them. If the word is set, nothing is stored to peers or signalled, in this
+call and all later ones. The argument above depends on calls whose waits have succeeded. A result that was summed after
+a wait that was given up, or in a later call, is NaN. A replay of a CUDA graph cannot raise an error.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.
 Between calls: the end of a kernel before the start of the next one on the stream. CUDA graphs: the number of the call

@@ -4,7 +4,7 @@ its streams, and so does ``fused`` if copies send a shard.
 
 A *part* is a band of rows of one shard. Part number ``u`` belongs to the rank ``u // PARTS + 1`` steps away and is
 number ``u % PARTS`` of its shard. It has a flag of its own, ``signal_flag(flags, source, index + u % PARTS)``. A kernel
-for parts handles those from number ``first`` on.
+for parts handles the parts from number ``first`` on.
 
 Memory ordering. What is signalled was written by work before it on the same stream (a copy engine, or SMs), or by the
 pushing block itself. Work on a stream begins when all earlier work on the stream is complete and visible. A block's

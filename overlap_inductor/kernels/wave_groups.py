@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``wave_groups``: a persistent matmul that signals which groups of its rows are stored, and the kernel that
-waits for one group (FlashOverlap, arXiv 2504.19519). An ordinary collective follows each waiting kernel
-(``lowerings.wave_groups.launch``).
+"""Schedule ``wave_groups``: a persistent matmul, and a kernel that waits for one group of the matmul's rows
+(FlashOverlap, arXiv 2504.19519). The matmul signals when a group is stored. An ordinary collective follows each waiting
+kernel (``lowerings.wave_groups.launch``).
 
 The paper lets the tiles of a vendor's matmul end in any order and stores them permuted. Here the order is chosen. A
 group is some neighbouring bands of ``BLOCK_M`` rows of each shard. Groups are multiplied one after the other, and the
@@ -22,7 +22,7 @@ Forward progress. The matmul waits for nothing, so it ends wherever it was start
 kernel is launched after the matmul, so it cannot hold up the matmul even if ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts both
 into one hardware queue. The waiting kernel needs room for one warp, and finds it on the SMs that the matmul leaves
 free. Without such SMs it would run when the matmul's blocks end. Its wait is bounded (``signals``). A collective
-follows its rank's waiting kernel on the same stream, and waits for peers whose matmuls end likewise.
+follows its rank's waiting kernel on the same stream, and waits for peers, whose matmuls also end.
 
 Memory ordering. Tiles are stored by bulk stores and ``store_fence``, or by ordinary stores; then comes ``add_flag``
 (barrier, release). The waiting kernel acquires the last addition, and with it all additions before: additions to a

@@ -8,7 +8,7 @@ share, such as the shape, pattern, schedule, transport and parameters::
     g0: all_gather bfloat16 [2048, 8192] in all_gather_matmul by ring/p2p (route=ring, sub_chunks=4)
     g0: all_reduce bfloat16 kept
 
-Sizes are those of what moves, which are equal on all ranks. Symbols are named in order of appearance (``d0``),
+Sizes are those of the data that moves. They are equal on all ranks. Symbols are named in order of appearance (``d0``),
 because ranks may have named the same size differently. Groups are named the same way (``g0``): the groups along one dim
 of a mesh have different names, but all play the same part.
 """

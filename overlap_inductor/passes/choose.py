@@ -90,8 +90,8 @@ def _served(choice: Choice) -> tuple[int, int]:
 def choose(
     sites: list[OverlapSite], config: OverlapConfig, refusal: str | None, failed: dict[str, Reason]
 ) -> tuple[list[DecidedSite], list[DecidedSite]]:
-    """Decide every site: ``(all sites with their decisions, those to overlap)``. ``refusal`` and ``failed`` are as in
-    ``find_and_choose``."""
+    """Decide every site. Returns ``(all sites with their decisions, the sites to overlap)``. ``refusal`` and ``failed``
+    are as in ``find_and_choose``."""
     context = legality.Context(config, refusal)
     decided = [_decide(site, config, context, failed) for site in sites]
     planner.fit_workspace(_overlapped(decided), config)

@@ -278,9 +278,9 @@ def _is_operand(node: fx.Node) -> bool:
 
 
 def consumers_of(follower: Follower) -> list[GatherConsumer]:
-    """The matmuls that ``follower`` found and that can be cut. A matmul cannot be cut in two cases: another of its
-    inputs is computed from the received tensor, too, or a later reshape split the shards' atoms. For each such matmul,
-    an obstacle is added to ``follower.obstacles``."""
+    """The matmuls that ``follower`` found and that can be cut. A matmul cannot be cut in two cases. Either another of
+    its inputs is computed from the received tensor, too. Or a later reshape split the shards' atoms. For each such
+    matmul, an obstacle is added to ``follower.obstacles``."""
     collective = follower.collective
     known: dict[fx.Node, bool] = {}
     consumers = []

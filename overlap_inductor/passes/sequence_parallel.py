@@ -64,9 +64,9 @@ FAILURE = "overlap_inductor_sequence_parallel_failure"
 SAME = "overlap_inductor_same_on_all_ranks"
 """Metadata of an input that must be the same on all ranks of a group: the group's name."""
 CLEARLY = 4
-"""A graph that is compiled for few tokens keeps its all-reduces. It serves all numbers of tokens up to a limit, which
-is at least this many times the number at which the rewrite may begin to pay. Just above that number the rewrite rarely
-pays, and one more graph costs a compile."""
+"""A graph that is compiled for few tokens keeps its all-reduces. It serves all numbers of tokens up to a limit. The
+limit is at least this many times the number at which the rewrite may begin to pay. Just above that number the rewrite
+rarely pays, and one more graph costs a compile."""
 Numbered = list[tuple[int, Stretch]]
 
 

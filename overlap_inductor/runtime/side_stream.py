@@ -20,8 +20,8 @@ from overlap_inductor.torch_compat import symmetric
 
 
 class SideStream:
-    """Work that is launched inside ``with side:`` runs after the work that is already on the current stream, and
-    concurrently with work that is launched there later. ``join`` makes the current stream wait for the side stream.
+    """Work launched inside ``with side:`` runs after the work that is already on the current stream. It runs
+    concurrently with later work on the current stream. ``join`` makes the current stream wait for the side stream.
 
     Every use ends with ``join`` before the op returns. So tensors used on the side stream may be freed on the current
     stream. A CUDA graph that is captured on the current stream holds the side stream's work. Two events are enough,

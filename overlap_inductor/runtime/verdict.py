@@ -45,7 +45,7 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     """
     call_board.publish(states, plan)
     begun = time.monotonic()
-    # For a known plan, the limit is that of a transfer. At a first call it is another one, because other ranks may
+    # For a known plan, the limit is the limit of a transfer. At a first call it is another one, because other ranks may
     # still compile.
     limits = [seconds_to_wait(s.group, plan, known) for s in states]
     found, behind = list[dict[int, str]](), [""] * len(states)
@@ -310,7 +310,7 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
 
 def seconds_to_wait(group: dist.ProcessGroup, plan: ExchangePlan, known: bool) -> float:
     """Seconds to wait for the other ranks. For a known plan, it is the group's timeout. For a new plan, it is the
-    configuration's ``agreement_timeout``, but at most half of the group's timeout, so that the collectives of peers do
-    not time out first."""
+    configuration's ``agreement_timeout``, but at most half of the group's timeout. So the collectives of peers do not
+    time out first."""
     longest = call_board.timeout(group)
     return longest if known else min(float(plan.config.get("agreement_timeout", DEFAULT_TIMEOUT)), longest / 2)

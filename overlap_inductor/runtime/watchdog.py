@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog: a daemon thread of the process that reads the fault records of its groups, so that a fault is reported
-even if no overlap op follows.
+"""The watchdog: a daemon thread that reads the fault records of the process's groups. So a fault is reported even if no
+overlap op follows.
 
 The next overlap call raises a fault by itself (``FaultRecord.check``). But some programs never make another overlap
 call. A program may only replay a CUDA graph, or the call that failed may be its last one. Or the program may be stuck
@@ -22,8 +22,8 @@ elsewhere (in a collective whose peer is gone, in a stream wait). A fault is han
    hook do not run then.) A fault may even come at the program's end, while calls are in flight. These calls have
    ``EXIT_SECONDS`` to end. If they still wait for their peers after that, the program also gets exit status 1.
 
-Without a fault, each check by the watchdog reads one word of the host's memory for each group. It makes no CUDA call,
-except an event query for a destroyed group (``runtime.driver.beside_captures``). After a fork the child watches
+Without a fault, each check by the watchdog reads one word of the host's memory for each group. It makes only one kind
+of CUDA call: an event query for a destroyed group (``runtime.driver.beside_captures``). After a fork the child watches
 nothing, because it cannot use the GPU. The watchdog cannot run while another thread blocks and holds Python's lock.
 """
 

@@ -111,8 +111,8 @@ class GroupWorkspace:
         faults: the group's fault record.
         patience_ns: how long a kernel waits for a peer, ns: the group's timeout.
         blocks: the number of SMs of the device.
-        without_room: sites of plans whose workspace would have exceeded the limit. They run without overlap, unless an
-            earlier plan gave them a slot that suffices.
+        without_room: sites of plans whose workspace would have exceeded the limit. They run without overlap. But if an
+            earlier plan gave a site a slot that suffices, the site uses this slot.
         prepared: requests of plans that ``prepare`` has handled, as JSON texts.
     """
 

@@ -51,7 +51,7 @@ _NAMESPACES = (*operators.FUNCTIONAL_COLLECTIVES, "c10d_functional", "c10d", "_d
 
 def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
     """``(kind, why it cannot be a site, or None)`` if ``node`` is a collective, else ``None``. Every op in
-    ``_NAMESPACES`` counts as a collective unless ``_NOT_MOVING`` lists it, even an unknown one."""
+    ``_NAMESPACES`` that ``_NOT_MOVING`` does not list counts as a collective, even an unknown one."""
     namespace, name = operators.qualified_name(node)
     if namespace not in _NAMESPACES or name in _NOT_MOVING:
         return None

@@ -80,7 +80,7 @@ def from_text(text: str) -> tuple[Epilogue | None, ...]:
 
 
 def extras_of(epilogues: Sequence[Epilogue | None], extras: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Split the ``extras`` of all results into those of each result."""
+    """Split the ``extras`` of all results: one list for each result."""
     counts = [0 if e is None else len(e.extras) for e in epilogues]
     return [list(extras[sum(counts[:i]) : sum(counts[: i + 1])]) for i in range(len(counts))]
 

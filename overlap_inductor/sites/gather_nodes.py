@@ -144,8 +144,8 @@ class GatherNodes(SiteNodes):
         return False
 
     def between(self) -> set[fx.Node]:
-        """The nodes between the wait and the matmuls: the gathered operands, and every node that depends on the wait
-        and from which such an operand is computed."""
+        """The nodes between the wait and the matmuls. These are the gathered operands, and the nodes on the way from
+        the wait to such an operand."""
         known: dict[fx.Node, bool] = {}
         found: set[fx.Node] = set()
         pending = [c.operand_node for c in self.consumers]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``LookupNode`` presents a lookup in an embedding table, or the gradient of a table, as a matmul.
 
-A lookup is a matmul whose left operand has few nonzeros: row i of the selection says which rows of the table are added,
-and with which weights. So a lookup has M bags, N columns and K rows of the table::
+A lookup is a matmul whose left operand, the selection, has few nonzeros. Row i of the selection says which rows of the
+table are added, and with which weights. So a lookup has M bags, N columns and K rows of the table::
 
     embedding, embedding_bag    out[bags, width]   = selection[bags, rows] @ table[rows, width]
     embedding_gradient          out[rows, width]   = selection^T[rows, bags] @ gradient[bags, width]

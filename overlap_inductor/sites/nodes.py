@@ -163,8 +163,8 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def order_sent(self) -> tuple[Layout, Layout] | None:
-        """``(layout of the site's pieces, layout of the tensor that the collective sends or receives as written,
-        without padding that this rank appends)``; ``None`` if they cannot differ."""
+        """``(layout of the site's pieces, layout of the tensor that the collective as written sends or receives)``.
+        Both are without padding that this rank appends. ``None`` if they cannot differ."""
 
     @abstractmethod
     def computed_ahead(self) -> list[str]:

@@ -48,7 +48,7 @@ def overlap_inductor(
 
 
 def _config_with(ours: dict[str, Any]) -> OverlapConfig:
-    """The switches in force, with those of ``torch.compile``'s options on top."""
+    """The switches in force. Switches among the options of ``torch.compile`` come first."""
     current = install.effective()
     try:
         return dataclasses.replace(current, **ours) if current else OverlapConfig.from_environment(**ours)

@@ -26,11 +26,11 @@ class RanksError(ConfigError):
 @contextmanager
 def one_process_as(ranks: int, fixed: bool, most: int | None = None) -> Iterator[None]:
     """In this context, every process group that the program makes has the ``fake`` backend. This process is rank 0 of
-    the default group, unless the program passes another ``rank``. The environment variables of ``torchrun`` are set to
-    match. At the end the variables are restored and the default group is destroyed.
+    the default group. If the program passes another ``rank``, it is that rank. The environment variables of
+    ``torchrun`` are set to match. At the end the variables are restored and the default group is destroyed.
 
     Args:
-        ranks: size of the default group, unless the program passes a ``world_size``.
+        ranks: size of the default group. If the program passes a ``world_size``, that is the size.
         fixed: True if a ``world_size`` other than ``ranks`` raises ``RanksError``.
         most: the largest ``world_size`` that the program may ask for. A larger one raises ``RanksError``. ``None``: no
             limit.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluates the values (``meta["val"]``) of the nodes that a rewrite creates. Equal nodes are evaluated once, and
-Inductor does not evaluate a node again after the pass unless an argument of the node has changed (``up_to_date``).
+"""Evaluates the values (``meta["val"]``) of the nodes that a rewrite creates. Equal nodes are evaluated once. After the
+pass, Inductor evaluates a node again only if an argument of the node has changed (``up_to_date``).
 
 Each layer has the same steps: the same operators on tensors of the same sizes. So the sizes of a fake function's result
 are remembered, and the next equal node gets a new fake tensor of those sizes without another evaluation. Views, and

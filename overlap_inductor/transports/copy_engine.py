@@ -14,7 +14,7 @@ flag").
 
 Without a credit. A kernel that stores checks whether it may (``kernels.signals.may_store``). A queued copy cannot
 check. The wait for a credit ends without one if it times out, or if the group was aborted: then every wait ends at
-once. The copy then runs, and so do the copies of all calls that are queued by then. Three things hold in that case:
+once. The copy then runs, and the copies of all calls that are queued by then run, too. Three things hold in that case:
 
 * No rank takes the copied rows for valid rows. Their flag is copied from a word that holds no call's number
   (``announce``).

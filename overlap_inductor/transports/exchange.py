@@ -129,7 +129,8 @@ class Exchange:
         return [message for message in found if message.tensor.numel()]
 
     def wait(self, index: int) -> None:
-        """Wait until hop ``index`` is complete. Then what it received may be read, and what it sent may be overwritten.
+        """Wait until hop ``index`` is complete. Then the received pieces may be read, and the sent pieces may be
+        overwritten.
 
         Raises:
             TransferError: a message failed, or the hop was not started or was waited for before.
@@ -205,8 +206,9 @@ def open_uneven(
     transport: str = "",
 ) -> Exchange:
     """``open_exchange`` for slots of different sizes, given by ``places`` (see ``Exchange``). It opens an exchange even
-    if this rank sends and receives nothing: other ranks may send or receive, and an exchange has the same number on all
-    ranks. All ranks call it together (``Exchanges.join``). Also raises ``TransferError`` if a rank does not join."""
+    if this rank sends and receives nothing. Other ranks may send or receive, and all ranks must count the same
+    exchanges. All ranks call it together (``Exchanges.join``). Also raises ``TransferError`` if a rank does not
+    join."""
     moved_by = transport_named(Exchanges, transport)
     try:
         moved_by.join(group, buffer.device)

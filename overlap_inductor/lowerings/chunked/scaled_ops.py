@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of schedule ``chunked`` for fp8 (``_scaled_mm``), with tensor-wise or row-wise scales. Otherwise they are
-like those of ``one_op.ops``.
+like the ops of ``one_op.ops``.
 
 Shapes (W ranks, this rank's view): ``shard [m, K]``, ``lhs [W*m, K]`` (in an all-reduce any number of rows), ``rhs [K,
 N]`` column-major, all fp8. Scales are fp32. Either both scales have one element, or ``scale_a [rows, 1]`` has one

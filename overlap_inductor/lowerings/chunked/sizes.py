@@ -35,8 +35,8 @@ TFLOP/s against 379 GB/s and 5 us for each piece.)"""
 
 
 def transfer_ratio(sent_itemsize: int, operand_itemsize: int, other: int) -> float:
-    """Time of a shard's transfer divided by that of its matmul. Item sizes in bytes. ``other``: the dimension that is
-    not sent: the columns of the right operand (gather), or K (scatter)."""
+    """Time of a shard's transfer, divided by the time of its matmul. Item sizes in bytes. ``other``: the dimension that
+    is not sent: the columns of the right operand (gather), or K (scatter)."""
     return sent_itemsize * FLOPS_A_BYTE * (2 / operand_itemsize) / (2 * other)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of schedule ``chunked`` for a sum of matmuls that is reduced once. Otherwise they are like those of
+"""The ops of schedule ``chunked`` for a sum of matmuls that is reduced once. Otherwise they are like the ops of
 ``one_op.ops``. If several layers read one tensor (q, k and v; gate and up), their backward has such sums.
 
 Shapes (W ranks, this rank's view): each ``lhs [W*m, K_i]`` (in an all-reduce any number of rows), ``rhs [K_i, N]``,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define ops that run an all-to-all of equal slices and its matmuls inside one op. Otherwise they are like those of
+"""Define ops that run an all-to-all of equal slices and its matmuls inside one op. Otherwise they are like the ops of
 ``one_op.ops``.
 
 Shapes (W ranks, this rank's view): ``sent [W*m, K]`` has a slice of rows for each rank. The product ``lhs @ rhs`` has a

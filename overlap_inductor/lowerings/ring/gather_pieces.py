@@ -201,7 +201,8 @@ class EpiloguePieces:
     def finish(self) -> dict[fx.Node, fx.Node]:
         results = {}
         for node, pieces in self.pieces.items():
-            # All matmuls have the output's rows. The pieces are placed as those of a matmul with the output's width.
+            # All matmuls have the output's rows. So the pieces are placed like the pieces of a matmul that has the
+            # output's width.
             width = tools.shape(node)[-1]
             consumer = next(c for n, c in self.base.items() if same_size(tools.shape(n)[-1], width))
             whole = consumer.assemble(pieces)

@@ -3,8 +3,8 @@
 ``lowerings.ring.looped_reduce_ops``.
 
 ``lowerings.one_op.reduce_rows`` writes the ops of other schedules; both share ``lowerings.reduced_rows``. Looping ops
-differ from those in three ways. They can add a bias that has the result's shape. They can reduce in another dtype than
-the matmuls'. They compute no fp8 matmuls.
+differ from those ops in three ways. They can add a bias that has the result's shape. They can reduce in another dtype
+than the matmuls'. They compute no fp8 matmuls.
 """
 
 from __future__ import annotations

@@ -224,8 +224,8 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     refused.
 
     Ranks may unroll different sites in two cases. First, a looping op may be able to compute a site on some ranks only.
-    Second, a site's numbers of pointwise ops on two ranks may lie on both sides of a multiple of 8. If one rank unrolls
-    a site and another runs its looping op, they can exchange data as long as both send the same pieces on the same
+    Second, a site's numbers of pointwise ops on two ranks may lie on both sides of a multiple of 8. One rank may unroll
+    a site while another runs its looping op. They can exchange data as long as both send the same pieces on the same
     route. The ranks' plans differ if they cut the site differently, if the unrolled accumulator travels, or if only the
     looping op computes nodes before it sends. They also differ if one rank refuses the site. Then all ranks run the
     graph without overlap.

@@ -9,9 +9,9 @@ fastest of these calls is kept. All ranks use the measurements of the group's fi
 alike on that rank share a plan. The inner size and the bias may differ on other ranks: a partition cuts rows, and all
 ranks have the same number of rows.
 
-The first call also loads every kernel before any of them waits, because loading a module waits for the device. (A
-kernel for another inner size or bias is loaded by the matmul of the first call that needs it, before any kernel of that
-call waits.)
+The first call also loads every kernel before any of them waits, because loading a module waits for the device. (Another
+inner size or bias needs another kernel. The matmul of the first call with it loads this kernel, before any kernel of
+that call waits.)
 """
 
 from __future__ import annotations

@@ -135,9 +135,9 @@ class RowFinder:
         self.held[node] = rows
 
     def _others(self, node: fx.Node, rows: Rows) -> dict[fx.Node, frozenset[fx.Node]]:
-        """The tensors that ``node`` reads and that are not held as rows, each with the inputs from which it is computed
-        (``SameValues.inputs_of``). Raises ``NotRowWise`` if one of the tensors, or a number that ``node`` computes
-        with, may differ between ranks."""
+        """``{tensor: inputs}`` of the tensors that ``node`` reads and that are not held as rows. ``inputs``: the
+        graph's inputs from which the tensor is computed (``SameValues.inputs_of``). Raises ``NotRowWise`` if one of the
+        tensors, or a number that ``node`` computes with, may differ between ranks."""
         if tools.is_pointwise(node) or node.target is aten.full_like.default:
             _same_numbers(node, rows.tokens)
         known = (rows.tokens.group_name, frozenset(symbols_of(rows.tokens.count)))
