@@ -93,8 +93,8 @@ _local = _Local()
 
 
 def current() -> CompileScope | None:
-    """The scope of the compile in progress on this thread, or ``None`` if there is none. If compiles nest, the
-    innermost."""
+    """The scope of the compile in progress on this thread, or ``None`` if there is none. If compiles nest, the scope of
+    the innermost one."""
     return _local.scope
 
 

@@ -35,12 +35,12 @@ with all blocks resident. All waits are bounded (``signals``).
 
 Memory ordering. A tile is stored by bulk stores. Then come ``store_fence``, a barrier, and one thread's releasing add
 to a word of ``ready``, at GPU scope. A block that sends or sums the tile acquires that word and clears it, and loads
-past L1. ``product`` may be ``out`` (if shards are whole tiles). A peer's finished tile is stored there only after its
-flag. The peer sets the flag when it has received this rank's tiles of that band, so these tiles have been read by then.
-An own tile is stored by the threads that have summed it. Stores to peers are ordinary stores, followed by
-``count_and_signal``. The workspace is written again only after the credits that the last block gives, and ``product``
-only by the next call on the stream. CUDA graphs: flags are compared with the number of the call, which is read from
-device memory and incremented by the last block."""
+past L1. ``product`` may be ``out`` (if shards are whole tiles). A peer's finished tile is stored there only after the
+tile's flag has arrived. The peer sets the flag when it has received this rank's tiles of that band, so these tiles have
+been read by then. An own tile is stored by the threads that have summed it. Stores to peers are ordinary stores,
+followed by ``count_and_signal``. The workspace is written again only after the credits that the last block gives, and
+``product`` only by the next call on the stream. CUDA graphs: flags are compared with the number of the call, which is
+read from device memory and incremented by the last block."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GRO
 
 @triton.jit
 def _is_there(flag, target):
-    """Whether a flag has reached ``target``, with the same answer for all threads. If it has, what was written before
-    it may be loaded."""
+    """Whether a flag has reached ``target``, with the same answer for all threads. If it has, the data that were
+    written before the flag may be loaded."""
     there = reached(tl.atomic_add(flag, 0, sem="acquire", scope="sys"), target)
     tl.debug_barrier()
     return there

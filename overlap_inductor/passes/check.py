@@ -192,8 +192,8 @@ def _mutation(site: OverlapSite, context: Context) -> str | None:
 
 @check("hoist")
 def _hoist(site: OverlapSite, context: Context) -> str | None:
-    """Refuse a site if its matmuls' operands cannot be computed before its steps. They cannot if this would move a
-    node that may not be moved, or would make the site and an accepted one wait for each other."""
+    """Refuse a site if its matmuls' operands cannot be computed before its steps. There are two such cases. A node that
+    may not be moved would have to move. Or the site and an accepted site would wait for each other."""
     placement = site.nodes.place()
     if placement is None:
         return None

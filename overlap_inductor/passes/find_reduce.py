@@ -67,8 +67,8 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
                 "not_plain_scatter",
                 f"piece {i} takes every {piece.step}th row on dim {piece.dim}; expected consecutive rows",
             )
-        # Pieces of a symbolic dim other than 0 are equal, because ``cat`` on dim 0 requires it. That they cover the dim
-        # is not checked.
+        # Pieces of a symbolic dim other than 0 are equal, because ``cat`` on dim 0 requires it. It is not checked that
+        # the pieces cover the dim.
         equal = piece.dim != 0 if isinstance(size, torch.SymInt) else shard * world_size == size
         same = source is None or (piece.base is source and piece.dim == dim)
         if not same or not (equal or same_size(shard * world_size, size)):

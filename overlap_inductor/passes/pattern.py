@@ -78,13 +78,13 @@ class Search(Protocol):
     def collectives(self) -> Mapping[fx.Node, tuple[fx.Node, str, CollectiveNode | Reason]]: ...
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of the sites found so far and of all sites of early patterns, without those of sites in
+        """The matmuls of the sites found so far and of all sites of early patterns, without the matmuls of sites in
         ``SiteFinder.idle``."""
         ...
 
     def taken(self) -> set[fx.Node]:
         """The collectives of the sites found so far and of all sites of early patterns. A pattern whose sites have
-        several collectives must not claim one of these."""
+        several collectives must not claim a collective that is in this set."""
         ...
 
 

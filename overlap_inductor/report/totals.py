@@ -82,8 +82,8 @@ def of_decision(decision: Decision) -> Times | None:
 
 
 def of_report(report: OverlapReport) -> Times | None:
-    """The times of all sites that are overlapped (in mode ``report``: that would be), at the example's sizes. ``None``
-    if there is no such site, or if one of them was not estimated."""
+    """The times of all sites that are overlapped (in mode ``report``: that would be overlapped), at the example's
+    sizes. ``None`` if there is no such site, or if one of them was not estimated."""
     return added(of_decision(s.decision) for s in report.sites if moves(s.decision))
 
 

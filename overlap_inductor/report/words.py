@@ -193,7 +193,7 @@ def mode_on(report: OverlapReport) -> str:
     """What mode ``on`` would do with a graph that mode ``report`` has left alone:
     ``; mode on would run the plan below``. Empty if mode ``on`` would change nothing."""
     if any(reason.code == "report_mode" for stretch in report.stretches for reason in stretch.reasons):
-        return "; mode on would first rewrite a stretch, so its sites and their plans would be others"
+        return "; mode on would first rewrite a stretch, so the graph would have other sites and plans"
     return "; mode on would run the plan below" if any(map(_planned, (s.decision for s in report.sites))) else ""
 
 

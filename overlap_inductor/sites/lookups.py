@@ -2,7 +2,7 @@
 """``LookupNode`` presents a lookup in an embedding table, or the gradient of a table, as a matmul.
 
 A lookup is a matmul whose left operand, the selection, has few nonzeros. Row i of the selection says which rows of the
-table are added, and with which weights. So a lookup has M bags, N columns and K rows of the table::
+table are added, and with which weights. So M counts the bags, N the columns of the table, and K the rows of the table::
 
     embedding, embedding_bag    out[bags, width]   = selection[bags, rows] @ table[rows, width]
     embedding_gradient          out[rows, width]   = selection^T[rows, bags] @ gradient[bags, width]

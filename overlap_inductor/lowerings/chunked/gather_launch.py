@@ -50,8 +50,8 @@ from overlap_inductor.transports.transport import PeerCopies
 from overlap_inductor.transports.transport import Send
 
 End = Callable[[Sequence[torch.Tensor]], None]
-"""Ends a call, given its results. If the group was aborted it sets them to NaN: neither a vendor's matmul nor a copy
-looks at an abort word."""
+"""Ends a call, given the call's results. If the group was aborted, it sets the results to NaN: neither a vendor's
+matmul nor a copy looks at an abort word."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,8 @@ def _gather_into(
 
 def _hand_out(workspace: torch.Tensor, gathered: torch.Tensor, start: int, stop: int) -> None:
     """Copy all rows but this rank's own, ``start`` to ``stop - 1``, from the workspace to ``gathered``. The copy runs
-    after the own shard has been sent, during the last chunk's matmuls. They hide a part of it: more than half for 2048
-    tokens, a third for 8192 (2 H200s, ``bench/results/handed_out.jsonl``)."""
+    after the own shard has been sent, during the last chunk's matmuls. These matmuls hide a part of the copy: more than
+    half for 2048 tokens, a third for 8192 (2 H200s, ``bench/results/handed_out.jsonl``)."""
     gathered[:start].copy_(workspace[:start])
     gathered[stop:].copy_(workspace[stop:])
 

@@ -104,7 +104,7 @@ class GroupedRows:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether ``node`` is neither an input or a constant of the graph, nor a view of one."""
+    """False if ``node`` is an input or a constant of the graph, or a view of one; else true."""
     while True:
         piece = piece_of(node)
         if piece is not None:
