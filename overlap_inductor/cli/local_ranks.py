@@ -131,7 +131,7 @@ def _watch(ranks: list[_Rank], timeout: float, on_wait: Callable[[], None]) -> N
 
 
 def _first_to_blame(failed: list[_Rank]) -> _Rank:
-    """The failed rank to report. This is the first rank whose last lines of the log have the word "Traceback" and do
+    """The failed rank to report. This is the first rank for which the last log lines have the word "Traceback" and do
     not name a connection. (Errors about lost peers name a connection.) If there is no such rank, it is the first failed
     rank."""
     blamed = [r for r in failed if "Traceback" in _tail(r) and "onnection" not in _tail(r)]

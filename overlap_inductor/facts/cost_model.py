@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost model estimates the seconds of a site's matmul alone and of its collective alone, from the site's sizes.
 
-Without overlap a site takes ``T_matmul + T_collective``. A schedule hides a part of one behind the other and pays a
-fixed cost. The ``cost.py`` of each schedule says how much stays exposed. Section 1.3 of CommFuse and the gate of XLA's
-windowed einsum use the same form.
+Without overlap a site takes ``T_matmul + T_collective``. A schedule hides a part of one of these times behind the
+other, and pays a fixed cost. The ``cost.py`` of each schedule says how much stays exposed. Section 1.3 of CommFuse and
+the gate of XLA's windowed einsum use the same form.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class SiteSizes:
             An op copies them out of its workspace.
         memory: bytes that lookups in tables read and write. Memory bandwidth limits lookups, not the rate of
             multiplications.
-        skipped: the part of ``flops`` that a schedule's pieces compute and the program as written does not: its causal
-            attention skips hidden keys.
+        skipped: FLOPs, a part of ``flops``, that only a schedule's pieces compute. The causal attention of the program
+            as written skips hidden keys.
     """
 
     flops: float

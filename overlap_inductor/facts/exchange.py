@@ -24,8 +24,8 @@ class ExchangePlan:
 
     Attributes:
         version: version of overlap_inductor.
-        mode: the switch (``off``, ``report``, ``on``, ``strict``). The digest holds only whether it is ``off``, so
-            ``on`` and ``strict`` agree.
+        mode: the switch (``off``, ``report``, ``on``, ``strict``). The digest holds only whether the mode is ``off``,
+            so ``on`` and ``strict`` agree.
         steps: one line for each collective that all ranks of a group call, overlapped or kept, in the order in which
             they are issued. If a site merges all-reduces, each of them has a line. Last comes one line for each rewrite
             that divides tokens among the ranks. There is no line for sends, receives, ops of namespaces ``c10d`` and

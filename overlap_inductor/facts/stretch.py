@@ -28,8 +28,8 @@ class StretchFacts:
     """A stretch of one joint graph or inference graph, the same on every rank.
 
     Attributes:
-        id: the same on every rank and in every run. If the stretch is rewritten, a site at one of its collectives names
-            it as ``derived_from``.
+        id: the same on every rank and in every run. If the stretch is rewritten, a site at one of the stretch's
+            collectives names the stretch as ``derived_from``.
         module: path of the module of the first all-reduce.
         ranks: global ranks of the group.
         tokens: number of tokens that the ranks divide, an int or an expression.

@@ -118,8 +118,9 @@ def _after(piece: Any, token: Any) -> Any:
 def _remaining(name: str) -> str:
     """The name of a buffer that the kernel of buffer ``name`` writes and that Inductor keeps.
 
-    A step's token is an output of its kernel that no kernel reads. Inductor removes such an output, and with it each
-    scheduling edge from it. So the edge starts at an argument that the step writes in place.
+    A step's token is an output of the step's kernel, and no kernel reads the token. Inductor removes such an output,
+    and also each scheduling edge that starts at the output. So the edge starts at an argument that the step writes in
+    place.
     """
     buffer = V.graph.get_buffer(name)
     if isinstance(buffer, ir.MultiOutput):

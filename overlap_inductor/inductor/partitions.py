@@ -92,7 +92,8 @@ def _transfer(kernel: Any) -> str | None:
 
 
 def _maker(buffer: Any) -> str:
-    """The name of the op that computed ``buffer``, which may be a view of its result or one of several results."""
+    """The name of the op that computed ``buffer``. ``buffer`` may be a view of the op's result, or one of several
+    results."""
     from torch._inductor import ir
 
     while not isinstance(buffer, ir.FallbackKernel):

@@ -73,7 +73,8 @@ def find_and_choose(
 
 
 def _idle_owners(choice: Choice) -> set[str]:
-    """Names of the first collectives of sites that are not overlapped although a reducing site left them a matmul."""
+    """The sites to which a reducing site left a matmul, but which are not overlapped. Returns the name of each site's
+    first collective."""
     taken, left = {s.facts.id for s in choice.chosen}, choice.found.left
     return {
         s.collectives[0].node.name

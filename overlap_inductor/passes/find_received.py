@@ -76,8 +76,8 @@ def _uneven(collective: CollectiveNode, given: Layout) -> tuple[Received | None,
 
 
 def _wire(given: Layout, read: Layout) -> Layout:
-    """The layout of what is sent: a slice for each rank, with its elements in the order of ``read``. If ``read`` does
-    not hold the same elements as ``given``, they are in the order of ``given``."""
+    """The layout of what is sent: a slice for each rank, with its elements in the order of ``read``. If ``read`` and
+    ``given`` do not hold the same elements, the order is that of ``given``."""
     rank, atoms = next(a for a in given.flat() if a.rank), given.without_rank().flat()
     wanted = read.without_rank().flat()
     if {id(a) for a in wanted} == {id(a) for a in atoms}:

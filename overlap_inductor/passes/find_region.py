@@ -195,7 +195,7 @@ def find(
 
 class _Dims:
     """The matmuls' dims in atoms. ``of`` gives the dim of each atom, by ``_key``. ``runs`` holds, for each dim, the
-    runs of atoms that it may consist of: those of the matmuls, and those of each ``cat``."""
+    runs of atoms of which the dim may consist: the runs of the matmuls and of each ``cat``."""
 
     def __init__(self, tracer: _RegionTracer) -> None:
         first, *others = tracer.leaves

@@ -38,7 +38,8 @@ class Part:
     """What a node holds.
 
     Attributes:
-        layout: the node's dims in atoms of the gathered tensor, or of what the cuts left of them.
+        layout: the node's dims in atoms of the gathered tensor. An atom that was cut is replaced by the part that the
+            cut left.
         cuts: the cuts of each rank's shard, in order.
         rank: the number of the one rank whose elements these are; ``None`` if they are those of all ranks.
     """
@@ -162,7 +163,8 @@ class PartFollower:
 
 
 def _index_of(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """``(tensor, dim, index)`` if ``node`` is one index of a dim, which it no longer has; else ``None``."""
+    """``(tensor, dim, index)`` if ``node`` selects one index of a dim, so that its result lacks this dim; else
+    ``None``."""
     if node.target is aten.select.int:
         source, dim, index = node.args
     elif node.target is getitem and isinstance(node.args[0], fx.Node) and node.args[0].target is aten.unbind.int:

@@ -286,7 +286,7 @@ class Rewriter:
 
 
 def _exposed(sites: list[DecidedSite]) -> dict[str, float]:
-    """By site: the estimated seconds of its transfers that its matmuls do not hide."""
+    """``{site's id: estimated seconds of the site's transfers that the site's matmuls do not hide}``."""
     found = {}
     for site in sites:
         estimate, schedule = site.decision.moving.estimate_us, site.decision.moving.schedule

@@ -359,5 +359,5 @@ def same_inputs_of(graph: fx.Graph) -> list[list[Any]]:
 
 
 def failures_of(graph: fx.Graph) -> list[Failure]:
-    """The error of the rewrite of the joint graph that ``graph`` was cut from, if it failed."""
+    """If the rewrite of the joint graph from which ``graph`` was cut failed: the error."""
     return [Failure(**n.meta[FAILURE]) for n in graph.nodes if FAILURE in n.meta]

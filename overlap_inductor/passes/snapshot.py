@@ -24,7 +24,7 @@ def rewrite_or_restore(
 
     Returns:
         What ``Rewriter.apply`` returns, or the failure. The failure names the site that failed, or the two sites of the
-        seam that failed (stage ``seam``), or all sites if it happened outside any of them.
+        seam that failed (stage ``seam``), or all sites if the failure happened outside any site.
     """
     snapshot = Snapshot(graph)
     try:

@@ -34,9 +34,9 @@ happen if both allocations begin at the same address, or in expandable segments 
 
 Forward progress. When launches are started one by one, sends precede waits in every hardware queue of the device. In a
 graph, only edges order the nodes, and its branches run at the same time. A call's graph has two branches and needs two
-queues, so nothing is replayed with ``CUDA_DEVICE_MAX_CONNECTIONS=1``. If copies take turns, it has three branches;
-copies take turns only where there are three queues or more. A graph's copies run on copy engines, including the copies
-that set flags (``tests.gpu.check_stress`` on driver 580).
+queues, so nothing is replayed with ``CUDA_DEVICE_MAX_CONNECTIONS=1``. If copies take turns, the graph has three
+branches. Copies take turns only where there are three queues or more. A graph's copies run on copy engines, including
+the copies that set flags (``tests.gpu.check_stress`` on driver 580).
 
 Captures run on their own thread. They begin on a stream, and allocate from a memory pool, that nothing else uses. The
 vendor's matmul library has one workspace for each thread and stream. Two kinds of workspace would be overwritten: one

@@ -294,7 +294,8 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
         try:
             values = call_board.values(state, plan, time.monotonic() + seconds_to_wait(state.group, plan, known=False))
         except Overwritten:
-            # A rank that is so far ahead has not waited for this rank, so it is not inside an exchange with it.
+            # A rank that is so far ahead has not waited for this rank. So that rank is not inside an exchange with this
+            # one.
             continue
         plans = call_board.plans(state, values, plan)
         others = {global_rank(state.group, r): p for r, p in plans.items() if p.overlaps}

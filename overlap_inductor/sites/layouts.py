@@ -113,8 +113,8 @@ class Layout:
 
     @classmethod
     def uneven(cls, rows: Size, others: Sequence[Atom]) -> Layout:
-        """A tensor ``[rows, ...]`` whose dim 0 is cut into a part for each rank, of any number of rows. ``others``: the
-        atoms of the other dims."""
+        """A tensor ``[rows, ...]`` whose dim 0 is cut into a part for each rank. A part may have any number of rows.
+        ``others``: the atoms of the other dims."""
         return cls(((Atom(rows, rank=True, uneven=True),), *((atom,) for atom in others)))
 
     def refined(self) -> Layout:

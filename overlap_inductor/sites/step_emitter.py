@@ -147,8 +147,8 @@ class StepEmitter:
 
 @dataclass(frozen=True)
 class Block:
-    """A sub-chunk of one rank's shard along a sharded dim (``ShardedDim``): ``outer_length`` outer indices from
-    ``outer_start`` on, and for each of them ``length`` rows from ``start`` on."""
+    """A sub-chunk of one rank's shard along a sharded dim (``ShardedDim``). It has ``outer_length`` outer indices from
+    ``outer_start`` on. For each of these, it has ``length`` rows from ``start`` on."""
 
     start: Size
     length: Size

@@ -26,10 +26,10 @@ from overlap_inductor.transports.transport import PeerCopies
 from overlap_inductor.transports.transport import Share
 
 TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
-"""Copies of pieces of at least this many bytes take turns, because this then gains more than it costs. The first number
-is for reductions, the second for gathers. On 8 H200s a reduction gains nothing at 4 MiB, 12 % at 8 MiB and 20 % at 16
-MiB. In a gather all copies begin at once, and the first matmul waits for the first copy. A gather loses 7 % at 8 MiB
-and gains 10 % (host time included) from 16 MiB on."""
+"""Copies of pieces of at least this many bytes take turns, because turns then gain more than they cost. The first
+number is for reductions, the second for gathers. On 8 H200s a reduction gains nothing at 4 MiB, 12 % at 8 MiB and 20 %
+at 16 MiB. In a gather all copies begin at once, and the first matmul waits for the first copy. A gather loses 7 % at 8
+MiB and gains 10 % (host time included) from 16 MiB on."""
 TILE = 128, 256
 """Rows and columns of the vendor's tile, which one SM multiplies at a time."""
 Range = tuple[int, int]

@@ -8,8 +8,8 @@ Which sites such an op can compute:
 - The rows can be brought into the ranks' order (``lowerings.rows``).
 - The ranks' parts have equal sizes.
 - A reduction has one matmul. For a sum of several, a schedule may have an op ``<schedule>_sum_<pattern>``.
-- A gather may have several matmuls. The op computes those that ``lowerings.one_op.form.served`` selects, and returns
-  the gathered tensor for the others.
+- A gather may have several matmuls. The op computes the matmuls that ``lowerings.one_op.form.served`` selects. For the
+  other matmuls, it returns the gathered tensor.
 - Only the token count may be dynamic.
 
 A schedule's parameters, workspace and further limits are in its plan module, e.g. ``lowerings.fused.parameters``.

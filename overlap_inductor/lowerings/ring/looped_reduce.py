@@ -64,7 +64,7 @@ def bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
 
 
 def _before_cast(node: fx.Node, nodes: ReduceNodes) -> fx.Node:
-    """The input of the cast whose result is ``node`` or is viewed by ``node``; ``node`` itself if there is no cast.
+    """If ``node`` is a cast, or a view of a cast, the input of this cast. Otherwise ``node`` itself.
 
     Only one cast is skipped, because two casts can round twice.
     """

@@ -2,8 +2,8 @@
 """The looping ops of all-to-alls whose parts have different sizes: ``looped_exchange_ops`` for any number of rows.
 
 ``sent`` and ``received`` are the numbers of rows that this rank sends to each rank and receives from each rank, as
-``all_to_all_single`` takes them. A part may be empty. Its sender and its receiver cut a part into pieces in the same
-way, and a piece without rows is not sent. An op never runs the plain collective instead: the ranks have different
+``all_to_all_single`` takes them. A part may be empty. The sender and the receiver of a part cut it into pieces in the
+same way. A piece without rows is not sent. An op never runs the plain collective instead: the ranks have different
 numbers of rows, so they would not choose alike.
 """
 

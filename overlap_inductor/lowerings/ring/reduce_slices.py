@@ -71,9 +71,9 @@ class Slices:
         return self.in_memory(total)
 
     def in_memory(self, piece: fx.Node) -> fx.Node:
-        """``piece``, written to memory once. Otherwise Inductor could compute a cheap ``piece`` a second time for the
-        op that waits for its hop. That op would keep the second copy alive, and the memory that is being sent could be
-        reused."""
+        """``piece``, written to memory once. Otherwise Inductor could compute a cheap ``piece`` a second time, for the
+        op that waits for the piece's hop. That op would keep the second copy alive, and the memory that is being sent
+        could be reused."""
         if piece.target is overlap.after.default or piece.target in matmuls.KINDS:
             return piece  # Inductor never inlines a matmul into the kernel that reads it.
         return self.emit.call(overlap.after.default, piece, self.after or self.emit.chain)

@@ -5,9 +5,9 @@ with the residual add and RMSNorm that follow.
 Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``residual [M, N]``, ``weight [N]``; results ``[M,
 N]``. All ops return the chain's next token last. ``settings`` is JSON text of those ``SmallParameters`` that are fixed;
 each call's rows decide the others. A call does not run the kernel if it has no rows, or if it is larger than a small
-message. It also does not if the group has no workspace left for it (``runtime.workspace`` logs this). The call then
-runs the plain collective. If a schedule ``beyond`` is given (only without a norm), it runs the op of this schedule
-instead. All ranks choose alike, because rows and workspace are the same on all ranks.
+message. It also does not run the kernel if the group has no workspace left for the call (``runtime.workspace`` logs
+this). The call then runs the plain collective. If a schedule ``beyond`` is given (only without a norm), it runs the op
+of this schedule instead. All ranks choose alike, because rows and workspace are the same on all ranks.
 """
 
 from __future__ import annotations

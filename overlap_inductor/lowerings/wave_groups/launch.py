@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``wave_groups`` runs a matmul on the current stream. While the matmul runs, it starts a collective for each
-group of the matmul's waves (FlashOverlap, arXiv 2504.19519).
+"""Schedule ``wave_groups`` runs a matmul on the current stream. While the matmul runs, the schedule starts a collective
+for each group of the matmul's waves (FlashOverlap, arXiv 2504.19519).
 
 A site's first call plans the site, on all ranks of the group together. The collective's curve (its seconds by bytes) is
 measured once for each group of ranks, transport and kind of collective. The matmul is timed with each number of SMs
@@ -90,7 +90,7 @@ class GroupWaves:
         curves: measured curves, by the transport's name and the collective: all-reduce (``False``) or reduce-scatter
             (``True``).
         chosen: plans, by the sizes that the group's first rank multiplies.
-        first_ranks: for the facts that all ranks know of a site, the key of its plan in ``chosen``. ``chosen`` and
+        first_ranks: ``{facts that all ranks know of a site: key of the site's plan in chosen}``. ``chosen`` and
             ``first_ranks`` have the same keys on all ranks, so all ranks decide together, or none does.
         plans: plans, by site and by the sizes that this rank multiplies there.
     """

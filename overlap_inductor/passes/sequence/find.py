@@ -48,7 +48,7 @@ class Source:
     Attributes:
         result: the node whose rows the reduce-scatter gives: the wait, or the sum of the waits.
         collectives: the all-reduces, in the order in which they are added.
-        adds: the nodes that add their results, ``result`` included; empty for a single all-reduce.
+        adds: the nodes that add the all-reduces' results, ``result`` included; empty for a single all-reduce.
     """
 
     result: fx.Node

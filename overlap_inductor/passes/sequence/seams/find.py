@@ -56,8 +56,8 @@ class Seam:
 
 
 def find(sites: Iterable[DecidedSite]) -> list[Seam]:
-    """The seams among ``sites``. A gather belongs to the last scatter before it from which its rows are computed, and a
-    scatter to the first such gather."""
+    """The seams among ``sites``. A gather goes with the last scatter before it from which the gathered rows are
+    computed. If several gathers go with one scatter, the first of them is taken."""
     found: dict[str, Seam] = {}
     ordered = sorted(sites, key=lambda s: s.collectives[0].node)
     scatters = [s for s in ordered if s.facts.pattern == "matmul_reduce_scatter"]
