@@ -162,7 +162,7 @@ def _one_table(collective: CollectiveNode, also: str = "") -> Reason:
 
 
 def _no_slices(base: fx.Node) -> Reason:
-    text = f"{base.name} is not read slice by slice; expected one slice for each table, all of the same size"
+    text = f"{base.name} is not read in equal slices; expected one slice for each table, all of the same size"
     return Reason("layout", text)
 
 
