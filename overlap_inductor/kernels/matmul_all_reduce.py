@@ -192,7 +192,7 @@ def _copy_tile(
     SLAB: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """Copy tile ``(m, n)`` of a peer's finished shard, with its epilogue, into ``out``. Its shard begins at row
+    """Copy tile ``(m, n)`` of a peer's finished shard, with its epilogue, into ``out``. The peer's shard begins at row
     ``first_row`` of ``out``."""
     one = unless_aborted(1.0, stop)
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)

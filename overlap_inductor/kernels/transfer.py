@@ -107,8 +107,8 @@ def spoil(result, words, stop, BLOCK: tl.constexpr):
     """Set ``result`` (``words`` of 4 bytes) to NaN, in every float format, if the group has been aborted. Grid: any
     number of blocks, on the stream after everything that reads the workspace.
 
-    It is for results of kernels and copies that look at no abort word themselves. Vendors' matmuls and copies run even
-    after waits that were given up, and a replay of a CUDA graph cannot raise an error.
+    This kernel is for results of kernels and copies that look at no abort word themselves. Vendors' matmuls and copies
+    run even after waits that were given up, and a replay of a CUDA graph cannot raise an error.
 
     The look at the abort word also protects what was read from the workspace before. A rank without permission may
     overwrite rows of a call that is still running here, but only after it has set this rank's abort word. That rank's

@@ -16,7 +16,7 @@ multiplied in columns of ``GROUP_M`` bands.
 
 Counting. A block counts all its tiles of a group in one addition, when the next tile that it has claimed belongs to a
 later group. Until then its bulk stores continue under the next tile's matmul. The kernel that waits for a group sets
-the group's counter back to zero. It has ended before the next call begins, because both streams are joined.
+the group's counter back to zero. This kernel has ended before the next call begins, because both streams are joined.
 
 Forward progress. The matmul waits for nothing, so it ends wherever it was started, on however few SMs. The waiting
 kernel is launched after the matmul, so it cannot hold up the matmul even if ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts both

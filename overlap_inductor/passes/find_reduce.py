@@ -13,9 +13,9 @@ leaves, are the region. The finder does not change the graph. Before and after t
 
 Cutting commutes exactly with views and pointwise ops, so each slice of the collective's input is computed from the same
 slice of the matmuls' outputs. The walk ends at an op with which cutting does not commute (a softmax, a sum over rows).
-Its result is read as a plain tensor. This finder finds no site if that result is computed from a matmul of the region.
-The region may also read a tensor of another shape: a scalar, or one value for each column of the matmul. If it reads a
-tensor of any other shape, the finder finds no site.
+The op's result is read as a plain tensor. This finder finds no site if that result is computed from a matmul of the
+region. The region may also read a tensor of another shape: a scalar, or one value for each column of the matmul. If it
+reads a tensor of any other shape, the finder finds no site.
 """
 
 from __future__ import annotations

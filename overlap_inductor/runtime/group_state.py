@@ -51,8 +51,8 @@ class Owner:
         group: a live process group.
         device: the thing's device; ``None`` if a group has one thing of the kind for all devices.
         incarnation: number of earlier groups of the same name for which this process made a thing of this kind (on this
-            device). It is equal on all ranks if all of them make the thing for the same groups. Keys in the store hold
-            this number, because a group may use the same keys as an earlier group of its name.
+            device). This number is equal on all ranks if all of them make the thing for the same groups. Keys in the
+            store hold this number, because a group may use the same keys as an earlier group of its name.
     """
 
     group: dist.ProcessGroup
@@ -65,8 +65,8 @@ class Kind(Generic[Thing]):
 
     Args:
         name: for errors, such as ``"workspace"``.
-        make: makes the thing. It is called once for a group and device, and again if it raised. It may be a collective:
-            the lock that is held during the call is only for this group's name and device.
+        make: makes the thing. ``make`` is called once for a group and device, and again if it raised. It may be a
+            collective: the lock that is held during the call is only for this group's name and device.
         close: called before any thing of a destroyed group is dropped, for example to wait for the group's calls. If
             ``close`` raises, nothing is dropped, and ``close`` is called again when the next thing is made.
     """

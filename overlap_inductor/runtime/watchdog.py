@@ -18,9 +18,9 @@ elsewhere (in a collective whose peer is gone, in a stream wait). A fault is han
    threads are written to standard error. ProcessGroupNCCL's watchdog ends a process in the same way on a timeout
    (``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``, its default).
 4. A program that ends without having been told gets exit status 1, because it may have used results of a kernel that
-   gave up. It does not matter whether its group was destroyed. (Exit hooks that were registered before this module's
-   hook do not run then.) A fault may even come at the program's end, while calls are in flight. These calls have
-   ``EXIT_SECONDS`` to end. If they still wait for their peers after that, the program also gets exit status 1.
+   gave up. It does not matter whether the program has destroyed the group. (Exit hooks that were registered before this
+   module's hook do not run then.) A fault may even come at the program's end, while calls are in flight. These calls
+   have ``EXIT_SECONDS`` to end. If they still wait for their peers after that, the program also gets exit status 1.
 
 Without a fault, each check by the watchdog reads one word of the host's memory for each group. It makes only one kind
 of CUDA call: an event query for a destroyed group (``runtime.driver.beside_captures``). After a fork the child watches

@@ -2,10 +2,10 @@
 """``GroupWorkspace`` holds the objects that the sites of one process group share on this rank. They are the group's
 arena, fault record and patience (the time after which a kernel's wait for a peer times out).
 
-All ranks of the group make it together, because allocating symmetric memory is a collective. They make it at the first
-run of a graph that needs it, after they have agreed on the plan. It lives as long as the group
-(``runtime.group_state``). Calls of a rank run one after the other on its GPU, on any streams and from any threads
-(``runtime.call_order``).
+All ranks of the group make a workspace together, because allocating symmetric memory is a collective. This happens at
+the first run of a graph that needs the workspace, after the ranks have agreed on the plan. The workspace lives as long
+as the group (``runtime.group_state``). Calls of a rank run one after the other on its GPU, on any streams and from any
+threads (``runtime.call_order``).
 """
 
 from __future__ import annotations

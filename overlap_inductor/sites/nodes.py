@@ -62,7 +62,8 @@ class CollectiveNode:
 class MatmulSizes:
     """Sizes of one matmul, ints or symbolic. ``own``: the dims (M, N, K) whose size may differ between ranks.
     ``memory``: for a lookup or a table's gradient, the bytes that it reads and writes; 0 for a matmul. ``causal``:
-    whether the op as written skips the keys (K) that come after a query (M). Its pieces compute these keys."""
+    whether the op as written skips the keys (K) that come after a query (M). The pieces of a schedule compute these
+    keys."""
 
     batch: list[Size]
     m: Size
@@ -173,7 +174,7 @@ class SiteNodes(ABC):
 
     def uneven_rows(self) -> list[Size]:
         """If each rank's part of the collective has its own number of rows: the numbers of rows that this rank sends
-        and receives in all. They may be known only when the graph runs. Empty if all parts are equal."""
+        and receives in all. These numbers may be known only when the graph runs. Empty if all parts are equal."""
         return []
 
     def place(self) -> Placement | None:

@@ -8,7 +8,7 @@ Before and after::
     ->  z = the site's op with epilogue "silu(x) * e0" and extra e
 
 A tail begins at the result of a matmul of a gathered tensor, or of a reduction. It ends at one node, the only node of
-the tail that nodes outside the tail read. It reads at most ``MOST_EXTRAS`` other tensors (extras). Each has the
+the tail that nodes outside the tail read. A tail reads at most ``MOST_EXTRAS`` other tensors (extras). Each has the
 result's shape, or is a row, a column or a single element.
 
 The end must be a tensor that is stored in memory with or without a tail. This is the case if a matmul, a collective or

@@ -81,8 +81,8 @@ def disable() -> None:
 
     Inductor's slots then hold only what others put there, and Inductor's functions are no longer wrapped. (Lowerings of
     ops stay registered.) Graphs that are already compiled stay as they are. If a graph's forward is compiled and its
-    backward is not yet, the backward is compiled without overlap. It keeps overlap if ``backend="overlap_inductor"``
-    compiled the forward.
+    backward is not yet, the backward is compiled without overlap. The backward keeps overlap if
+    ``backend="overlap_inductor"`` compiled the forward.
     """
     with _lock:
         # This includes the hooks that the entry point has left waiting.

@@ -63,8 +63,8 @@ class StepValues:
 
         The value is right if a new evaluation has the same sizes, strides, offset, dtype and device. A view is left to
         Inductor, because it shares memory with its argument. Without the mark, Inductor gives the node a new value, and
-        finds that the storage of the new value differs. It then evaluates every node that depends on this node, to the
-        end of the graph.
+        finds that the storage of the new value differs. Inductor then evaluates every node that depends on this node,
+        to the end of the graph.
         """
         value = node.meta.get("val")
         if operators.operator(node) is None or operators.is_mutable(node) or not isinstance(value, FakeTensor):

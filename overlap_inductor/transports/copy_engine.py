@@ -18,8 +18,8 @@ once. The copy then runs, and the copies of all calls that are queued by then ru
 
 * No rank takes the copied rows for valid rows. Their flag is copied from a word that holds no call's number
   (``announce``).
-* A peer may still be in the previous call, because it is slow or was paused after its last wait. It may then read the
-  copied rows in place of its own. None of them reaches the peer's program:
+* A peer may still be in the previous call, because it is slow or was paused after its last wait. This peer may then
+  read the copied rows in place of its own. None of them reaches the peer's program:
 
   1. The wait that ends without a credit sets every rank's abort word before its kernel ends. So the words are set
      before any copy after that kernel starts.

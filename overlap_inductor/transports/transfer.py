@@ -2,7 +2,7 @@
 """``Transfer`` says which rows of a shard go where in the peers' workspace. It holds plain numbers only.
 
 A ``PeerCopies`` transport prepares parts of a transfer once: it compiles and loads kernels, and looks up the peers'
-addresses. It then starts them with one call on the current stream.
+addresses. It then starts the parts with one call on the current stream.
 """
 
 from __future__ import annotations

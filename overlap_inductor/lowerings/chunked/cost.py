@@ -80,7 +80,7 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
     """Whether chunks are estimated to be at least 5 % faster than ``keep`` (25 % for all-to-alls and in groups larger
-    than those measured). They must also save more time than the host or late peers may cost.
+    than those measured). Chunks must also save more time than the host or late peers may cost.
 
     A call must take the GPU at least as long as the host: a model without CUDA graphs would wait for the host. If the
     call's launches are replayed as one, fewer tiles and a smaller gain are enough.

@@ -3,9 +3,9 @@
 (``one_op.exchange_ops``).
 
 One case is not computed: a matmul that contracts the dim that the ranks exchange (the output projection of Ulysses
-attention). Its result is a sum over the slices. With a vendor matmul for each slice, the sum would be rounded after
-each slice. If the sum were kept in fp32, each slice would read and write it in memory, and this takes longer than the
-transfer.
+attention). The result of this matmul is a sum over the slices. With a vendor matmul for each slice, the sum would be
+rounded after each slice. If the sum were kept in fp32, each slice would read and write it in memory, and this takes
+longer than the transfer.
 """
 
 from __future__ import annotations

@@ -187,8 +187,8 @@ def write(
 
 
 def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Node:
-    """This rank's shard of ``operand``, which is the gathered tensor or a node computed from it. It is computed before
-    anything is sent. The elements are in the shard's order."""
+    """This rank's shard of ``operand``, which is the gathered tensor or a node computed from it. The shard of
+    ``operand`` is computed before anything is sent. The elements are in the shard's order."""
     if not nodes.layouts:
         return evaluate(emit, nodes, operand, nodes.collective.input, {})
     raw = nodes.raw.without_rank()

@@ -51,8 +51,8 @@ class Writer(Protocol):
         ...
 
     def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
-        """The rank's rows of ``node``, which has all rows and the same values on every rank. Its first ``ahead`` dims
-        are token dims; they are expanded to ``dims`` first."""
+        """The rank's rows of ``node``, which has all rows and the same values on every rank. The first ``ahead`` dims
+        of ``node`` are token dims. These dims are first expanded to ``dims``."""
         ...
 
     def reshape(self, node: fx.Node, shape: list[Any]) -> fx.Node:
