@@ -10,10 +10,10 @@ wait drains the pipeline of loads, so slices do not pay with more waves.
 The ``PUSHERS`` blocks that begin first (each block takes a ticket) store this rank's shard into the peers' workspace.
 They store the first slice to all peers before the second (``push.push_slice``). Then they multiply.
 
-Forward progress. If a block runs that is not a pusher, all tickets of pushers have been taken, by blocks that run or
-have ended. A pusher waits only for credits, which depend only on the previous call. It begins to multiply when every
-piece of its rank has been claimed. So a rank sends its shard whatever its tiles wait for, even if only one block is
-resident. All waits are bounded (``signals``).
+Forward progress. When a block runs that is no pusher, blocks that run or have ended have taken all tickets of pushers.
+A pusher waits only for credits, which depend only on the previous call. It begins to multiply when every piece of its
+rank has been claimed. So a rank sends its shard whatever its tiles wait for, even if only one block is resident. All
+waits are bounded (``signals``).
 
 Memory ordering, CUDA graphs: as in ``all_gather_matmul``. A slice has a flag of its own, and each wait for a slice has
 its ``load_fence``.

@@ -9,9 +9,9 @@ residual would be twice the bytes. And every rank adds a residual of its own, wh
 fp32, in the order of the ranks, rounded once, so all ranks get the same bits. There is no barrier across ranks: a block
 waits for the flags of its own columns or rows.
 
-A block has one *unit*: a segment of columns of one row (one-shot), or of a group of ``WORLD`` rows, one of each owner
-(two-shot). A norm needs whole rows. In one-shot, the last block of a row computes it. In two-shot, the blocks of the
-next group compute it, and there is one more group of blocks at the end.
+A block has one *unit*, a segment of columns. In one-shot, it is a segment of one row. In two-shot, it is a segment of a
+group of ``WORLD`` rows, one row of each owner. A norm needs whole rows. In one-shot, the last block of a row computes
+it. In two-shot, the blocks of the next group compute it, and there is one more group of blocks at the end.
 
 Forward progress. A block stores what its peers wait for before it waits itself. It waits for units of blocks with its
 own number or a lower one. In two-shot it also waits for sums. These wait only for partial rows of blocks with no higher

@@ -6,7 +6,8 @@ kernel (``lowerings.wave_groups.launch``).
 The paper lets the tiles of a vendor's matmul end in any order and stores them permuted. Here the order is chosen. A
 group is some neighbouring bands of ``BLOCK_M`` rows of each shard. Groups are multiplied one after the other, and the
 rows of a group are contiguous. An example has two groups, of 2 bands and of 1 band. The first line shows the layout of
-one shard (all-reduce: in the result itself), the second that of two shards (reduce-scatter: in staging): ::
+one shard (all-reduce: in the result itself). The second line shows the layout of two shards (reduce-scatter: in
+staging): ::
 
     | band 0  band 1 | band 2 |
     | shard 0: bands 0, 1   shard 1: bands 0, 1 | shard 0: band 2   shard 1: band 2 |

@@ -126,9 +126,10 @@ def _sites(graph: fx.Graph, exposed: Mapping[str, float], in_bands: Collection[s
 
 
 def _hold_under_experts(graph: fx.Graph) -> None:
-    """Make the wait for the rows that experts return run after the matmuls between the experts and the wait, such as
-    gradients of the experts' weights. Otherwise Inductor may order these matmuls after the wait. Matmuls behind the
-    wait that do not need the rows, such as those of a shared expert, move in front of the wait."""
+    """Order the wait for the experts' returned rows after the matmuls that stand between the experts and this wait.
+    These are, for example, gradients of the experts' weights. Otherwise Inductor may order these matmuls after the
+    wait. Matmuls behind the wait that do not need the rows, such as those of a shared expert, move in front of the
+    wait."""
     waits = graph.find_nodes(op="call_function", target=overlap.exchange_wait.default)
     for experts in graph.find_nodes(op="call_function", target=overlap.all_to_all_experts.default):
         for wait in (w for w in waits if w.meta.get(SITE) == experts.meta[SITE]):

@@ -63,8 +63,8 @@ class Snapshot:
     def restore(self) -> None:
         """Give the graph its nodes as they were, as new objects with the old names."""
         # The graph may be out of order, so it gives no order that erases users before their inputs. Remove every edge,
-        # then erase. A node that was inserted before an erased one is not in ``graph.nodes``, but is still a user of
-        # nodes that are.
+        # then erase. A node that was inserted before an erased one is not in ``graph.nodes``. But it is still a user of
+        # nodes in ``graph.nodes``.
         for node in {*self.graph.nodes, *(user for n in self.graph.nodes for user in n.users)}:
             node.args, node.kwargs = (), {}
         for node in list(self.graph.nodes):

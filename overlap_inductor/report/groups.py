@@ -56,7 +56,7 @@ class SiteGroup:
 
 @dataclass(frozen=True)
 class MissGroup:
-    """Near misses with equal collectives and equal reasons, except for names. ``module`` is the common name."""
+    """Near misses whose collectives and reasons differ at most in names. ``module`` is the common name."""
 
     module: str
     misses: tuple[NearMiss, ...]

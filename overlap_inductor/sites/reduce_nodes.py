@@ -88,8 +88,8 @@ class ReduceNodes(SiteNodes):
 
     @property
     def computed(self) -> list[fx.Node]:
-        """The node that the site computes for each collective: the collective's input, or the tensor that padding
-        extends to this input."""
+        """The node that the site computes for each collective: the collective's input. If zeros are appended to make
+        this input, the tensor before the zeros are appended."""
         return [self.padding.source] if self.padding is not None else [c.input for c in self.collectives]
 
     def bias_of(self, matmul: MatmulNode) -> fx.Node | None:

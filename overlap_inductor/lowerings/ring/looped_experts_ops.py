@@ -11,10 +11,10 @@ computes each other rank's rows when they have arrived. It returns each piece as
 
 The op returns while the last pieces are under way. Step ``exchange_wait`` waits for them.
 
-The rows of a piece are computed in the order of their experts. Entry i of ``index`` is the place, among the rows that
-arrived, of row i in the order of all experts. So the inverse of ``index`` gives the position of each arrived row in
-this order. The op sorts the positions of a piece's rows, and searches for ``ends`` in them: this gives where each
-expert's rows end in the piece. So the op needs no row counts by expert, and the host reads nothing.
+The rows of a piece are computed in the order of their experts. Entry i of ``index`` says where row i, in the order of
+all experts, is among the rows that arrived. So the inverse of ``index`` gives the position of each arrived row in this
+order. The op sorts the positions of a piece's rows, and searches for ``ends`` in them: this gives where each expert's
+rows end in the piece. So the op needs no row counts by expert, and the host reads nothing.
 """
 
 from __future__ import annotations

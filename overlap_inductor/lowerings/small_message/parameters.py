@@ -25,8 +25,8 @@ SHORT_ROW = 8192
 MOST_RANKS = 16
 """Largest group: one block waits for the flags of all its ranks."""
 BLOCKS = 128
-"""A segment is halved, down to a smallest width, as long as the halves need at most this many blocks (about one for
-each SM). The extra blocks of a two-shot norm are not counted."""
+"""A segment is halved as long as the halves then need at most this many blocks (about one for each SM). There is a
+smallest width, below which no segment is halved. The extra blocks of a two-shot norm are not counted."""
 
 
 @dataclass(frozen=True, eq=False)
