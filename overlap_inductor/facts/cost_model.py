@@ -18,7 +18,8 @@ MARGIN = 1.05
 as fast as ``keep``."""
 MARGIN_UNMEASURED = 1.25
 """``MARGIN`` for what was not measured. For ``chunked``, ``fused`` and ``wave_groups``, this is a group of more ranks
-than any that was measured. For ``ring``, it is attention on GPUs."""
+than any that was measured. For ``fused``, it is also an all-to-all beside a matmul. For ``ring``, it is attention on
+GPUs."""
 
 
 @dataclass(frozen=True)

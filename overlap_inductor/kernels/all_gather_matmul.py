@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused``: ``all_gather(a) @ b`` in one persistent kernel.
+"""Schedule ``fused``: ``all_gather(a) @ b``, and ``all_to_all(a) @ b`` if rows are exchanged, in one persistent kernel.
+The all-to-all differs only in what a rank sends (``SCATTERED``): a different shard to each rank.
 
 The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, part after part and to all peers in
 turn. All other blocks first multiply this rank's own shard, which is read in place. Then they multiply the peers'
@@ -32,10 +33,10 @@ import triton.language as tl
 
 from overlap_inductor.kernels.epilogue import by_quarters
 from overlap_inductor.kernels.push import push_piece
+from overlap_inductor.kernels.push import push_until
 from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import WAIT_PART
 from overlap_inductor.kernels.signals import finish_call
-from overlap_inductor.kernels.signals import has_come
 from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import unless_aborted
@@ -59,14 +60,16 @@ def all_gather_matmul(
     PUSHERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr,
     BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr,
-    EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
+    EPILOGUE: tl.constexpr, KEEP: tl.constexpr, SCATTERED: tl.constexpr,
 ):  # fmt: skip
     """``c_i[WORLD * rows, columns_i] = gathered @ b_i + bias_i`` for ``COUNT`` weights. Grid: any number of blocks,
     ideally one per SM.
 
     Args:
-        own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
+        own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. With ``SCATTERED``, the shard that
+            it sends to itself.
         a, shard_vectors: the shard's address, and its size in 16-byte words.
+        SCATTERED: ``a`` holds a shard for each rank, in the order of ranks.
         gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. The rows of this
             rank's own shard are not read.
         b0_desc, ..., bias0, ..., TRANSPOSED: see ``multiply_tile``. All weights have the same layout. All arguments of
@@ -123,6 +126,7 @@ def all_gather_matmul(
                 PIECES,
                 BLOCK,
                 KEEP,
+                SCATTERED,
             )
 
     turn = claimed(claim(queues + 1, THREADS))
@@ -176,29 +180,10 @@ def all_gather_matmul(
                     seen = shard * PARTS + part
                     flag = signal_flag(flags, shard, part, signals, WORLD)
                     if SENDS:
-                        sending = not has_come(flag, call + 1)
-                        while sending:
-                            sent = push_piece(
-                                words,
-                                peer_data,
-                                peer_flags,
-                                flags,
-                                queues,
-                                call,
-                                shard_words,
-                                part_words,
-                                rank,
-                                site,
-                                stop,
-                                patience,
-                                signals,
-                                WORLD,
-                                PARTS,
-                                PIECES,
-                                BLOCK,
-                                KEEP,
-                            )
-                            sending = sent and not has_come(flag, call + 1)
+                        push_until(
+                            flag, call + 1, words, peer_data, peer_flags, flags, queues, call, shard_words, part_words,
+                            rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP, SCATTERED,
+                        )  # fmt: skip
                     wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, shard)
                     load_fence()
                 one = unless_aborted(1.0, stop)
@@ -260,6 +245,7 @@ def all_gather_matmul(
                 PIECES,
                 BLOCK,
                 KEEP,
+                SCATTERED,
             )
 
     last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD, KEEP)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused``, transport ``sm_push``: ``all_gather(a) @ b`` for matmuls of one or two waves, whose tiles wait
-for slice after slice of K.
+"""Schedule ``fused``, transport ``sm_push``: ``all_gather(a) @ b`` or ``all_to_all(a) @ b`` for matmuls of one or two
+waves, whose tiles wait for slice after slice of K.
 
 If nearly every tile needs a peer's rows and each SM has one tile, a kernel that waits for whole rows
 (``all_gather_matmul``) idles until they arrive. Here a shard arrives in slices of its columns, one after the other. A
@@ -51,6 +51,7 @@ def all_gather_matmul_slices(
     PUSHERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, THREADS: tl.constexpr,
     HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr, EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
+    SCATTERED: tl.constexpr,
 ):  # fmt: skip
     """Arguments as ``all_gather_matmul``, except for these.
 
@@ -100,6 +101,7 @@ def all_gather_matmul_slices(
             ROWS,
             COLUMNS,
             KEEP,
+            SCATTERED,
         )
 
     own = tiles_shard * tiles_n

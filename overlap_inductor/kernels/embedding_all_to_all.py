@@ -25,8 +25,8 @@ asserts) and ``sanitize_overflow=False``. The peers' waits end when their patien
 
 Memory ordering (``signals``). Results are stored with ordinary stores. ``count_and_signal`` for the slice follows. It
 makes a barrier and an acquire-release add for each piece. The block that adds last makes one release at system scope.
-The receiver's ``wait_at_least`` acquires the flag, and a barrier follows. Its loads bypass L1. ``last_block_ends``
-gives the credits after the last copy out of the workspace.
+The receiver waits for the flag before it copies (``receive``). ``last_block_ends`` gives the credits after the last
+copy out of the workspace.
 
 Forward progress. A piece waits only for its peer's credit, which depends only on the previous call. Copies wait for the
 pieces of other ranks. A block claims a copy only after all pieces of its rank are claimed, and only running blocks
@@ -48,13 +48,12 @@ import triton.language as tl
 
 from overlap_inductor.kernels import layout
 from overlap_inductor.kernels.all_gather_matmul import last_block_ends
+from overlap_inductor.kernels.receive import receive_piece
 from overlap_inductor.kernels.signals import QUEUE_WORDS
 from overlap_inductor.kernels.signals import WAIT_CREDIT
 from overlap_inductor.kernels.signals import WAIT_KINDS
-from overlap_inductor.kernels.signals import WAIT_RESULT
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import credit_flag
-from overlap_inductor.kernels.signals import look
 from overlap_inductor.kernels.signals import may_store
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
@@ -179,31 +178,6 @@ def _pool_piece(
     return there
 
 
-@triton.jit
-def _copy_piece(
-    result, staging, flags, queues, call, stop, patience, site, rank, signals, slot_words,
-    WORLD: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Claim a copy of a part of one peer's results, wait for them and copy. Returns whether there was one left. The
-    peers are taken in the order in which they store to this rank."""
-    i = tl.atomic_add(queues + 1, 1, sem="relaxed")
-    there = i < (WORLD - 1) * COPIES
-    if there:
-        source = (rank + WORLD - 1 - i // COPIES) % WORLD
-        flag = signal_flag(flags, source, 0, signals, WORLD)
-        wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_RESULT, source)
-        aborted = look(stop)
-        skipped = tl.cast(source, tl.int64) * slot_words
-        size = tl.cdiv(tl.cdiv(slot_words, COPIES), BLOCK) * BLOCK
-        first = i % COPIES * size
-        last = tl.minimum(first + size, slot_words)
-        for start in range(first, last, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            came = tl.load(staging + skipped + at, mask=at < last, cache_modifier=".cg")
-            tl.store(result + skipped + at, tl.where(aborted == 0, came, -1), mask=at < last)
-    return there
-
-
 @triton.jit(do_not_specialize=["rank", "site", "signals", "tables", "rows", "piece_rows"])
 def embedding_all_to_all(
     out, facts, index, staging, peer_data, peer_flags, flags, queues, calls, stop, patience, site, rank, signals,
@@ -246,8 +220,9 @@ def embedding_all_to_all(
     copying = True
     while copying:
         # Written as a product of four: so the compiler knows that masks end between vectors.
-        copying = _copy_piece(
-            result, staging, flags, queues, call, stop, patience, site, rank, signals, slot_vectors * 4,
-            WORLD, COPIES, BLOCK,
+        copying = receive_piece(
+            result, staging, queues + 1, flags, call, stop, patience, site, rank, signals,
+            1, COPIES, slot_vectors * 4, slot_vectors * 4, slot_vectors * 4,
+            WORLD, BLOCK,
         )  # fmt: skip
     last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD, False)

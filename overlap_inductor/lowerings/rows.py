@@ -11,7 +11,8 @@ of rank 1, and so on. This is the *ranks' order*. Sites that are cut in another 
   matmul reads the transposed operands where they are. A Triton kernel reads a left operand that is contiguous and
   aligned to 16 bytes; the op copies any other one first (``operands.left_operand``).
 
-If the contracted dim of a matmul is cut, only the ring's op can compute the matmul (``lowerings.ring.looped_gather``).
+If the contracted dim of a matmul is cut, the ring has an op for the matmul (``lowerings.ring.looped_gather``). For an
+all-to-all, schedules that add up the slices in registers have one, too (``one_op.exchange_rows``).
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ PLAIN: tuple[str, ...] = ("mm", "addmm")
 SCALED: tuple[str, ...] = ("scaled_mm",)
 """Kinds of matmuls (``MatmulNode.kind``). One op computes either matmuls of kinds in ``PLAIN`` or matmuls of kinds in
 ``SCALED``, never both. The ring's looping ops compute only kinds in ``PLAIN``."""
+CONTRACTION = (
+    "a matmul contracts the dim that is divided among the ranks; expected it among the matmul's rows or columns"
+)
+"""Why an op that computes only rows or columns cannot compute a matmul."""
 Op = Callable[[str], Any]
-"""Takes the prefix that precedes the pattern in the name of a schedule's op (empty, or ``sum_``), and returns the op's
-overload."""
+"""Takes the prefix that precedes the pattern in the name of a schedule's op (empty, ``sum_`` or ``contracted_``), and
+returns the op's overload."""
 
 
 def is_row(node: fx.Node) -> bool:

@@ -70,6 +70,16 @@ class RowsForm(Protocol):
         """
         ...
 
+    def why_no_contraction(self, site: OverlapSite, noun: str, contracts: int) -> str | None:
+        """If a matmul of ``site`` contracts the dim that the ranks exchange: why the schedule cannot compute this
+        matmul. ``None`` if the schedule can, or if there is no such matmul.
+
+        Args:
+            noun: ``SiteSchedule.noun``, for the text.
+            contracts: ``OneOpSchedule.contracts``.
+        """
+        ...
+
     def why_not_scaled(self, site: OverlapSite) -> str | None:
         """Why no op of scaled matmuls can move the data of ``site``; ``None`` if one can. All matmuls of ``site`` are
         scaled."""
@@ -110,8 +120,10 @@ def served(site: OverlapSite) -> OverlapSite:
 
     In a gather, these are the plain matmuls that the op can compute. They must read the gathered tensor in the same
     shape and dtype as the first of them. The other matmuls stay in the graph and read the gathered tensor that the op
-    returns. An example is a weight's gradient, which contracts the tokens. Returns ``site`` unchanged if the op can
-    compute all matmuls, or none, or if some are scaled and some plain.
+    returns. An example is a weight's gradient, which contracts the tokens. In an all-to-all, the only matmul that is
+    left may be one that contracts the exchanged dim.
+
+    Returns ``site`` unchanged if the op can compute all matmuls, or none, or if some are scaled and some plain.
     """
     return form_of(site).served(site)
 
