@@ -39,6 +39,12 @@ def test_block(by_hand: bool, checkpointing: str) -> None:
         assert not found, f"rank {rank}: {found}"
 
 
+@pytest.mark.thorough
+def test_every_pair_of_layouts() -> None:
+    for rank, found in enumerate(run_ranks(2, problems, False, "none", "cpu", False, True)):
+        assert not found, f"rank {rank}: {found}"
+
+
 @pytest.mark.parametrize(
     ("by_hand", "checkpointing"),
     [
