@@ -66,10 +66,9 @@ def _close(exact: torch.Tensor, found: torch.Tensor) -> bool:
 def check(rank: int, world_size: int) -> list[str]:
     compile_anew()
     problems: list[str] = []
-    for number, (name, (fn, _, _)) in enumerate(PROGRAMS.items()):
-        # Some programs also run as one op. On three ranks, every second of the others runs, in both directions.
-        settings = [FIELDS[world_size]] * (world_size == 2 or number % 2 == 0)
-        for fields in (*settings, *([ONE_OP] if name in LOOPING | OWN else [])):
+    for name, (fn, _, _) in PROGRAMS.items():
+        # Some programs also run as one op.
+        for fields in (FIELDS[world_size], *([ONE_OP] if name in LOOPING | OWN else [])):
             problems += _wrong(
                 name, fn, arguments(name, world_size, torch.Generator().manual_seed(rank)), fields, name in TRAINED
             )
