@@ -52,8 +52,8 @@ def outdated() -> dict[Path, str]:
 def run_samples(
     paths: Sequence[Path], folder: Path, programs: Path | None = None
 ) -> list[tuple[Path, samples.Sample, str]]:
-    """Run the blocks of the pages in ``folder``. Returns each output block with the output of this run. ``programs``: a
-    folder whose ``python`` and ``overlap-inductor`` are used."""
+    """Run the blocks of the pages in ``folder``. Returns ``(page, output block, output of this run)`` of each output
+    block. ``programs``: a folder whose ``python`` and ``overlap-inductor`` are used."""
     found = []
     for path in paths:
         outputs = samples.run(samples.samples(path.read_text(encoding="utf-8")), folder, programs)
@@ -62,7 +62,7 @@ def run_samples(
 
 
 def page_runs() -> list[list[Path]]:
-    """The pages whose blocks share a folder."""
+    """Lists of pages. The blocks of the pages of one list share a folder."""
     return [[README], [DOCS / name for name in RUN]]
 
 

@@ -54,7 +54,9 @@ _MACHINES = {
     # GPUs of one machine that cannot access each other's memory. With NCCL_P2P_DISABLE=1, two H200s moved 25 to 29 GB/s
     # through the host's memory at 4096 to 16384 tokens. Wave groups ran 1.34 to 1.54 times as fast as the plain graph,
     # and the ring 0.82 to 0.98 times as fast (bench/results/operators_without_peers.jsonl).
-    WITHOUT_PEERS: Machine(WITHOUT_PEERS, {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15}, 2.8e10, 20e-6, 30e-6, 0.3, lookup_seconds=1e-5),
+    WITHOUT_PEERS: Machine(
+        WITHOUT_PEERS, {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15}, 2.8e10, 20e-6, 30e-6, 0.3, lookup_seconds=1e-5
+    ),
 }
 
 
