@@ -4,8 +4,8 @@
 
 A matmul may contract the dim that the ranks exchange (the output projection of Ulysses attention). Its result is a sum
 over the slices. A Triton kernel keeps the sum in registers, so a schedule with such a kernel computes this matmul by an
-op of its own. A vendor's matmul of each slice would round the sum after each slice. If the sum were kept in fp32, each
-slice would read and write it in memory, which takes longer than the transfer.
+op of its own. With a vendor matmul for each slice, the sum would be rounded after each slice. If the sum were kept in
+fp32, each slice would read and write it in memory, and this takes longer than the transfer.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _has_columns_of(nodes: SentNodes, bias: fx.Node) -> bool:
 
 
 class ReceivedRows(GatherRows):
-    """See ``form.RowsForm``. What is sent has a slice of rows for each rank."""
+    """See ``form.RowsForm``. The tensor that is sent has a slice of rows for each rank."""
 
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, ReceivedNodes)
@@ -94,7 +94,8 @@ class ReceivedRows(GatherRows):
         return read == {tools.dtype(nodes.source)} and (super().loopable(site) or _contraction(site) is not None)
 
     def served(self, site: OverlapSite) -> OverlapSite:
-        """If no matmul has the exchanged dim among its rows or columns, the first matmul that contracts it."""
+        """See ``form.RowsForm``. If no matmul has the exchanged dim among its rows or columns, the site keeps only the first
+        matmul that contracts this dim."""
         rows = super().served(site)
         if rows is not site or super().loopable(site):
             return rows
@@ -146,7 +147,7 @@ class ReceivedRows(GatherRows):
 
 
 def _contracts(consumer: GatherConsumer, nodes: ReceivedNodes) -> bool:
-    """Whether an op can compute this matmul, which contracts the exchanged dim of its left operand."""
+    """Whether the matmul contracts the exchanged dim of its left operand, and an op can compute the matmul."""
     return (
         (consumer.role, consumer.operand) == ("K", "lhs")
         and consumer.matmul.kind in PLAIN
@@ -157,7 +158,7 @@ def _contracts(consumer: GatherConsumer, nodes: ReceivedNodes) -> bool:
 
 
 def _contraction(site: OverlapSite) -> GatherConsumer | None:
-    """The site's only matmul if it contracts the exchanged dim, and an op can compute it."""
+    """The site's only matmul, if it contracts the exchanged dim and an op can compute it. Otherwise ``None``."""
     nodes = nodes_of(site, ReceivedNodes)
     (first, *others) = nodes.consumers
     return first if not others and _contracts(first, nodes) else None
