@@ -62,7 +62,10 @@ REFUSED = {
     ),
     "uneven parts, received": (graphs.uneven_received, "each rank's part has its own number of rows"),
     "a sum": (graphs.summed, "2 matmuls are added before the all-to-all; a schedule in chunks computes only one"),
-    "a contraction on the right": (graphs.contracted_on_the_right, "in its left operand for a schedule in chunks"),
+    "a contraction on the right": (
+        graphs.contracted_on_the_right,
+        "a schedule in chunks expects the ranks' slices side by side",
+    ),
     "a contraction of narrow slices": (
         lambda: graphs.contracted(4),
         "each rank sends 4 of the elements that are contracted; a schedule in chunks expects a multiple of 8",

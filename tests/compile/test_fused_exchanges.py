@@ -107,7 +107,10 @@ REFUSED = {
         graphs.contracted,
         "each rank sends 16 of the elements that are contracted; a fused kernel expects a multiple of 64",
     ),
-    "a contraction on the right": (graphs.contracted_on_the_right, "in its left operand for a fused kernel"),
+    "a contraction on the right": (
+        graphs.contracted_on_the_right,
+        "a fused kernel expects the ranks' slices side by side",
+    ),
     "contracted heads of a dynamic sequence": (graphs.contracted_dynamic, "a size or stride is only known at run time"),
     "an activation": (graphs.activated, "the rows cannot be put in the ranks' order"),
     "fp32": (lambda: graphs.sent_rows(dtype=torch.float32), "the matrices are torch.float32; expected fp16 or bf16"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define ops that run an all-to-all of equal slices and its matmuls inside one op. Otherwise they are like those of
+"""Define ops that run an all-to-all of equal slices and its matmuls inside one op. Otherwise they are like the ops of
 ``one_op.ops``.
 
 Shapes (W ranks, this rank's view): ``sent [W*m, K]`` has a slice of rows for each rank. The product ``lhs @ rhs`` has a
@@ -35,7 +35,7 @@ def define_exchanges(schedule: str, plan: SitePlan, send: Send, receive: Gather)
     """Define ops ``<schedule>_matmul_all_to_all`` and ``<schedule>_all_to_all_matmul``.
 
     The first returns ``(received [W * rows, width], token)``: a slice from each rank, in the order of ranks. The second
-    returns ``([result [W*m, N] of each matmul ...], token)``. If ``received_used``, what was received, ``[W*m, K]``,
+    returns ``([result [W*m, N] of each matmul ...], token)``. If ``received_used``, the received tensor ``[W*m, K]``
     follows the results in the list.
     """
     _define_sent(schedule, plan, send)

@@ -89,7 +89,7 @@ def _has_columns_of(nodes: SentNodes, bias: fx.Node) -> bool:
 
 
 class ReceivedRows(GatherRows):
-    """See ``form.RowsForm``. What is sent has a slice of rows for each rank."""
+    """See ``form.RowsForm``. The tensor that is sent has a slice of rows for each rank."""
 
     def served(self, site: OverlapSite) -> OverlapSite:
         """If no matmul has the exchanged dim among its rows or columns, the matmuls that contract it."""
@@ -123,8 +123,8 @@ class ReceivedRows(GatherRows):
             return CONTRACTION
         if not _all_contract(nodes):
             return (
-                "a matmul contracts the exchanged dim in a form that no op has; expected the slices of all ranks side"
-                f" by side in its left operand for a {noun}, and a bias that is a vector"
+                f"a matmul contracts the exchanged dim; a {noun} expects the ranks' slices side by side in its left"
+                " operand, and a vector as its bias"
             )
         inner = _slice_width(nodes.consumers[0])
         if isinstance(inner, int) and inner % contracts == 0:
@@ -156,8 +156,8 @@ class ReceivedRows(GatherRows):
 
 
 def _contracts(consumer: GatherConsumer, nodes: ReceivedNodes) -> bool:
-    """Whether an op can compute this matmul, which contracts the exchanged dim: its left operand has the slices side by
-    side, each in the order in which it is sent."""
+    """Whether the matmul contracts the exchanged dim of its left operand, and an op can compute the matmul. The operand
+    must have the slices side by side, each in the order in which it is sent."""
     return (
         (consumer.role, consumer.operand) == ("K", "lhs")
         and consumer.matmul.kind in PLAIN

@@ -101,7 +101,7 @@ def right_operands(emit: StepEmitter, nodes: GatherNodes) -> list[fx.Node]:
 
 
 def placed(emit: StepEmitter, consumer: GatherConsumer, result: fx.Node) -> fx.Node:
-    """The matmul's result as the graph reads it. ``result``: the op's, with its rows in the ranks' order."""
+    """The matmul's result as the graph reads it. ``result``: the op's result, with its rows in the ranks' order."""
     result = emit.cut_to_size(rows_in_place(emit, result, consumer.sharded, from_ranks=True), 0, consumer.sharded)
     return result if consumer.role == "M" else emit.contiguous(transposed(emit, result))
 

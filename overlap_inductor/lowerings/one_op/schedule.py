@@ -10,8 +10,8 @@ Which sites such an op can compute:
 - A reduction has one matmul. For a sum of several, a schedule may have an op ``<schedule>_sum_<pattern>``.
 - The matmuls do not contract the dim that is gathered or exchanged. For an all-to-all before plain matmuls that do, a
   schedule may have an op ``<schedule>_contracted_all_to_all_matmul``.
-- A gather may have several matmuls. The op computes those that ``lowerings.one_op.form.served`` selects, and returns
-  the gathered tensor for the others.
+- A gather may have several matmuls. The op computes the matmuls that ``lowerings.one_op.form.served`` selects. For the
+  other matmuls, it returns the gathered tensor.
 - Only the token count may be dynamic.
 
 A schedule's parameters, workspace and further limits are in its plan module, e.g. ``lowerings.fused.parameters``.
@@ -229,8 +229,8 @@ class OneOpSchedule:
         return self.pieces(site, config, 0)
 
     def settings_for(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        """The op's settings. Ranks compare them, because what a rank sends depends on them. So they must not depend on
-        sizes of a rank's own matmuls that may differ between ranks."""
+        """The op's settings. Ranks compare the settings, because what a rank sends depends on them. So the settings
+        must not depend on sizes that may differ between ranks."""
         return self.plan.settings_for(site.facts.pattern, config.transport)
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
@@ -266,7 +266,8 @@ class OneOpSchedule:
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         machine, own = machine_of(site, config), served(site)
         if isinstance(own.nodes.tokens, int):
-            # Replay is assumed for a static token count only. With a dynamic count, tensors change their addresses.
+            # Replay is assumed only if the token count is static. With a dynamic count, the addresses of tensors
+            # change.
             sizes = replace(sizes_at(own), replays=self.replays and config.replay == "on" and not symmetric.one_queue())
             return self.forced(site, config) if self.pays(sizes, machine) else None
         example = max(hint(own.nodes.tokens), 1)
@@ -304,14 +305,14 @@ class OneOpSchedule:
     def written(
         self, emit: StepEmitter, site: OverlapSite, name: str, scales: list[tuple[Any, ...]], *own: Any
     ) -> tuple[fx.Node, Replaced]:
-        """Write the site as op ``<schedule>_<name>``, or ``<schedule>_sum_<name>`` for a sum of matmuls.
+        """Write the site as op ``<schedule>_<name>``, or as op ``<schedule>_sum_<name>`` if it has a sum of matmuls.
 
         Args:
             scales: the scale arguments of each matmul (``scaled.terms``); empty for plain matmuls.
             own: the schedule's own arguments after the operands. The last one is the settings.
 
         Returns:
-            As ``SiteSchedule.rewrite``.
+            What ``SiteSchedule.rewrite`` returns.
         """
 
         def op(form: str) -> Any:
