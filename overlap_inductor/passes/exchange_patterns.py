@@ -10,7 +10,8 @@ which exchanges a shard of the sequence for a shard of the heads.
 
 ``find_dispatched`` follows the rows from one exchange to the other. ``find_reduce`` follows the input backward,
 and ``find_received`` follows the result forward. ``find_banded`` reads what ``find_reduce`` cannot cut: norms and
-rotary embeddings between a projection and its exchange. The ranks' parts may have different sizes (``sites.uneven_nodes``).
+rotary embeddings between a projection and its exchange. The ranks' parts may have different sizes
+(``sites.uneven_nodes``).
 """
 
 from __future__ import annotations
