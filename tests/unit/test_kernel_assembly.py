@@ -337,7 +337,11 @@ SIGMOID_AND_RESIDUAL = (("full", "row"), (("sigmoid", "x"), ("mul", "t0", "e1"),
             marks=pytest.mark.thorough,
         ),
         pytest.param(all_gather_matmul, (SIGMOID_AND_RESIDUAL,), 40, id="all_gather_matmul, extra tensors"),
-        pytest.param(matmul_reduce_scatter, (SIGMOID_AND_RESIDUAL,), 100, id="matmul_reduce_scatter, extra tensors"),
+        pytest.param(
+            *(matmul_reduce_scatter, (SIGMOID_AND_RESIDUAL,), 100),
+            id="matmul_reduce_scatter, extra tensors",
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             *(matmul_all_reduce, (SIGMOID_AND_RESIDUAL,), 100),
             id="matmul_all_reduce, extra tensors",
