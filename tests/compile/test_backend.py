@@ -191,7 +191,7 @@ def test_unsupported_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions.unsupported_reason("nonsense") is not None
 
 
-def test_the_name_is_found_by_its_entry_point(torch_base: ForkBase, tmp_path: Path) -> None:
+def test_the_name_is_found_by_its_entry_point(inductor_base: ForkBase, tmp_path: Path) -> None:
     pretend_installed(tmp_path)
     code = (
         "from tests.compile import fake_pass; fake_pass.put_in_place(); import torch\n"
@@ -200,7 +200,7 @@ def test_the_name_is_found_by_its_entry_point(torch_base: ForkBase, tmp_path: Pa
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     environment = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = torch_base.run("-c", code, env=environment)
+    done = inductor_base.run("-c", code, env=environment)
     assert done.returncode == 0, done.stderr
 
 
