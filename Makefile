@@ -21,12 +21,14 @@ demo: $(VENV)/ready
 # Tests of kernels, numerics and models start a process for every rank. The last stage has three workers, because some of
 # its tests only wait for a deadline. Long tests come first. A worker that has none left takes tests of another one.
 test: $(VENV)/ready
-	$(BIN)/python -m pytest tests/unit tests/compile -n 2
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -n 2
+	$(BIN)/python -m pytest tests/unit tests/compile -n 2 -m "not thorough"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -n 2 -m "not thorough"
 	$(BIN)/python -m pytest tests/models tests/examples tests/numerics -n 3 --dist worksteal -m "not thorough"
 
-# The tests that repeat others with other ranks, sizes or spellings, with more programs, or for more steps.
+# The tests that repeat others with other ranks, sizes, parameters or spellings, with more programs, or for more steps.
 test-thorough: $(VENV)/ready
+	$(BIN)/python -m pytest tests/unit tests/compile -n 2 -m thorough
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -n 2 -m thorough
 	$(BIN)/python -m pytest tests/models tests/examples tests/numerics -n 3 --dist worksteal -m thorough
 
 lint: $(VENV)/ready

@@ -63,7 +63,9 @@ def test_golden(file: str) -> None:
     check_golden(text.rstrip() + "\n", file)
 
 
-@pytest.mark.parametrize(("world_size", "masked"), [(2, False), (3, True), (8, False)])
+@pytest.mark.parametrize(
+    ("world_size", "masked"), [pytest.param(2, False, marks=pytest.mark.thorough), (3, True), (8, False)]
+)
 @pytest.mark.parametrize("layer", [layer for layer in LAYERS if layer is not all_queries])
 def test_every_spelling_is_one_site(world_size: int, masked: bool, layer: Callable[..., Any]) -> None:
     """The gathers of keys and values, or the gather of both, are one site. No gathered tensor is joined again: what is

@@ -32,7 +32,7 @@ def _report(world_size: int, rank: int, tokens: int = 32, **fields: object) -> O
         return report_of(Experts(rank, world_size), *inputs(tokens), **fields)
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough), 8])
 @pytest.mark.parametrize("budget", [10_000, 1])
 def test_ranks_agree_although_their_graphs_hold_the_rank(world_size: int, budget: int) -> None:
     """The rank only says which experts are this rank's. The graphs are equal without it, and so are the plans."""

@@ -64,7 +64,9 @@ HAND_MADE = ["gather", "gather inner dim", "scatter", "scatter inner dim", "scat
 
 
 @pytest.mark.parametrize("kind", HAND_MADE)
-@pytest.mark.parametrize("world_size", [2, 3, 8, 64])
+@pytest.mark.parametrize(
+    "world_size", [2, pytest.param(3, marks=pytest.mark.thorough), 8, pytest.param(64, marks=pytest.mark.thorough)]
+)
 def test_ranks_have_one_text(kind: str, world_size: int) -> None:
     """Catches a rank number in the graph: ranks would compile different code, miss each other's caches, or hang."""
     texts = set()

@@ -174,7 +174,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_the_rewritten_graph_computes_the_same(world_size: int) -> None:
     rewritten = []
 

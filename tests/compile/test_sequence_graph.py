@@ -29,6 +29,7 @@ ON_RANKS = [
     *[(8, "llama trained"), (8, "dynamic"), (8, "fp8")],
 ]
 """Numbers of ranks, and blocks whose graphs are compared between their first and last rank."""
+REPEATED = [(2, "uneven"), (3, "llama"), (8, "llama trained"), (8, "dynamic")]
 
 
 def reports(name: str, world_size: int, rank: int = 0) -> list[OverlapReport]:
@@ -67,7 +68,10 @@ def test_golden(name: str) -> None:
         check_golden(text(found), file_of(name))
 
 
-@pytest.mark.parametrize(("world_size", "name"), ON_RANKS)
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    [pytest.param(*key, marks=[pytest.mark.thorough] * (key in REPEATED)) for key in ON_RANKS],
+)
 def test_the_first_and_the_last_rank_have_one_text(world_size: int, name: str) -> None:
     """Catches a rank number in the graph: ranks would compile different code, miss each other's caches, or hang."""
     found = [reports(name, world_size, rank) for rank in (0, world_size - 1)]

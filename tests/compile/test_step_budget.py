@@ -45,7 +45,9 @@ def unrolled(report: OverlapReport) -> list[bool]:
     return [s.decision.moving.parameters["unrolled"] for s in report.sites]
 
 
-@pytest.mark.parametrize(("world_size", "layers"), [(8, 80), (64, 80), (1024, 80)])
+@pytest.mark.parametrize(
+    ("world_size", "layers"), [(8, 80), pytest.param(64, 80, marks=pytest.mark.thorough), (1024, 80)]
+)
 def test_eighty_layers_stay_within_the_budget(world_size: int, layers: int) -> None:
     """A site whose steps do not fit is still overlapped, and the graph does not grow with the number of ranks."""
     with fake_group(world_size, 1):

@@ -48,7 +48,7 @@ def exchange(report: OverlapReport) -> list[Any]:
 @pytest.mark.parametrize(
     "fields", [{}, {"step_node_budget": 1}, {"step_node_budget": 60}], ids=["unrolled", "looping", "some of each"]
 )
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 3])
 @pytest.mark.parametrize("name", cases(0, 2))
 def test_ranks_exchange_alike(name: str, world_size: int, fields: dict[str, Any]) -> None:
     """Catches bands, budgets or ids that depend on a property of one rank only."""

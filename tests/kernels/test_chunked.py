@@ -126,7 +126,20 @@ def _rank(
         assert at_rest(launch.slot) and launch.slot.calls.tolist() == [call + 1]
 
 
-@pytest.mark.parametrize("name", CASES)
+REPEATED = (
+    "gather, uneven chunks across shards",
+    "gather, chunks chosen, link-bound",
+    "scatter, chunks chosen, link-bound",
+    "scatter, copies of several parts in their turn",
+    "scatter an average of parts, bias",
+    "all-reduce, bands in one matmul each",
+    "all-reduce, chunks of given sizes",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in REPEATED)) for name in CASES]
+)
 def test_agrees_with_fp64(name: str) -> None:
     case = CASES[name]
     w, gathers = case.world_size, case.pattern == GATHER

@@ -103,7 +103,7 @@ CASES = {
         "matmul_all_reduce", 2, 24, 40, 32, parts=2, blocks=2, pushers=2, unit=2, in_rows=True
     ),
     "all-reduce, tiles pushed in threes by all blocks": Case(
-        "matmul_all_reduce", 3, 40, 56, 32, parts=2, blocks=2, pushers=2, unit=3, bias=True
+        "matmul_all_reduce", 3, 40, 24, 32, parts=2, blocks=2, pushers=2, unit=3, bias=True
     ),
 }
 

@@ -182,7 +182,12 @@ def _expected(case: Case, a: torch.Tensor, b: torch.Tensor, rank: int) -> torch.
     return torch.cat([p.chunk(len(a), dim=1 if case.by_columns else 0)[rank] for p in products])
 
 
-@pytest.mark.parametrize("name", CASES)
+REPEATED = [f"random {number}" for number in range(3, 12)]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in REPEATED)) for name in CASES]
+)
 def test_is_equal_to_the_matmul_and_the_exchange(name: str) -> None:
     case = CASES[name]
     w, rows, width = case.world_size, case.rows, case.columns

@@ -220,18 +220,32 @@ EXCHANGE = {**SCATTER, "EXCHANGES": True, "EARLY": 7, "COPY": 8192}
             all_gather_matmul,
             {**GATHER, "SENDS": False, "KEEP": False, "HALVES": False, "BIASES": 1},
             id="all_gather_matmul by copies",
+            marks=pytest.mark.thorough,
         ),
         pytest.param(
             all_gather_matmul_slices,
             {**SLICES, "KEEP": False, "HALVES": False, "BIASES": 1},
             id="all_gather_matmul_slices",
         ),
-        pytest.param(matmul_reduce_scatter, {**SCATTER, "HALVES": False, "BIAS": True}, id="matmul_reduce_scatter"),
-        pytest.param(matmul_reduce_scatter, {**EXCHANGE, "HALVES": False, "BIAS": True}, id="matmul_all_to_all"),
+        pytest.param(matmul_reduce_scatter, {**SCATTER, "HALVES": True, "BIAS": True}, id="matmul_reduce_scatter"),
+        pytest.param(
+            matmul_reduce_scatter,
+            {**SCATTER, "HALVES": False, "BIAS": True},
+            id="matmul_reduce_scatter, whole tiles",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(matmul_reduce_scatter, {**EXCHANGE, "HALVES": True, "BIAS": True}, id="matmul_all_to_all"),
+        pytest.param(
+            matmul_reduce_scatter,
+            {**EXCHANGE, "HALVES": False, "BIAS": True},
+            id="matmul_all_to_all, whole tiles",
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             matmul_reduce_scatter,
             {**EXCHANGE, "HALVES": False, "BY_COLUMNS": True},
             id="matmul_all_to_all by columns",
+            marks=pytest.mark.thorough,
         ),
         pytest.param(
             all_gather_matmul,
@@ -242,6 +256,7 @@ EXCHANGE = {**SCATTER, "EXCHANGES": True, "EARLY": 7, "COPY": 8192}
             all_gather_matmul_slices,
             {**SLICES, "SCATTERED": True, "KEEP": False, "HALVES": False, "BIASES": 1},
             id="all_to_all_matmul in slices",
+            marks=pytest.mark.thorough,
         ),
         pytest.param(matmul_all_reduce, {**REDUCE, "BIAS": True}, id="matmul_all_reduce"),
     ],
@@ -251,9 +266,10 @@ def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path
     bytes at a time. The loops over K share one region of shared memory for their stages, so the kernel fits into 227
     KiB."""
     types, others = _weights(1, 256) if kernel in (all_gather_matmul, all_gather_matmul_slices) else ({}, {})
-    text, machine, shared = _assembled(
-        kernel, constants | others, (128, 256, 64), tmp_path, 4 if kernel is matmul_all_reduce else 3, types
-    )
+    # (Kernels that add or send products have the same parameters as in the test of their bulk stores, so that Triton's
+    # cache has them.)
+    stages = 4 if constants["HALVES"] else 3
+    text, machine, shared = _assembled(kernel, constants | others, (128, 256, 64), tmp_path, stages, types)
     assert "wgmma.mma_async" in text and "st.global.v4" in text and shared <= 227 * 1024
     loops = _multiplying(machine)
     assert len(loops) >= (2 if kernel is matmul_all_reduce else 3)
@@ -277,7 +293,7 @@ def test_all_slices_of_a_contraction_share_a_loop(tmp_path: Path) -> None:
     assert not [line for loop in _multiplying(machine) for line in loop if "LDL" in line or "STL" in line]
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.thorough), 4])
 def test_weights_of_one_launch_share_a_loop(count: int, tmp_path: Path) -> None:
     """With the planned parameters, there is one loop over K for the rank's own tiles and one for the peers' tiles,
     whatever the number of weights. The kernel selects a weight's tensor map before the loop, and reads the map where it
@@ -316,11 +332,21 @@ SIGMOID_AND_RESIDUAL = (("full", "row"), (("sigmoid", "x"), ("mul", "t0", "e1"),
     ("kernel", "programs", "words"),
     [
         pytest.param(
-            all_gather_matmul, (SILU, None, SILU), 0, id="all_gather_matmul, activations of two of three weights"
+            *(all_gather_matmul, (SILU, None, SILU), 0),
+            id="all_gather_matmul, activations of two of three weights",
+            marks=pytest.mark.thorough,
         ),
         pytest.param(all_gather_matmul, (SIGMOID_AND_RESIDUAL,), 40, id="all_gather_matmul, extra tensors"),
-        pytest.param(matmul_reduce_scatter, (SIGMOID_AND_RESIDUAL,), 100, id="matmul_reduce_scatter, extra tensors"),
-        pytest.param(matmul_all_reduce, (SIGMOID_AND_RESIDUAL,), 100, id="matmul_all_reduce, extra tensors"),
+        pytest.param(
+            *(matmul_reduce_scatter, (SIGMOID_AND_RESIDUAL,), 100),
+            id="matmul_reduce_scatter, extra tensors",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            *(matmul_all_reduce, (SIGMOID_AND_RESIDUAL,), 100),
+            id="matmul_all_reduce, extra tensors",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_epilogues_keep_the_loops_over_k_off_the_stack(
@@ -351,7 +377,11 @@ def test_epilogues_keep_the_loops_over_k_off_the_stack(
 
 
 @pytest.mark.parametrize(
-    ("transposed", "shards"), [(True, {"shards": 1}), (False, {})], ids=["all-reduce", "reduce-scatter"]
+    ("transposed", "shards"),
+    [
+        pytest.param(True, {"shards": 1}, id="all-reduce", marks=pytest.mark.thorough),
+        pytest.param(False, {}, id="reduce-scatter"),
+    ],
 )
 def test_a_matmul_in_groups_stores_in_bulk_and_counts_after_a_fence(
     transposed: bool, shards: dict[str, int], tmp_path: Path
@@ -386,13 +416,19 @@ def test_a_matmul_in_groups_stores_in_bulk_and_counts_after_a_fence(
     ("kernel", "constants", "counts"),
     [
         pytest.param(
-            matmul_all_reduce, {**REDUCE, "BIAS": False}, r"(?:atom|red)\.global\.gpu\.release\.add", id="all-reduce"
+            matmul_all_reduce, {**REDUCE, "BIAS": True}, r"(?:atom|red)\.global\.gpu\.release\.add", id="all-reduce"
         ),
         pytest.param(
-            matmul_reduce_scatter, {**SCATTER, "HALVES": True}, r"atom\.global\.gpu\.acq_rel\.add", id="reduce-scatter"
+            matmul_reduce_scatter,
+            {**SCATTER, "HALVES": True, "BIAS": True},
+            r"atom\.global\.gpu\.acq_rel\.add",
+            id="reduce-scatter",
         ),
         pytest.param(
-            matmul_reduce_scatter, {**EXCHANGE, "HALVES": True}, r"atom\.global\.gpu\.acq_rel\.add", id="all-to-all"
+            matmul_reduce_scatter,
+            {**EXCHANGE, "HALVES": True, "BIAS": True},
+            r"atom\.global\.gpu\.acq_rel\.add",
+            id="all-to-all",
         ),
     ],
 )

@@ -49,10 +49,10 @@ def _compiled(kernel: Any, norm: bool, columns: int, segment: int, warps: int) -
     ("columns", "segment", "warps", "norm"),
     [
         (8192, 2048, 8, True),
-        (16384, 16384, 8, True),
-        (8192, 1024, 4, True),
-        (5128, 2048, 8, True),
-        (16384, 16384, 8, False),
+        pytest.param(16384, 16384, 8, True, marks=pytest.mark.thorough),
+        pytest.param(8192, 1024, 4, True, marks=pytest.mark.thorough),
+        pytest.param(5128, 2048, 8, True, marks=pytest.mark.thorough),
+        pytest.param(16384, 16384, 8, False, marks=pytest.mark.thorough),
         (5128, 2048, 8, False),
     ],
 )
