@@ -126,7 +126,7 @@ def test_schedule_chunked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("schedule", "world_size"), [("chunked", 3), ("fused", 2), ("fused", 3)])
 def test_exchanges(tmp_path: Path, schedule: str, world_size: int) -> None:
-    """Rows and columns are exchanged, permuted or not, after a matmul and before one."""
+    """Exchanges of rows and of columns, before and after a matmul, with and without a permute."""
     names = list(exchanges(world_size))
     for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), names, schedule, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
@@ -134,7 +134,8 @@ def test_exchanges(tmp_path: Path, schedule: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_exchanges_of_a_contracted_dim(tmp_path: Path, world_size: int) -> None:
-    """Catches slices that are added in another order than the right operand's rows, and a result of other rows."""
+    """Catches slices that are multiplied by other rows of the right operand than their own, and a result with wrong
+    rows."""
     names = list(contractions(world_size))
     for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), names, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
