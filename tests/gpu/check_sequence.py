@@ -99,7 +99,7 @@ def results(model: Any, x: torch.Tensor, trains: bool) -> dict[str, torch.Tensor
 
 
 def off(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
-    """The largest difference of all results. Each is relative to the largest element of its result."""
+    """The largest difference in any result, relative to the largest element of that result."""
     return max(float((found[n] - e).abs().max() / e.abs().max().clamp_min(1e-12)) for n, e in exact.items())
 
 
