@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the cost of returning the gathered tensor from an op, too. The gradient of a weight needs this tensor.
+"""Measure how much longer an op takes if it also returns the gathered tensor. The gradient of a weight needs this
+tensor.
 
     torchrun --nproc-per-node 2 -m bench.handed_out [--tokens 2048 8192] --out bench/results/handed_out.jsonl
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the sequence-parallel rewrite on GPUs. Hand-written tensor-parallel blocks with all-reduces run forward and
-backward, with several schedules.
+"""Checks the sequence-parallel rewrite on GPUs.
+
+Hand-written tensor-parallel blocks with all-reduces run forward and backward, with several schedules.
 
     torchrun --nproc-per-node 8 -m tests.gpu.check_sequence [--schedules fused chunked ring auto] [--tokens 2048 2047]
     torchrun --nproc-per-node 2 -m tests.gpu.check_sequence --ranks-share-gpus --schedules fused chunked

@@ -182,8 +182,8 @@ def test_plain_rows_keep_the_sign_of_zero() -> None:
 
 
 def test_facts_that_were_not_copied_are_copied_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a copy fails, the next call must copy its facts even if they are the same. Otherwise it would read addresses
-    of another batch."""
+    """If a copy fails, the next call must copy its facts, even if it has the same facts as the call that failed.
+    Otherwise it would read addresses of another batch."""
     launch = SharedWorkspace.of(2, *Case().need).launch(0)
     _on_device([1, 2], launch)
 

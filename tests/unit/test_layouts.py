@@ -83,7 +83,7 @@ def test_chains_of_views_and_permutes(data: st.DataObject, shard: list[int], wor
 @many
 @given(st.data(), shards, world_sizes)
 def test_gather_on_another_dim(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """After ``cat(split(x, dim=0), dim=d)``, the rank atom must stand before the atoms of dim ``d``."""
+    """After ``cat(split(x, dim=0), dim=d)``, the rank atom must be the first atom of dim ``d``."""
     target = data.draw(st.integers(0, len(shard) - 1))
     raw = Layout.gathered(shard, world_size)
     moved = raw.move_rank(0, target)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line about a compiled graph. Users who have not configured logging see it, and users who have see it at most
-once."""
+"""The line about a compiled graph. Users who have not configured logging see it. If logging is configured, the line is
+seen at most once."""
 
 from __future__ import annotations
 
