@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the GPU's clock rate while providers run, and scale their times to the highest clock rate.
 
-A provider (``bench.providers``) is one way to compute a case. The scaled times show why a provider is slow: because it
-waits, or because the GPU is hotter.
+A provider (``bench.providers``) is one way to compute a case. The scaled times show why a provider is slow: it waits,
+or it heats the GPU so that the clock rate falls.
 
     torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 --schedules chunked
     fused/copy_engine --out rows.jsonl
@@ -51,13 +51,13 @@ from overlap_inductor.passes.patterns import PATTERNS
 CALLS = 8
 """Calls of one sample in ways ``row`` and ``compiled``."""
 BLOCKS_AN_SM = 4
-"""Blocks of ``_stamp`` for each SM: enough blocks that every SM runs at least one of them."""
+"""Blocks of ``_stamp`` for each SM. With so many blocks, every SM runs at least one."""
 
 
 @triton.jit
 def _stamp(out):
-    """Store ``(cycles, nanoseconds)`` of the SM that a block runs on into row ``%smid`` of ``out [SMs, 2]``. Blocks on
-    the same SM overwrite each other's values, which are nearly equal."""
+    """Each block stores ``(cycles, nanoseconds)`` of its SM into row ``%smid`` of ``out [SMs, 2]``. Blocks on the same
+    SM overwrite each other's values, which are nearly equal."""
     cycles = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l,r", [0], dtype=tl.int64, is_pure=False, pack=1)
     now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [0], dtype=tl.int64, is_pure=False, pack=1)
     sm = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)

@@ -73,7 +73,8 @@ PHASES = ("inference", "training")
 
 
 class Clock:
-    """CPU seconds spent in named functions. While one named function calls another, only the inner one's time runs."""
+    """CPU seconds spent in named functions. If a named function calls another one, the time of the inner call counts
+    only for the inner function."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time layers whose experts are divided among the ranks: with each schedule, and as the plain graph (``keep``).
+"""Time layers of experts that are divided among the ranks, with each schedule and as the plain graph (``keep``).
 
     torchrun --nproc-per-node 2 -m bench.experts
     torchrun --nproc-per-node 8 -m bench.experts --layers mixtral --tokens 32768 --forms dispatched
@@ -13,7 +13,7 @@ A layer has one of two forms (``bench.support.experts``). Every expert has equal
 
 The result of each call is compared with the result of the uncompiled layer, before and after the calls are timed. A
 wrong result ends the benchmark. ``transfers`` are the collectives alone: the all-reduce, or the two all-to-alls. Each
-row holds two times of a call: with the host hidden, and with the host in the loop (``bench.timing``).
+row holds two times of a call: one with the host hidden, and one with the host in the loop (``bench.timing``).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what it costs if an op also returns the gathered tensor, which the gradient of a weight needs.
+"""Measure how much longer an op takes if it also returns the gathered tensor. The gradient of a weight needs this
+tensor.
 
     torchrun --nproc-per-node 2 -m bench.handed_out [--tokens 2048 8192] --out bench/results/handed_out.jsonl
 
@@ -7,7 +8,8 @@ Shards are gathered to a tensor ``[tokens, 8192]``. This tensor is multiplied by
 k and v). These calls are timed in turn::
 
     keep                   NCCL's all-gather, then three matmuls; the gathered tensor is always produced
-    chunked, fused         the op of the schedule; the gathered tensor is not returned
+    chunked                the op of chunked; the gathered tensor is not returned
+    fused                  the op of fused; the gathered tensor is not returned
     chunked, handed out    the op of chunked; the gathered tensor is returned
     fused, handed out      the op of fused; the gathered tensor is returned
     copy                   only a copy of the gathered tensor

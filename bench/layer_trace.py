@@ -52,8 +52,8 @@ class Span:
 def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
     """``{site: {kind: milliseconds}}``. ``OUTSIDE`` is the key for time outside all sites.
 
-    ``span`` is the time from the site's first op to its last op. A kind's name with an added ``s`` (``waits``) is the
-    key for the number of ranges of that kind. A range inside a counted range is not counted.
+    The key ``span`` holds the time from the site's first op to its last op. A kind's name plus ``s``, for example
+    ``waits``, is the key for the number of ranges of that kind. A range inside a counted range is not counted.
     """
     ordered = sorted(spans, key=lambda s: (s.begin, -s.end))
     bounds: dict[str, list[float]] = {}

@@ -11,8 +11,8 @@ fp32 on random data. The variants are then timed in turn, in a new order each ro
 median, 20th and 80th percentile, each the maximum over ranks.
 
 The variant ``no collectives`` has local ops in place of the program's collectives. Its time shows what a step takes
-without transfers. Other variants may be faster, because the sequence-parallel rewrite also divides token-wise work
-among the ranks. The results of ``no collectives`` are wrong and are not compared.
+without transfers. Variants with overlap may be even faster, because the sequence-parallel rewrite also divides
+token-wise work among the ranks. The results of ``no collectives`` are wrong and are not compared.
 
 Rows are added to ``bench/results/layers_slow_link.jsonl`` (slow link) or ``bench/results/layers.jsonl`` (GPUs). Two
 commands read the rows of the slow link: ``python -m bench.report`` draws ``docs/assets/layers.png``, and
@@ -47,7 +47,7 @@ from overlap_inductor.cli.local_ranks import rank_environment
 from overlap_inductor.cli.local_ranks import run_ranks
 
 ROOT = rows.RESULTS.parent.parent
-# On two cores, the forward's matmuls take about as long as its transfers at these sizes and the default --megabits.
+# With these sizes, two cores and the default --megabits, the forward's matmuls take about as long as its transfers.
 CPU = Sizes(layers=2, hidden=1024, ffn=2816, heads=16, kv_heads=16, vocabulary=1024, prompt=128)
 CUDA = Sizes(layers=4, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocabulary=32000)
 CPU_CASES = [("forward", 1, 1024), ("training", 1, 1024)]
@@ -118,8 +118,8 @@ def settings_of(options: argparse.Namespace, megabits: int | None) -> Settings:
 
 def told_about(megabits: int) -> str:
     """The value of switch ``machine`` for ranks on a slow link. It has the rate of the link, and the rate of this CPU's
-    matmuls on one thread, rounded to two digits. The matmul is timed several times and the fastest time counts, because
-    other programs may use the CPU."""
+    matmuls on one thread, rounded to two digits. The matmul is timed several times, and the shortest time counts,
+    because other programs may use the CPU at the same time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -41,7 +41,7 @@ from bench.timing import worst
 from overlap_inductor.report import publish as reporting
 
 FLOOR = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
-"""If plain ``torch.compile`` is exact: the largest allowed error of a variant, relative to a tensor's largest
+"""The largest allowed error of a variant if plain ``torch.compile`` is exact. It is relative to a tensor's largest
 element."""
 SLACK = 1.5
 """The error of a variant may be ``FLOOR``, or this multiple of the error of plain ``torch.compile``, whichever is
@@ -105,8 +105,8 @@ def error(found: Outputs, reference: Outputs) -> float:
 
 
 def memory_of(program: Program, function: Any, device: str) -> tuple[float, float]:
-    """``(most, more)`` in MiB. ``most`` is the peak memory of one step, ``more`` the peak minus the memory before the
-    step. On GPUs, this is the memory of the allocator. On CPUs, it is the resident memory of the process."""
+    """``(most, more)`` in MiB. ``most`` is the peak memory of one step. ``more`` is this peak minus the memory before
+    the step. On GPUs, this is the memory of the allocator. On CPUs, it is the resident memory of the process."""
     gc.collect()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -215,8 +215,8 @@ def _first_run(
     first = time.perf_counter() - begin
     begin = time.perf_counter()
     found = program.step(function)
-    # The first step compiles and then runs. The time of the second step stands for that run. (On GPUs it is the host's
-    # time. With CUDA graphs, the second step also records the graph.)
+    # The first step compiles and then runs. Its running time is taken to be that of the second step, and is subtracted.
+    # (On GPUs, this is the host's time. With CUDA graphs, the second step also records the graph.)
     first -= time.perf_counter() - begin
     off = error(found, reference)
     reports = reporting.all_reports() if variant.switches is not None else []

@@ -5,12 +5,12 @@
     torchrun --nproc-per-node 8 -m bench.lookups --tables 64 256 --batch 4096 65536 --width 64 256 --pooling 1 20 100
     torchrun --nproc-per-node 8 -m bench.lookups --mode mean --jagged --dtype bfloat16 --budget-seconds 300
 
-Each result is compared with sums in fp64 before and after the calls are timed. A wrong result ends the benchmark. Two
+Before and after the calls are timed, each result is compared with sums in fp64. A wrong result ends the benchmark. Two
 parts are timed alone: ``lookups`` is the plain graph without the exchange, and ``exchange`` is only the exchange. All
 calls except ``exchange`` are compiled.
 
-Each row holds two times of a call, with the host hidden and with the host in the loop (``bench.timing``). It also holds
-the estimates of the cost model. Rows are appended to the file as soon as they are measured.
+Each row holds two times of a call: one with the host hidden, and one with the host in the loop (``bench.timing``). It
+also holds the estimates of the cost model. Rows are appended to the file as soon as they are measured.
 """
 
 from __future__ import annotations

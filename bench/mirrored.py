@@ -5,8 +5,8 @@
         [--variants '{"name": ["fused", {"parts": 2}]}']
 
 Each GPU plays rank 0 of ``--world-size`` ranks. For each GPU, the other GPU plays all of its peers. A GPU multiplies,
-sends and receives exactly what it would in the larger group, over the same NVLink. (The links of a GPU end in a switch,
-so one peer can use the GPU's whole bandwidth.)
+sends and receives exactly what it would in the larger group, and uses the same NVLink. (The links of a GPU end in a
+switch, so one peer can use the GPU's whole bandwidth.)
 
 **Where rows are written.** Both GPUs count themselves as rank 0. Rank 0 sends rows to peer ``p``. From the point of
 view of that peer, the sender is rank ``world_size - p``. So the rows are written to the place of rank ``world_size -
@@ -24,10 +24,12 @@ row for ``keep``, and times are compared with the matmul alone.
         4096 tokens in 4 bands                   914 us on 8 GPUs, 692 us here
 
 On 8 GPUs, several ranks send to the same receiver at once (``transports.copy_engine``). Here, each receiver has one
-sender. So these rows cannot tell which number of bands is best, or whether ``chunked`` in bands or ``fused`` is faster.
+sender. So times from this program cannot tell which number of bands is best, or whether ``chunked`` in bands or
+``fused`` is faster.
 
-Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset, so they do not
-keep calls apart. A barrier or an all-reduce before each call keeps the calls apart.
+Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset, so a call does
+not wait until the GPUs have read the data of the previous call. A barrier or an all-reduce before each call makes it
+wait.
 """
 
 from __future__ import annotations
@@ -258,8 +260,8 @@ parameters override the tuned ones."""
 
 def measure(site: Site, variants: dict[str, tuple[str, dict[str, Any]]], repeats: int) -> list[dict[str, Any]]:
     """Check and time each variant. Returns a row for the matmul alone, then a row for each variant. ``us`` is the
-    median of ``repeats`` samples on the slower GPU. A row has no ``us`` if the result was wrong, or if the variant
-    cannot run (``left_out`` says why)."""
+    median of ``repeats`` samples on the slower GPU. A row has no ``us`` if the result was wrong or if the variant
+    cannot run. ``left_out`` says why it cannot run."""
     rows: list[dict[str, Any]] = []
     known: dict[int, torch.Tensor] = {}
     alone = worst(statistics.median(timed({"matmul": site.matmul}, repeats)["matmul"]))

@@ -6,8 +6,8 @@ The model is an unchanged Hugging Face Llama with the layer shapes of llama3-70b
     torchrun --nproc-per-node 4 -m bench.models [--layers 2] [--tokens 1024 4096] [--batches 1 16] --out
     bench/results/models.jsonl
 
-Each number of ``--tokens`` is the length of one sequence (prefill). It runs with the host in the loop. Each number of
-``--batches`` is a number of sequences of one token. It runs as CUDA graphs (``triton.cudagraphs``), and has the matmuls
+For each number in ``--tokens``, one sequence of this length runs (prefill), with the host in the loop. For each number
+in ``--batches``, that many sequences of one token run, as CUDA graphs (``triton.cudagraphs``). They have the matmuls
 and collectives of a decode step. Before a shape is timed, its logits are compared with those of the eager model.
 
 A sample is the mean of three calls. Each rank takes the median of its samples. The time in a row is the maximum of

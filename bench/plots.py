@@ -18,9 +18,9 @@ from bench.tables import row_efficiency
 
 
 def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw speed-up and overlap efficiency against the ratio of computation to transfer time: a column for each world
-    size, and a line for each program. The rows are stored in the file as its description, so that a test can compare
-    them."""
+    """Draw speed-up and overlap efficiency against the ratio of computation time to transfer time. There is a column of
+    panels for each world size, and a line for each program. The rows are stored in the file as its description, so that
+    a test can compare them."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -66,9 +66,9 @@ def _ratio(row: dict[str, Any]) -> float:
 
 
 def layers(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up of each variant over plain ``torch.compile``, in groups of bars. The line on a bar goes from the 80th
-    percentile of the time to the 20th. A mark shows the program without its collectives. The rows are stored in the
-    file as its description, so that a test can compare them."""
+    """Draw the speed-up of each variant over plain ``torch.compile``, in groups of bars. The line on a bar shows the
+    speed-ups at the 80th and at the 20th percentile of the time. A mark shows the program without its collectives. The
+    rows are stored in the file as its description, so that a test can compare them."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -111,9 +111,9 @@ FIGURES = {"speedup": "speed-up over keep", "ratio": "time / max(matmul, collect
 def operators(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
     """Draw rows of ``bench.operators`` against tokens, and return the files.
 
-    Each machine, shape and dtype gets two files in ``folder``: one of the speed-up, one of the ratio to the bound. A
-    file has a panel for each setting and pattern, and a line for each provider. Schedules with other parameters are in
-    the tables only.
+    Each combination of machine, shape and dtype gets two files in ``folder``: one of the speed-up, one of the ratio to
+    the bound. A file has a panel for each setting and pattern, and a line for each provider. Schedules with other
+    parameters are in the tables only.
     """
     return [
         _against_tokens(same, figure, folder)

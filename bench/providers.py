@@ -11,7 +11,7 @@ A provider is one way to compute the case:
 
 What a provider calls depends on the setting:
 
-- ``hidden`` (only GPU time counts): if a schedule turns a site into one op, this op is called directly. The ring and
+- ``hidden`` (only GPU time counts): the op of a schedule that turns a site into one op is called directly. The ring and
   ``auto`` are compiled graphs. ``keep`` runs eagerly.
 - ``compiled``: ``keep``, ``auto`` and every schedule are compiled graphs. Schedules with other parameters are left out.
 
@@ -275,7 +275,8 @@ def providers(
     this together.
 
     Args:
-        made: the compiled providers that exist already, by name. They are used again. New compiled providers are added.
+        made: the compiled providers that exist already, by name. They are used again. New compiled providers are added
+            to ``made``.
     """
     found = []
     for name in wanted:
@@ -305,7 +306,6 @@ def providers(
 
 
 def _planned(schedule: str, case: Case, transport: str) -> dict[str, Any]:
-    """The settings that a plan would choose for the case. If the schedule does not turn a site into one op, they are
-    empty."""
+    """The settings that a plan would choose for the case. Empty if the schedule does not turn a site into one op."""
     op = schedule_named(schedule).single_op
     return {} if op is None else op.settings_of(_call(case), transport)

@@ -33,7 +33,7 @@ def push_striped(
     Args:
         src: int32 ``[elements]``.
         peer_data, peer_flags: int64 ``[WORLD]``, the addresses of every rank's data and flags (int32 words).
-        offset: in words. Data addresses at ``offset`` are multiples of 16 bytes.
+        offset: in words. The address at ``offset`` in each rank's data is a multiple of 16 bytes.
         elements: words, a multiple of 4.
         rank: of the sender. The flag of part ``p`` is word ``(rank * PARTS + p) * 32`` of a peer's flags. A call adds
             ``BLOCKS`` to this word.

@@ -108,8 +108,8 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Rows of a rank's left operand. If the pattern begins with the collective, they are the rows before the
-        collective."""
+        """Rows of a rank's left operand. If the pattern begins with the collective, these are the rows that the rank
+        has before the collective."""
         return self.shard_rows if self.example.first and self.example.shards_tokens else self.tokens
 
     @property

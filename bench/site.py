@@ -16,8 +16,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.t()``. With ``scales``, the operands are fp8 and the result is bf16. There is one scale for each row
-    and column, or one scale for each operand. The library sums with fast accumulation (``use_fast_accum``)."""
+    """``x @ weight.t()``. With ``scales``, the operands are fp8 and the result is bf16. There is either one scale for
+    each row of ``x`` and each row of ``weight``, or one scale for each operand. The library sums with fast accumulation
+    (``use_fast_accum``)."""
     if not scales:
         return torch.nn.functional.linear(x, weight)
     return torch._scaled_mm(x, weight.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of the slow-link benchmark: matmuls and lookups beside collectives, and layers of experts.
 
-Each case holds the whole program, its computation alone and its transfers alone. ``columns`` changes the time of the
-computation, and leaves the transferred bytes as they are.
+Each case holds the whole program, its computation alone and its transfers alone. ``columns`` determines the time of the
+computation. It does not change the number of transferred bytes.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def _received(of: Sizes) -> Case:
 
 
 def _uneven_parts(of: Sizes) -> tuple[torch.Tensor, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-    """The numbers of rows that this rank sends to each rank, and a function that exchanges so many rows. The function
-    first exchanges the numbers, as a dispatcher of tokens does. So the sizes are known at run time only."""
+    """How many rows this rank sends to each rank, and a function that exchanges these rows. The function first
+    exchanges the numbers, as a dispatcher of tokens does. So the sizes are known at run time only."""
     shares = PARTS[of.world_size]
     counts = torch.tensor([of.rows * shares[(to - of.rank) % of.world_size] // 8 for to in range(of.world_size)])
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the slow-link benchmark: it times the plain program, the ring, the computation and the transfers.
 
-The four are timed in turn, with a barrier before each call. A time is in milliseconds. It is the maximum over ranks for
-each call, and then the median over calls. Before a case is timed, the ring's results on random data are compared with
-those of the plain program.
+The four are timed in turn, with a barrier before each call. Times are milliseconds. For each call, the maximum over
+ranks is taken. A time is the median of these maxima over calls. Before a case is timed, the ring's results on random
+data are compared with those of the plain program.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _overlapped() -> int:
 
 
 def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``function`` compiled under a code object of its own. Dynamo caches by code object, so two compiled forms of one
-    function need two."""
+    """``function``, compiled with a code object of its own. Dynamo caches by code object, so two compiled forms of one
+    function need two code objects."""
     namespace = {"f": function}
     exec(compile("def g(*inputs):\n    return f(*inputs)\n", "<slow link>", "exec"), namespace)
     return torch.compile(namespace["g"])  # type: ignore[no-any-return]

@@ -8,8 +8,8 @@ The case is llama3-70b's down-projection in decode, with its all-reduce, residua
 
 ``keep`` runs the ops that a compiled graph runs: ``torch.mm``, NCCL's all-reduce, and one Inductor kernel for residual
 and norm. Every provider is compared with fp32 on random data. This is done before and after the timing, because some
-errors appear only when calls follow each other. The results of all ranks must also be bitwise equal. The results of
-``keep`` need not be, because each rank tunes the norm of ``keep`` by itself.
+errors appear only when calls follow each other. The results of all ranks must also be bitwise equal, except for
+``keep``: each rank tunes the norm of ``keep`` by itself.
 
 Providers are timed in turn, round after round. Each rank takes the median over rounds. A figure is the maximum of these
 medians over ranks, in microseconds for one call. Fields of a row::
@@ -50,7 +50,8 @@ from overlap_inductor.torch_compat import symmetric
 COLUMNS, INNER, EPS = 8192, 28672, 1e-5
 CALLS = 20
 PATIENCE_NS = 30_000_000_000
-"""Patience of the kernels' waits. A rank compiles a kernel at its first call, and ranks finish seconds apart."""
+"""Patience of the kernels' waits. It must be long, because each rank compiles a kernel at the first call, and ranks
+finish compiling seconds apart."""
 TOLERANCE = 2e-2
 SEGMENTS = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16))
 """Columns and warps of a block."""

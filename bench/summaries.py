@@ -26,7 +26,7 @@ def _read(name: str) -> list[Row]:
 
 
 def _operators(**values: Any) -> list[Row]:
-    """The stored rows of ``bench.operators`` with these values. Rows of parameters that ``--set`` changed are left
+    """The stored rows of ``bench.operators`` with these values. Rows whose parameters were set by ``--set`` are left
     out."""
     found = tables.as_planned(rows.read(rows.RESULTS / "operators.jsonl"))
     return [row for row in found if all(row[name] == value for name, value in values.items())]
@@ -48,7 +48,7 @@ PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "
 
 
 def nvlink() -> str:
-    """llama3-70b's MLP in bf16: for each number of GPUs a table by pattern and tokens."""
+    """llama3-70b's MLP in bf16. For each number of GPUs, there is a table by pattern and tokens."""
     found = [
         row
         for row in _operators(shape="llama3-70b-mlp", dtype="bfloat16")

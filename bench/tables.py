@@ -119,12 +119,12 @@ def operators(rows: Sequence[dict[str, Any]], details: bool = False) -> str:
 
     The cell of ``keep`` has microseconds. The cell of another provider has microseconds and, in brackets, the speed-up
     over ``keep`` of the same run. For ``auto``, the brackets also name the schedule that ran. ``best`` is the provider
-    with the largest speed-up, ``keep`` left out. The last columns have its speed-up, its time divided by ``max`` (the
-    bound), and its overlap efficiency.
+    with the largest speed-up, ``keep`` left out. The last columns have the speed-up of ``best``, its time divided by
+    ``max`` (the bound), and its overlap efficiency.
 
     Args:
-        details: whether another table follows each table. It has every row, also those of schedules whose parameters
-            were set by ``--set``.
+        details: whether another table follows each table. The second table has every row, also rows of schedules whose
+            parameters were set by ``--set``.
     """
     parts = []
     for same in groups(rows, "gpu", "world_size", "shape", "dtype", "setting").values():
@@ -150,8 +150,8 @@ def _overview(rows: Sequence[dict[str, Any]]) -> str:
     )
     for (pattern, tokens), same in groups(_in_order(rows), "pattern", "tokens").items():
         of = {row["provider"]: row for row in same}
-        # The speed-up of a provider is over ``keep`` of the same run. The bounds in the table are those of the last run
-        # of ``keep``.
+        # The speed-up of a provider is measured against ``keep`` of the same run. The bounds in the table are those of
+        # the last run of ``keep``.
         standard = of.get("keep", same[0])
         bounds = [f"{standard[k]:.0f}" for k in ("matmul_us", "collective_us", "sum_us", "bound_us")]
         best = max((row for row in same if row["provider"] != "keep"), key=lambda row: row["speedup"], default=None)

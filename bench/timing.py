@@ -5,10 +5,10 @@ With the host *hidden*, the device sleeps before each call. The host launches th
 time counts.
 
 With the host *in the loop*, a sample is several calls in a row without a sleep. A call then takes its device time or
-its host time, whichever is longer. All samples have the same number of calls. This number is within ``CALLS_IN_LOOP``,
-and is chosen so that a sample of the fastest call takes about ``LOOP_MS``. One more call before the sample is not
-counted, because the device is idle while the host launches this call. The tensors of a call get the addresses that the
-previous call used, as in the steps of a compiled model.
+its host time, whichever is longer. All samples have the same number of calls. This number lies within
+``CALLS_IN_LOOP``, and is chosen so that a sample of the fastest call takes about ``LOOP_MS``. Before each sample, one
+more call is made. It is not counted, because the device is idle while the host launches it. The tensors of a call get
+the addresses that the previous call used, as in the steps of a compiled model.
 
 On a CPU, both times are wall-clock time.
 """
@@ -43,7 +43,8 @@ LOOP_MS = 8.0
 CALLS_IN_LOOP = 4, 40
 """Fewest and most calls in a sample with the host in the loop."""
 LEAST_REPEATS = 5
-"""Fewest samples of a call if time is short. If ``most`` of ``in_turn`` is less, it takes the place of this number."""
+"""Fewest samples of a call if time is short. If argument ``most`` of ``in_turn`` is less than this number, ``most``
+counts."""
 
 Call = Callable[[], Any]
 
@@ -86,7 +87,7 @@ class Clock:
         if sleep_ms:
             torch.cuda._sleep(int(sleep_ms * CYCLES_A_MS))
         else:
-            # The pause lets every sample begin with a cool GPU, as after a device sleep.
+            # The pause cools the GPU before every sample, as a device sleep does.
             time.sleep(REST_MS * 1e-3)
             dist.barrier()
             torch.cuda.synchronize()
@@ -183,7 +184,7 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
     samples: list[list[tuple[float, float]]] = [[] for _ in calls]
     order, chance = list(zip(samples, calls.values(), sleeps)), random.Random(0)
     for _ in range(repeats):
-        # A call is faster after a call that did not heat the GPU, so each round has a new order. All ranks draw the
+        # A call is faster if the call before it did not heat the GPU, so each round has a new order. All ranks draw the
         # same order.
         chance.shuffle(order)
         for mine, call, sleep in order:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time training steps of sequence-parallel DTensor blocks, with overlap and without.
 
-Steps under plain ``torch.compile``, with ``auto`` and with forced schedules are timed in turn, in one run of
-``torchrun``.
+One run of ``torchrun`` times steps under plain ``torch.compile``, with ``auto``, and with forced schedules. The steps
+take turns.
 
     torchrun --nproc-per-node 2 -m bench.training [--hidden 8192] [--tokens 2048 8192] [--schedules auto chunked fused]
     --out bench/results/training.jsonl

@@ -6,8 +6,8 @@ Each measurement is one JSON row.
 
     torchrun --nproc-per-node 4 -m bench.transfers --out rows.jsonl
 
-A rank's time is measured on its GPU, in microseconds. It begins with the rank's own sends, and ends when the data of
-all peers has arrived at this rank. Each rank takes the median over the repeats. The row holds the largest of these
+A rank's time is measured on its GPU, in microseconds. The time begins with the rank's own sends, and ends when the data
+of all peers has arrived at this rank. Each rank takes the median over the repeats. The row holds the largest of these
 medians over ranks. Before a provider is timed, the data that it delivers is compared with the data that was sent
 (``right``).
 """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time schedule ``wave_groups`` against ``keep``, and its planned partition against others, on llama3-70b's MLP.
 
-A *partition* is a division of the matmul's waves into groups. The collective of a group starts when its waves end.
+A *partition* divides the matmul's waves into groups. The collective of a group starts when the waves of the group have
+ended.
 
     torchrun --nproc-per-node 4 -m bench.wave_groups --tokens 4096 8192 --out bench/results/wave_groups.jsonl
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 -m bench.wave_groups
@@ -103,7 +104,7 @@ def medians(providers: dict[str, Callable[[], Any]], repeats: int) -> dict[str, 
 
 
 def some_partitions(waves: Waves, count: int) -> list[tuple[int, ...]]:
-    """All partitions if there are at most ``count``. Otherwise ``count`` of them: first the partitions into equal
+    """All partitions, if there are at most ``count`` of them. Otherwise ``count`` partitions: first those into equal
     groups, then random ones."""
     first, *inner, last = cuts(waves)
     if 2 ** len(inner) <= count:

@@ -71,8 +71,8 @@ class Mlp(nn.Module):
 
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 # The ops whose results selective checkpointing saves. Backward recomputes all other results. If the results of scatters
-# are saved (as torchtitan does), no partial sum is needed after its site. If only those of matmuls are saved, every
-# partial sum is an output of the forward graph, and backward scatters it once more.
+# are saved (as torchtitan does), no partial sum is needed after its site. If only the results of matmuls are saved,
+# every partial sum is an output of the forward graph, and backward scatters it once more.
 CHECKPOINTING: dict[str, set[Any]] = {
     "none": set(),
     "full": set(),

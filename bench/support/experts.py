@@ -24,7 +24,8 @@ Exchange = Callable[[torch.Tensor, Sizes, Sizes], torch.Tensor]
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """``experts`` of all ranks together, ``chosen`` experts of a token, and the ``hidden`` and ``inner`` width."""
+    """``experts``: experts of all ranks together. ``chosen``: experts of each token. ``hidden`` and ``inner``: widths
+    of an expert."""
 
     experts: int = 8
     chosen: int = 2
@@ -110,8 +111,8 @@ class DispatchedExperts(torch.nn.Module):
     """The experts of ``rank``, and the exchange of rows with the other ranks.
 
     Args:
-        shared: whether a shared expert multiplies all tokens of the rank, too.
-        exchange: the function that exchanges rows. A local function in its place leaves the exchange out.
+        shared: whether there is also a shared expert, which multiplies all tokens of the rank.
+        exchange: the function that exchanges rows. With a local function instead, nothing is exchanged.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups in tables of a rank and the all-to-all that follows, as a DLRM computes them, on random data."""
+"""Lookups in a rank's tables, and the all-to-all that follows them, as in a DLRM. The data is random."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LookupCase:
 
     @property
     def sent(self) -> int:
-        """Bytes that the all-to-all moves, with this rank's own slice."""
+        """Bytes that the all-to-all moves, including this rank's own slice."""
         return self.tables * self.batch * self.width * self.dtype.itemsize
 
     @property

@@ -32,8 +32,9 @@ aten = tools.aten
 
 
 def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
-    """The place of ``lead``, the atom along which shards are cut into parts, in a dim with ``atoms``: ``(place, number
-    of rows that one index of lead spans)``. ``None`` if a part of ``lead`` is not a run of consecutive rows of the dim.
+    """Where ``lead`` lies in a dim that consists of ``atoms``, as ``(place, number of rows that one index of lead
+    spans)``. Shards are cut into parts along the atom ``lead``. Returns ``None`` if a part of ``lead`` is not a run of
+    consecutive rows of the dim.
 
     The place is ``chunk`` (right after the rank), ``outer`` (first, before the rank) or ``cross`` (first in a dim
     without the rank).
@@ -67,7 +68,8 @@ def can_cut(nodes: GatherNodes, lead: Atom) -> bool:
 
 
 def _externals(nodes: GatherNodes) -> list[tuple[fx.Node, fx.Node]]:
-    """``(tensor from elsewhere, region node that reads the tensor)`` for each such pair. Views are left out."""
+    """``(tensor from elsewhere, region node that reads the tensor)`` for each such pair. Region nodes that are views
+    are skipped."""
     return [
         (n, user)
         for user in nodes.layouts

@@ -4,7 +4,7 @@ GPU. ``--bench`` also times the sites with and without overlap.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_attention --bench
 
-It prints one line for each case, and exits with 1 if the output of one is wrong or a site is not overlapped.
+It prints one line for each case. The exit status is 1 if the output of a case is wrong or a site is not overlapped.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Layer = Callable[..., torch.Tensor]
 
 
 def cases() -> list[tuple[str, str, Layer, torch.dtype, int]]:
-    """``(backend, mask, layer, dtype, own tokens)``. 80 tokens are no multiple of the 32 to which log-sum-exps are
-    padded."""
+    """``(backend, mask, layer, dtype, own tokens)``. 80 tokens are no multiple of 32. Attention ops pad log-sum-exps to
+    such a multiple."""
     found: list[tuple[str, str, Layer, torch.dtype, int]] = [
         (backend, "none", layer, torch.bfloat16, OWN) for backend in BACKENDS for layer in LAYERS
     ]
@@ -83,7 +83,7 @@ def check(rank: int, world_size: int, backend: str, mask: str, layer: Layer, dty
 
 
 def bench(rank: int, world_size: int) -> dict[str, Any]:
-    """Microseconds of the attention of 32 heads to 32768 keys with flash attention, on the slowest rank."""
+    """Microseconds of flash attention of 32 heads to 32768 keys, on the slowest rank."""
     inputs = [torch.randn(1, 32, 32768 // world_size, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     times = {}
     for name in ("keep", "ring"):
@@ -111,7 +111,8 @@ def main() -> int:
     parser.add_argument("--bench", action="store_true", help="time flash attention to 32768 keys")
     options = parser.parse_args()
     rank, world_size = start_rank()
-    # The key of the compiled graph does not hold the backend of attention, so a cache would return another one's graph.
+    # The cache's key for a compiled graph does not include the backend of attention. So the cache would return the
+    # graph of another backend.
     torch.compiler.config.force_disable_caches = True
     failed = 0
     for backend, mask, layer, dtype, own in cases():

@@ -5,10 +5,10 @@ with several numbers of chunks and bands, eagerly and in CUDA graphs.
     torchrun --nproc-per-node 2 -m tests.gpu.check_chunked [--calls 60] [--tokens 2048]
     torchrun --nproc-per-node 8 -m tests.gpu.check_chunked --patterns matmul_all_to_all all_to_all_matmul
 
-Prints one JSON row for each setting. A row has the largest error against the plain computation in fp32, relative to its
-largest element. ``wrong_calls`` and ``wrong_replays`` count the result tensors that differ in any bit from those of the
-first call. ``host_us`` is the host time of a call in microseconds. The exit status is 1 if something is wrong.
-(``check_fused --schedule chunked`` checks compiled functions.)
+Prints one JSON row for each setting. A row has the largest error against the plain computation in fp32, relative to the
+largest element of the fp32 result. ``wrong_calls`` and ``wrong_replays`` count the result tensors that differ in any
+bit from those of the first call. ``host_us`` is the host time of a call in microseconds. The exit status is 1 if
+something is wrong. (``check_fused --schedule chunked`` checks compiled functions.)
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ Each schedule runs one block in three cases:
 
 - ``alike``: all ranks have the same switches. They must overlap.
 - ``differ``: the last rank has a pattern switched off. All ranks must run the plain program.
-- ``alone``: all ranks run the block with the same switches. The last rank alone then compiles the block again, first
-  with a pattern switched off, and later with the switches of the other ranks. In between, all ranks must run the plain
-  program.
+- ``alone``: all ranks run the block with the same switches. Then only the last rank compiles the block again, with a
+  pattern switched off. All ranks must now run the plain program. Later the last rank compiles it once more, with the
+  switches of the other ranks.
 
 The exit status is 1 if a result is wrong, or if a case does not do what it must.
 

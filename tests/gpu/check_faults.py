@@ -33,7 +33,7 @@ from tests.gpu.fault_scenarios import TIMEOUT_SECONDS
 
 ABORTED, KILLED = -6, -9
 SLACK_SECONDS = 5.0
-"""Seconds by which an error may come late. A new process may also take this long to multiply on a GPU."""
+"""An error may come this many seconds late. A new process may take as many seconds to multiply on a GPU."""
 START_SECONDS = 90.0
 WAITED = r"site .+? of group '\S+' timed out waiting for [a-z -]+ rank {last}: expected call 4, saw call 3"
 SCHEDULES = ("fused", "chunked", "small_message")
@@ -91,8 +91,8 @@ def expected(late: float) -> dict[str, Expected]:
 
 
 class Job:
-    """The processes of one scenario. They wait at two steps, ``prepare`` and ``go``, until a file of this name is in
-    the scenario's folder."""
+    """The processes of one scenario. They wait at two steps, ``prepare`` and ``go``. Each wait ends when a file with
+    the step's name is in the scenario's folder."""
 
     def __init__(self, scenario: str, arguments: argparse.Namespace, folder: Path, ranks: int | None = None) -> None:
         self.folder = folder / scenario

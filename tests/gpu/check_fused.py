@@ -103,7 +103,7 @@ def against_fp64(
     """Compile each of ``sites``, and call it three times with inputs from ``make``. Returns a text for each problem.
 
     The error of a result may be up to 2 % of the largest element of the fp64 result. If twice the error of the
-    uncompiled function is larger, this is the limit instead. An activation may magnify the rounding of its input, in
+    uncompiled function is larger, that is the limit instead: an activation may magnify the rounding of its input, in
     both functions.
     """
     problems = []
@@ -136,8 +136,8 @@ PATTERNS_OF = {
     "chunked": (*ALL_PATTERNS, *EXCHANGES),
     "fused": (*ALL_PATTERNS, *EXCHANGES),
 }
-"""The patterns of each schedule that does not support exactly the three of ``ALL_PATTERNS``. A contraction, which has
-an op of its own, counts as one."""
+"""The patterns of each schedule whose patterns are not exactly the three of ``ALL_PATTERNS``. A contraction has an op
+of its own, so it counts as a pattern here."""
 
 
 def patterns_of(
@@ -203,9 +203,9 @@ def reduce_overhead(schedule: str, world_size: int) -> dict[str, int]:
 
 
 def host_cost(schedule: str, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of host time while the GPU is busy, by pattern. They are measured for the op alone, for the compiled
-    function with and without overlap, and for one allocation. An op makes at least two allocations. The time of one
-    allocation shows how fast the host is."""
+    """Microseconds of host time while the GPU is busy, by pattern. Measured are the op alone, the compiled function
+    with and without overlap, and one allocation. An op makes at least two allocations, and the time of one allocation
+    shows how fast the host is."""
     return {
         name: _host_cost(schedule, name, function, inputs)
         for name, (function, inputs) in patterns_of(schedule, world_size, 512).items()

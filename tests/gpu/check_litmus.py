@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Litmus tests of the memory orderings on which the kernels rely, between two GPUs at a time. Each test is one *way* to
-write and read. Some ways omit an ordering on purpose, and may fail.
+write and read. Some ways omit an ordering on purpose, and their data may be wrong.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus [--rounds 20000] [--only "two blocks, bulk"]
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus --ranks-share-gpus
@@ -46,7 +46,8 @@ from tests.gpu.signal_kernels import wait_for
 
 ROWS, COLUMNS, BLOCKS = 64, 128, 64
 WORDS, ACKNOWLEDGED = 128, 64
-"""A block has ``WORDS`` words: flags at words 0 and 32, the acknowledgement at 64, a counter at 96."""
+"""Each block has ``WORDS`` words for its flags. Two flags are at words 0 and 32, the acknowledgement is at 64, and a
+counter is at 96."""
 PATIENCE_NS = 5_000_000_000
 
 
@@ -65,8 +66,8 @@ def write_rounds(
     C: tl.constexpr,
 ):
     """Write tiles and signal. ``way`` is one of four. ``ordinary``: stores, then a release of the flag. ``unordered``:
-    a plain store sets the flag before the tile is stored. ``bulk``: the bulk copy unit stores the tile, then a fence.
-    ``bulk without fence``: the same, but for the fence."""
+    a plain store sets the flag before the tile is stored. ``bulk``: the bulk copy unit stores the tile, and a fence
+    follows. ``bulk without fence``: as ``bulk``, but no fence follows."""
     block = tl.program_id(0)
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     for i in range(first, first + rounds):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the model tests with NCCL. Also checks which kernels Inductor generates for a chunk, and prints for how long
-transfers ran at the same time as matmuls. Each rank has a GPU.
+"""Runs the model tests with NCCL. Also checks which kernels Inductor generates for a chunk. Prints how long transfers
+ran at the same time as matmuls. Each rank has a GPU.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_models
 """
@@ -57,9 +57,9 @@ def kernels(rank: int, world_size: int) -> list[str]:
 
 
 def trace(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """The microseconds in which matmul kernels run, in which transfer kernels run, and in which both run. Measured are
-    one call of a gather with a matmul and one of a matmul with a scatter. The sizes are those of llama3-70b's MLP with
-    8192 tokens."""
+    """The microseconds during which matmul kernels run, transfer kernels run, and both run at once. Measured are one
+    call of a gather with a matmul, and one call of a matmul with a scatter. The sizes are those of llama3-70b's MLP
+    with 8192 tokens."""
     group = dist.group.WORLD
     n, rows = 28672 // world_size, 8192
     cases: dict[str, tuple[Any, tuple[tuple[int, int], ...]]] = {

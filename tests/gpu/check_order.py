@@ -7,8 +7,8 @@ each scenario.
 
 With ``--ranks-share-gpus``, two ranks can share one GPU. They then take turns on it, so a call takes tens of
 milliseconds. For each input, the first result is compared with fp64, and later results must be bitwise equal to it. The
-exit status is 1 if a result was wrong, if a wait timed out, or if a capture that must be refused was not. It is also 1
-if the ranks did not get the same reason for the missing workspace.
+exit status is 1 if a result was wrong, if a wait timed out, or if a capture that must be refused was accepted. It is
+also 1 if the ranks did not get the same reason for the missing workspace.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Each rank has a GPU. Prints one JSON row per schedule.
         [--trains] [--mode reduce-overhead] [--dynamic] [--seconds 120]
 
 Each program is called three times, with different values. The error of a result against fp64 may be up to 2 % of the
-largest element. Or it may be up to three times the error of the uncompiled function, if that is larger. The exit status
-is 1 if a result is wrong or a rewrite failed.
+largest element. If three times the error of the uncompiled function is larger, that is the limit instead. The exit
+status is 1 if a result is wrong or a rewrite failed.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ GPU. ``--bench`` also times shapes of llama3-70b with and without overlap.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_ring
 
-The host spends nearly all of the time on compiling. Four runs at the same time, each with every fourth case, take about
-a third of the time. ::
+Nearly all of the time is spent on compiling. Four runs at the same time, each with a quarter of the cases, take about a
+third of the time that one run takes. ::
 
     for i in 0 1 2 3; do torchrun --standalone --nproc-per-node 8 -m tests.gpu.check_ring --share $i/4 & done; wait
 """

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the sequence-parallel rewrite on GPUs. Hand-written tensor-parallel blocks with all-reduces run forward and
-backward, with several schedules.
+"""Checks the sequence-parallel rewrite on GPUs.
+
+Hand-written tensor-parallel blocks with all-reduces run forward and backward, with several schedules.
 
     torchrun --nproc-per-node 8 -m tests.gpu.check_sequence [--schedules fused chunked ring auto] [--tokens 2048 2047]
     torchrun --nproc-per-node 2 -m tests.gpu.check_sequence --ranks-share-gpus --schedules fused chunked
@@ -99,7 +100,7 @@ def results(model: Any, x: torch.Tensor, trains: bool) -> dict[str, torch.Tensor
 
 
 def off(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
-    """The largest difference of all results. Each is relative to the largest element of its result."""
+    """The largest difference in any result, relative to the largest element of that result."""
     return max(float((found[n] - e).abs().max() / e.abs().max().clamp_min(1e-12)) for n, e in exact.items())
 
 

@@ -13,8 +13,8 @@ and later results must be bitwise equal to it. Set environment variables on the 
     CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 -m tests.gpu.check_stress --iterations 2000
     CUDA_MODULE_LOADING=LAZY (and EAGER) torchrun --nproc-per-node 2 -m tests.gpu.check_stress --only lazy
 
-Comparing runs. A row of scenario ``lazy`` has a digest of the bits of the variant's first results on all ranks. Runs on
-the same number of ranks must give the same digest, if their GPUs and the versions of their libraries are the same.
+Comparing runs. A row of scenario ``lazy`` has a digest of the bits of the variant's first results on all ranks. Two
+runs must give the same digest if the number of ranks, the GPUs and the versions of the libraries are the same.
 (``chunked`` and ``small_message`` use the vendor's matmuls, and ``wave_groups`` uses the sums of NCCL. Another version
 may compute other bits.)
 
@@ -45,8 +45,8 @@ from tests.gpu.stress_scenarios import SCENARIOS
 from tests.gpu.stress_scenarios import Stress
 
 PATIENCE_PART = 0.7
-"""The part of a row's time limit after which a wait in a kernel times out. So the wait is reported before the limit
-ends the process."""
+"""A wait in a kernel times out after this part of a row's time limit. So the wait is reported before the limit ends the
+process."""
 SCHEDULES = ("fused", "chunked", "small_message", "wave_groups")
 WHERE_SHARED = ("lazy", "delays", "poison", "graphs")
 """The default scenarios if ranks share GPUs: enough to check the arithmetic on rank numbers and the protocol between

@@ -65,8 +65,8 @@ def compiled(function: Callable[..., Any], **config: Any) -> Callable[..., Any]:
 
 
 def results(world_size: int) -> list[str]:
-    """Texts of what is wrong. The kernel and torch's kernel sum in one order, so without weights of samples the results
-    must be bitwise equal."""
+    """Returns the problems. The kernel and torch's kernel sum in the same order. So the results must be bitwise equal
+    if samples have no weights."""
     problems = []
     for case in _cases(world_size):
         torch._dynamo.reset()
@@ -81,7 +81,8 @@ def results(world_size: int) -> list[str]:
 
 
 def trained(rank: int) -> list[str]:
-    """Texts of what is wrong. The kernel also stores what the backward of ``embedding_bag`` reads."""
+    """Returns the problems. They also show whether the kernel stores correctly what the backward of ``embedding_bag``
+    reads."""
     problems = []
     for kind, joined in (("sum", "cat"), ("mean", "tables first"), ("embedding", "stack")):
         torch.manual_seed(rank)
@@ -114,7 +115,8 @@ def _sites(world_size: int) -> list[Repeated]:
 
 
 def wrong_index() -> None:
-    """The error of an index out of range is CUDA's device-side assert, as without overlap. Does not return normally."""
+    """Look up an index that is out of range. CUDA's device-side assert must raise the error, as without overlap, so
+    this function does not return normally."""
     site = LookupSite(LookupCase(2, 64, 64, 3, HEIGHT), device())
     from overlap_inductor.lowerings.fused.table_calls import Lookups
     from overlap_inductor.lowerings.fused.table_calls import look_up

@@ -9,7 +9,7 @@ The model has three blocks and runs in three variants. Two variants are sequence
 scatters in forward and backward: one with full checkpointing, one without. The third variant is tensor-parallel without
 sequence parallelism, and has all-reduces. Backward runs on autograd's own thread. Two inputs take turns, so that calls
 repeat with all tensors at the same addresses. Between the steps, the program returns cached memory to the GPU and runs
-a step of another model. The model without overlap runs in the same way. Prints one JSON row per variant, mode and
+a step of another model. All this is done for the model without overlap, too. Prints one JSON row per variant, mode and
 schedule. The exit status is 1 if a row is not right.
 """
 

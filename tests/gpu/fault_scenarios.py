@@ -53,8 +53,8 @@ class Kind:
 
 
 class Site:
-    """A site of ``kind`` in a group of its own, which has been called once. On this rank, its kernels wait for at most
-    ``seconds``."""
+    """A site of ``kind`` in a group of its own. The site has been called once. On this rank, its kernels wait for at
+    most ``seconds``."""
 
     def __init__(self, kind: Kind, seconds: float) -> None:
         self.group = group = dist.new_group(timeout=datetime.timedelta(seconds=PATIENT_SECONDS))
@@ -113,7 +113,7 @@ class Rank:
         (self.folder / f"said_{self.rank}.json").write_text(json.dumps(found))
 
     def part(self) -> None:
-        """Kill the last rank when all ranks have reached this point."""
+        """Wait until all ranks have reached this point. Then kill the last rank."""
         dist.barrier()
         if self.fails:
             # (The last rank's messages of the barrier may still be on their way to the other ranks.)
@@ -121,8 +121,8 @@ class Rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def await_error(self) -> TransferError:
-        """Call twice without the last rank. The wait in the first call's kernel times out, or an abort ends it. Returns
-        the error of the second call."""
+        """Call twice while the last rank makes no call. The wait in the first call's kernel times out, or an abort ends
+        it. Returns the error of the second call."""
         start = time.monotonic()
         self.site.call()
         try:
@@ -133,7 +133,8 @@ class Rank:
         raise AssertionError("the call after a call without a peer raised no error")
 
     def await_told(self) -> None:
-        """Make no call until this rank has an error because its peers gave up or aborted. The next call must raise."""
+        """Make no call until this rank has got an error, because its peers gave up or aborted. The next call must raise
+        it."""
         start = time.monotonic()
         while self.site.faults.error() is None and time.monotonic() < start + PATIENT_SECONDS:
             time.sleep(0.02)

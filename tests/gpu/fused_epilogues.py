@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of ``check_fused`` on epilogues and on several weights in one launch. They check results, measure times,
-and compare the kernels of a call with those of max-autotune."""
+"""The part of ``check_fused`` for epilogues, and for several weights in one launch. It checks results, measures times,
+and compares the kernels of a call with those of max-autotune."""
 
 from __future__ import annotations
 
@@ -99,8 +99,9 @@ def kernels(call: Callable[[], Any]) -> list[str]:
 
 
 def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    """The names of a fused site's kernels. Also the names of the kernels that max-autotune's Triton templates need on
-    one GPU for the same matmul and pointwise ops. (Rank 0 compiles the templates while the other ranks wait.)"""
+    """The names of the kernels that a fused site runs. For comparison, the names of the kernels that max-autotune's
+    Triton templates need on one GPU for the same matmul and pointwise ops. (Rank 0 compiles the templates while the
+    other ranks wait.)"""
     found = {}
     for name, (function, plain, inputs, _) in _sites(world_size, 1024, 1024, 1024).items():
         if name not in ("gather, bias, silu", "scatter, scaled, residual"):

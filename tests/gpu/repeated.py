@@ -41,8 +41,8 @@ def drawn_calls(
     """Call sites in a random order, which is the same on all ranks, with random delays on each rank. Returns the number
     of wrong results by name.
 
-    The random order makes errors visible: if a call wrongly reads data of an earlier call, that call mostly had other
-    inputs, so the result is wrong.
+    The random order makes errors visible: if a call wrongly reads data of an earlier call, the earlier call mostly had
+    other inputs, so the result is wrong.
 
     Args:
         streams: ``streams[i]`` is the stream of ``sites[i]``; default: the current stream for all. Streams do not wait

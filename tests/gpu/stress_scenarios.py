@@ -37,8 +37,8 @@ GIVE_BACK_EVERY = 12
 BESIDE_ELEMENTS = 8 << 20
 """fp32 elements of the collectives beside the sites: 32 MiB."""
 FOREIGN_SIZE, FOREIGN_MATMULS, FOREIGN_CYCLES = 8192, 6, 35_000_000
-"""Foreign work: size and number of matmuls, each of which fills the GPU for about 1.5 ms, and the cycles of a kernel
-that sleeps for 20 ms."""
+"""Foreign work: the size of its matmuls, their number, and the cycles of a kernel that sleeps for 20 ms. Each matmul
+fills the GPU for about 1.5 ms."""
 
 
 def make_groups(rank: int, world_size: int, seconds: float) -> dict[str, dist.ProcessGroup]:
@@ -100,12 +100,13 @@ class Stress:
 
 
 def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """The first calls of all shapes of two sites, in which the hosts still load kernels. Odd ranks come late. The
-    kernels of even ranks wait for them, while the hosts of even ranks load the kernels of the next calls. Odd ranks
-    load their kernels while their peers wait. (This must be the first scenario of a process, because later no kernel is
-    left to load. It must not be the first run on a machine, because compiling takes longer than the delay.)"""
-    # This makes the workspace and loads the kernels that draw inputs. So nothing synchronises the ranks after the
-    # barrier.
+    """The first calls of two sites, with all shapes. During these calls, the hosts still load kernels. Odd ranks come
+    late. The kernels of even ranks wait for them, while the hosts of even ranks load the kernels of the next calls. Odd
+    ranks load their kernels while their peers wait. (This must be the first scenario of a process, because later no
+    kernel is left to load. It must not be the first run on a machine, because compiling takes longer than the
+    delay.)"""
+    # Make the workspace and load the kernels that draw inputs before the barrier. So nothing synchronises the ranks
+    # after it.
     stress.made(variant, "world")
     torch.cuda.synchronize()
     dist.barrier()
@@ -140,7 +141,7 @@ def two_sites(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def two_groups(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """A site in the rank's row of a mesh and one in its column."""
+    """Two sites: one in the group of this rank's row of a mesh, and one in the group of its column."""
     return drawn_calls(stress.sites(variant, "row")[0] + stress.sites(variant, "column")[1], calls, stress.rank)
 
 
@@ -182,7 +183,7 @@ def given_back(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def subgroup(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """A site in the group of each pair of ranks. All pairs run at the same time."""
+    """One site in the group ``pair``. All pairs run at the same time."""
     return drawn_calls(stress.sites(variant, "pair")[0], calls, stress.rank)
 
 
@@ -232,7 +233,7 @@ def foreign(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def determinism(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """The same inputs must give the same bits at other sites, which have the workspace of another group."""
+    """The same inputs must give the same bits at the sites of another group, which have a workspace of their own."""
     (a, b), (c, d) = stress.sites(variant), stress.sites(variant, "second")
     same = [(name, run, first) for (*_, first), (name, run, _) in zip(a + b, c + d, strict=True)]
     return drawn_calls(same, calls, stress.rank)

@@ -68,8 +68,8 @@ def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
     banded = {"parts": 2, "parts_from": 0}
     found = [Variant("fused", GATHER, "sm_push", {**fused_plan.TUNED[GATHER], **banded, "slices": 1})]
     found += [Variant("fused", p, "", {**fused_plan.TUNED[p], **banded}) for p in (SCATTER, REDUCE)]
-    # By default, half of the blocks push if K is as small as at these sites (``pushers_of``). In this way, four blocks
-    # push.
+    # By default, half of the blocks push if K is as small as at these sites (``pushers_of``). In the way ``few push``,
+    # four blocks push.
     found.append(Variant("fused", REDUCE, "few push", {**fused_plan.TUNED[REDUCE], "parts": 0, "pushers": 4}))
     found.append(Variant("fused", GATHER, "slices", {**fused_plan.TUNED[GATHER], "slices_tiles": fused_plan.NEVER}))
     found.append(Variant("fused", GATHER, "copy_engine", {**fused_plan.TUNED[GATHER], "copies_from": 0}))
@@ -116,7 +116,7 @@ multiple of a tile."""
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a site with one input.
+    """A call of a site with one of the site's inputs.
 
     Attributes:
         name: the site's name.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of every schedule whose kernels wait for peers. Tests of all these schedules use them. Each rank can compute
-the right result alone."""
+"""Calls of every schedule whose kernels wait for peers, for tests that run all these schedules. Each rank can compute
+the right result of a call alone."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def _fused(pattern: str, parameters: FusedParameters = FUSED) -> Call:
 
 
 def _with_gathered(run: Callable[[torch.Tensor, torch.Tensor, Launch], Sequence[torch.Tensor]]) -> Call:
-    """A gather that also returns the gathered tensor. The gathered tensor is multiplied by 16, the number of terms in
-    each element of the product, so that all elements of the result are equal."""
+    """A gather that also returns the gathered tensor. Each element of the product is a sum of 16 equal terms. The
+    gathered tensor is multiplied by 16, so that all elements of the result are equal."""
 
     def both(launch: Launch, value: float) -> torch.Tensor:
         product, gathered = run(*_operands(GATHER, launch, value), launch)
@@ -107,7 +107,7 @@ def _fused_exchange(pattern: str, parameters: FusedParameters = FUSED) -> Call:
 
 
 def _contracted(launch: Launch, value: float) -> torch.Tensor:
-    """A sum has ``world_size`` times as many terms as in the other calls, so it is divided by that number."""
+    """Each sum has ``world_size`` times as many terms as in the other calls, so it is divided by ``world_size``."""
     a, w = torch.full((ROWS * launch.world_size, 16), value).half(), launch.world_size
     return contracted_all_to_all_matmul(a, torch.ones(16, 16 * w).half().t(), launch, FUSED) / w
 
@@ -140,8 +140,8 @@ def _small(two_shot: bool, norm: bool) -> Call:
             return small_message.all_reduce(product, launch, parameters)
         residual, weight = torch.zeros(4, 32).half(), torch.ones(32).half()
         normed, residual_out = small_message.all_reduce_norm(product, residual, weight, 0.0, launch, parameters)
-        # RMSNorm turns a row of equal numbers into ones. If ``normed`` is not ones, it is returned in place of the sum,
-        # so that the test fails.
+        # RMSNorm turns a row of equal numbers into ones. If ``normed`` has another value, it is returned in place of
+        # the sum, so that the test fails.
         return torch.where((normed == 1).all(), residual_out, normed)
 
     return Call(run)

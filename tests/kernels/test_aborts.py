@@ -3,10 +3,11 @@
 schedule whose kernels wait for peers.
 
 No rank may return a wrong number: after the fault, each number must be right or NaN. Each rank must get an error. On
-the other ranks, it names the rank that gave up or aborted. If a rank gave up, all errors say what it waited for. In its
-next call, the rank that gave up must store nothing at its peers. In all later calls, it must set no flag for which a
-peer waits. This holds even if the host does not check for errors between calls, as in replays of a CUDA graph.
-(Copy engines store and set flags all the same. But they set each flag to a number for which no rank waits.)"""
+the other ranks, the error names the rank that gave up or aborted. If a rank gave up, all errors say what that rank
+waited for. In its next call, the rank that gave up must store nothing at its peers. In all later calls, it must set no
+flag for which a peer waits. This holds even if the host does not check for errors between calls, as in replays of a
+CUDA graph. (Copy engines store and set flags all the same. But they set each flag to a number for which no rank
+waits.)"""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def _as_a_graph(launch: Launch, patience_ns: int) -> Launch:
 
 
 def _flags_from(space: SharedWorkspace, source: int) -> torch.Tensor:
-    """The flags that ``source`` sets: for each rank, the credit and the ``SIGNALS`` signals from ``source`` there."""
+    """The flags that ``source`` sets. In the memory of each rank, these are one credit and ``SIGNALS`` signals."""
     flags = space.flags.view(WORLD, -1, FLAG_WORDS)[:, :, 0]
     first = WORLD + source * SIGNALS
     return torch.cat([flags[:, source : source + 1], flags[:, first : first + SIGNALS]], 1)

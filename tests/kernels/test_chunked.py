@@ -300,8 +300,8 @@ def test_the_gathered_tensor_is_copied_during_the_last_chunk(monkeypatch: pytest
 )
 def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, what: str) -> None:
     """Rank 0 sends the rows for its second receiver only after this receiver has got its rows from rank 2. Here that
-    never happens, so this wait times out. With too few hardware queues, transfers do not take turns. Then the call's
-    own wait for rows times out."""
+    never happens, so this wait of rank 0 times out. With too few hardware queues, transfers do not take turns. Then the
+    call's own wait for rows times out."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     monkeypatch.setattr(symmetric, "hardware_queues", symmetric.hardware_queues.__wrapped__)
     workspace = SharedWorkspace.of(3, 20_000, 8)

@@ -24,8 +24,8 @@ def _at(call: int) -> int:
 
 
 def _count_from(launch: Launch, space: SharedWorkspace, calls: int, touched: int) -> None:
-    """Set ``launch``'s counter and the flags of all ranks as if ``calls`` calls had ended. Every call has set the
-    credits. Call ``touched`` was the last one that set the signals."""
+    """Set ``launch``'s counter and the flags of all ranks as if ``calls`` calls had ended. The credits are those of the
+    last call. The signals are those of call ``touched``, as if no later call had set them."""
     launch.slot.calls.fill_(_at(calls))
     flags = space.flags.view(WORLD, -1, FLAG_WORDS)[:, :, 0]
     flags[:, :WORLD] = _at(calls)

@@ -49,7 +49,7 @@ def _run(rank: Callable[..., None], *arguments: object, ends: tuple[int, int] = 
 
 
 def _loses_its_peer(pattern: str, launch: Launch) -> None:
-    """A call without a peer ends, and the next one raises."""
+    """If the peer makes no call, this rank's call still ends. This rank's next call raises."""
     impatient = replace(launch, patience_ns=IMPATIENT_NS, prepared={})
     _call(pattern, impatient)
     with pytest.raises(

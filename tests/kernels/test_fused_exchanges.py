@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-to-alls in schedule ``fused``, on processes that share memory, with the kernels in Triton's interpreter. The
-operands are small integers, so that every product is exact in fp16, in whatever order it is summed. Results must be
-equal bit for bit. (The interpreter multiplies no bf16.)"""
+operands are small integers, so every product is exact in fp16, whatever the order in which its terms are summed.
+Results must be equal bit for bit. (The interpreter multiplies no bf16.)"""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ def _rank(
 
 
 def _check_received(case: Case, a: torch.Tensor, launch: Any) -> torch.Tensor:
-    """Compare what the workspace holds after a call with ``keep`` with what the ranks sent to this one, and end the
-    call. Returns what they sent."""
+    """After a call with ``keep``, the workspace must hold the rows that the ranks sent to this rank. Checks that, ends
+    the call, and returns these rows."""
     gathered = fused.gathered(fused.own_shard(RECEIVED, a[launch.rank], launch), launch)
     received = torch.cat([sent.chunk(case.world_size)[launch.rank] for sent in a])
     assert torch.equal(gathered, received)
@@ -226,8 +226,8 @@ def _call(pattern: str, launch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(("pattern", "what"), [(SENT, "finished rows from rank 2"), (RECEIVED, "rows from rank 1")])
 def test_a_peer_that_never_comes(pattern: str, what: str) -> None:
-    """The call ends, and what should have come is NaN. The next call raises an error that names the site and the
-    peer."""
+    """The call ends, and the slices that should have come from peers are NaN. The next call raises an error that names
+    the site and the peer."""
     launch = SharedWorkspace.of(3, 20_000, 8).launch(0, patience_ns=20_000)
     first, *others = _call(pattern, launch).chunk(3)
     assert (first == 32).all() and all(other.isnan().all() for other in others)

@@ -129,7 +129,7 @@ def test_schedule_chunked(tmp_path: Path) -> None:
     ("schedule", "world_size"), [("chunked", 3), pytest.param("fused", 2, marks=pytest.mark.thorough), ("fused", 3)]
 )
 def test_exchanges(tmp_path: Path, schedule: str, world_size: int) -> None:
-    """Rows and columns are exchanged, permuted or not, after a matmul and before one."""
+    """Exchanges of rows and of columns, before and after a matmul, with and without a permute."""
     names = list(exchanges(world_size))
     for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), names, schedule, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

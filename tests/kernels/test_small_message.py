@@ -162,14 +162,16 @@ LATE = {
 
 @pytest.mark.parametrize("name", LATE)
 def test_a_rank_that_reads_late_gets_the_rows_of_its_own_call(name: str) -> None:
-    """The late rank sleeps between each wait and the read after it. At its last read of a call, it has sent its peers
-    everything. So they are already in their next call, which writes to the other half of the workspace."""
+    """The late rank sleeps between each wait and the read after it. Before its last read of a call, the late rank has
+    sent its peers everything. So the peers are already in their next call, which writes to the other half of the
+    workspace."""
     _check(LATE[name], _late_rank)
 
 
 def test_the_kernel_rounds_where_a_model_rounds() -> None:
-    """The kernel rounds to the tensors' dtype where separate ops round. Here its results are bitwise equal to theirs,
-    given the same sum. (The test uses fp16, because the interpreter truncates bf16.)"""
+    """The kernel rounds to the tensors' dtype wherever separate ops would round. Here both compute the same sum, so the
+    kernel's results are bitwise equal to those of separate ops. (The test uses fp16, because the interpreter truncates
+    bf16.)"""
     case = replace(CASES["one-shot"], dtype=torch.float16)
     generator = torch.Generator().manual_seed(2)
     product, residual, weight = (

@@ -109,8 +109,8 @@ def _run(rank: int, world_size: int, folder: str, options: list[str], quick: boo
 
 def _break_copies() -> None:
     """Break the transport ``copy_engine``: every third transfer sends its signals but no data. Transfers break only
-    from the first call of ``drawn_calls`` on. The first results come earlier and are right, and later results are
-    compared with them."""
+    from the first call of ``drawn_calls`` on. Before that, each site has returned its first results. These are right,
+    and later results are compared with them."""
     plain_prepare, plain_calls, sent = CopyEngine.prepare, stress_scenarios.drawn_calls, itertools.count()
     repeated: list[bool] = []
 
@@ -118,7 +118,7 @@ def _break_copies() -> None:
         self: CopyEngine, launch: Any, transfer: Any, numbers: Any, source: Any, share: Any, guarded: bool = False
     ) -> Any:
         send = plain_prepare(self, launch, transfer, numbers, source, share, guarded)
-        # The same transfer, but its copies go to memory that no rank reads.
+        # The same transfer with the same signals, but its copies go to memory that no rank reads.
         signals = plain_prepare(
             self,
             replace(launch, slot=replace(launch.slot, data=_Elsewhere(launch.slot.data))),

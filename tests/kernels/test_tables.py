@@ -125,7 +125,8 @@ def _rank(rank: int, workspace: SharedWorkspace, out: torch.Tensor, case: Case) 
 
 
 def _check_saved(lookups: Lookups, table: int, of_index: torch.Tensor, sizes: torch.Tensor) -> None:
-    """``of_index`` and ``sizes`` as torch's kernel for GPUs leaves them."""
+    """``of_index`` and ``sizes`` must hold what torch's kernel for GPUs writes: the bag of each index, and the number
+    of indices of each bag, without padding."""
     lengths = torch.diff(lookups.offsets[table][: lookups.bags].long(), append=torch.tensor([len(of_index)]))
     bags = torch.repeat_interleave(torch.arange(lookups.bags), lengths)
     kept = torch.zeros(lookups.bags, dtype=torch.int64).index_add(
@@ -136,7 +137,8 @@ def _check_saved(lookups: Lookups, table: int, of_index: torch.Tensor, sizes: to
 
 @pytest.mark.parametrize("name", CASES)
 def test_against_fp64_and_the_order_of_torch(name: str) -> None:
-    """Bitwise equal to fp32 sums in the order of the indices, close to fp64 and to torch's own op."""
+    """Results are bitwise equal to fp32 sums in the order of the indices. They are close to fp64, and to torch's own
+    op."""
     case = CASES[name]
     out = shared(CALLS, case.world_size, case.bags * case.tables * case.width, dtype=case.dtype, fill=float("nan"))
     run_ranks(case.world_size, _rank, SharedWorkspace.of(case.world_size, *case.need), out, case)
@@ -180,7 +182,8 @@ def test_plain_rows_keep_the_sign_of_zero() -> None:
 
 
 def test_facts_that_were_not_copied_are_copied_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the next call would read addresses of another batch."""
+    """If a copy fails, the next call must copy its facts, even if it has the same facts as the call that failed.
+    Otherwise it would read addresses of another batch."""
     launch = SharedWorkspace.of(2, *Case().need).launch(0)
     _on_device([1, 2], launch)
 
@@ -227,7 +230,7 @@ def test_a_wrong_index_or_offset_fails_an_assert() -> None:
 
 
 def _alone(rank: int, workspace: SharedWorkspace, out: torch.Tensor, case: Case) -> None:
-    """Rank 0 runs a call for which the other rank sends nothing, then one more, which raises."""
+    """Rank 0 runs a call for which the other rank sends nothing. Then it runs one more call, which raises."""
     launch = workspace.launch(rank, patience_ns=20_000)
     out.copy_(look_up(case.lookups(rank, 0), launch, PARAMETERS))
     with pytest.raises(TransferError):

@@ -50,7 +50,8 @@ class Case:
 
     Attributes:
         rows: rows of the left operand. For a scatter: rows of one rank's shard of the result.
-        partition: bounds of the groups, in bands. If it is ``None``, the op measures and chooses one.
+        partition: where each group of waves begins and ends, counted in bands. If it is ``None``, the op measures and
+            chooses a partition.
         blocks: number of SMs. If there are several, one is left free.
         in_rows: the right operand is row-major, not transposed.
     """
@@ -194,8 +195,9 @@ OWN = [
 
 def test_ranks_measure_together_if_inner_sizes_and_biases_differ() -> None:
     """The sizes of a call may be new to rank 0 only. If rank 0 then measured alone, it would wait for peers that
-    already run the collective. So all ranks measure together, once for each combination of rank 0's inner size and
-    bias. Once a site has a plan, the plan serves any inner size."""
+    already run the collective. So all ranks measure together. Only the inner size and the bias of rank 0 count: sites
+    that are alike on rank 0 share one measurement. After a site has a plan, it is not measured again, even if an inner
+    size changes."""
     first, second = run_ranks(2, _own, timeout=120)
     assert first == second and first[0] == ["bias of rank 0", "no bias", "inner of rank 0"]
 
@@ -292,7 +294,7 @@ def test_nothing_is_measured_in_a_capture(waves: wave_groups.GroupWaves, monkeyp
 
 
 def test_tables_of_partitions_run_out(waves: wave_groups.GroupWaves) -> None:
-    """A plan fills one table for the whole matmul, and one for each number of free SMs."""
+    """Each plan fills one table for the whole matmul, and another one for each number of free SMs."""
     _call(waves, replace(PARAMETERS, free=(0, 1)))
     assert waves.used == 3
     waves.used = wave_groups.TABLES

@@ -39,8 +39,8 @@ def expected(by_hand: bool, checkpointing: str) -> dict[str, tuple[int, int]]:
 
 
 def variants(by_hand: bool, checkpointing: str, pairs: bool = False) -> list[Variant]:
-    """Orders of batch and sequence, batches, and biases. Two variants cover all values. With ``pairs``, four variants
-    cover every pair of values."""
+    """Variants of the block: the order of batch and sequence, the batch size, and whether there are biases. The two
+    variants together have every value of each. With ``pairs``, four variants have every pair of values."""
     layouts = [(0, 1, False), (0, 2, True), (1, 1, True), (1, 2, False)] if pairs else [(0, 1, False), (1, 2, True)]
     return [Variant(*rest, checkpointing, by_hand) for rest in layouts]
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes compiles in a test process faster: leaves out work for logs and for later compiles, which no test needs."""
+"""Makes compiles in a test process faster: leaves out work that serves only logs or later compiles. No test needs
+it."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def set_environment() -> None:
 
 
 def compile_cheaply() -> None:
-    """Leave out two kinds of work in this process and its forks. Dynamo would measure how long a graph's guards take,
-    and would write 256 MB for that, to empty the processor's caches. A garbage collection would visit every object that
+    """Leave out two kinds of work in this process and its forks. Dynamo would measure how long a graph's guards take.
+    For that, it would write 256 MB to empty the processor's caches. A garbage collection would visit every object that
     torch's import made. Collections also become rarer, because a compile makes many objects, few of them in cycles."""
     import torch._dynamo.guards
 
@@ -38,7 +39,8 @@ def compile_cheaply() -> None:
 
 def probe_vector_instructions() -> None:
     """Ask the C++ compiler which vector instructions it knows. This takes a second in each process, and eight with an
-    empty cache. If it knows all that the machine has, the processes that this one starts need not ask again."""
+    empty cache. If it knows all instructions that the machine has, the processes that this process starts need not ask
+    again."""
     from torch._inductor import cpu_vec_isa
 
     known = cpu_vec_isa.valid_vec_isa_list()
@@ -47,6 +49,6 @@ def probe_vector_instructions() -> None:
         for isa in cpu_vec_isa.supported_vec_isa_list
         if all(flag in cpu_vec_isa.x86_isa_checker() for flag in str(isa).split())
     ]
-    # The variable makes a process take all instructions of the machine for granted.
+    # If the variable is set, a process assumes that the compiler knows all instructions of the machine.
     if known == supported:
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

@@ -10,8 +10,8 @@ from typing import Any
 
 
 def interpret_cheaply() -> None:
-    """Changes the interpreter in this process and its forks. The first launch of a process imports Gluon. The import
-    here spares each rank that."""
+    """Changes the interpreter in this process and its forks. The first launch of a process imports Gluon. It is
+    imported here, so that no rank has to import it."""
     import triton.experimental.gluon  # noqa: F401
     from triton.runtime import interpreter
 
@@ -25,8 +25,8 @@ def interpret_cheaply() -> None:
 
 
 def rewrite_kernels() -> None:
-    """Rewrite the kernels and device functions that are defined by now. Otherwise the interpreter parses and compiles
-    each at its first call, again in every rank."""
+    """Rewrite the kernels and device functions that are defined by now. Otherwise every rank's interpreter parses and
+    compiles each of them at its first call."""
     import gc
 
     from triton.runtime.interpreter import InterpretedFunction
@@ -98,8 +98,8 @@ def _look_up_dtypes_once() -> None:
 
 
 def _sleep_in_waits() -> None:
-    """A wait adds 0 to its flag until the flag has the expected value. A rank that looks at a flag again sleeps,
-    because the rank that sets the flag needs the processor."""
+    """A wait adds 0 to its flag until the flag has the expected value. After this patch, a rank sleeps before it looks
+    at a flag again, because the rank that sets the flag needs the processor."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     atomic = InterpreterBuilder.create_atomic_rmw

@@ -20,8 +20,8 @@ def gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None) -> torch.Tensor:
-    """Attention ``[batch, heads, tokens, width]``. Keys and values may have fewer heads. If ``mask`` is ``True``, it is
-    causal."""
+    """Attention ``[batch, heads, tokens, width]``. Keys and values may have fewer heads than queries. If ``mask`` is
+    ``True``, attention is causal."""
     given = {"is_causal": True} if mask is True else {"attn_mask": mask}
     return F.scaled_dot_product_attention(q, k, v, **given, enable_gqa=q.shape[1] != k.shape[1])
 
@@ -36,12 +36,12 @@ def heads_first(
 def tokens_first(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
 ) -> torch.Tensor:
-    """The same for ``[batch, own tokens, heads, width]``, as projections give them."""
+    """As ``heads_first``, for ``[batch, own tokens, heads, width]``. Projections return tensors in this layout."""
     return attend(*(x.transpose(1, 2) for x in (q, gathered(k, 1), gathered(v, 1))), mask).transpose(1, 2)
 
 
 def columns(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None) -> torch.Tensor:
-    """Keys are sent as columns, and their rows are copied after the gather."""
+    """Keys are transposed before the gather. After it, they are transposed back and made contiguous."""
     k = gathered(k.transpose(2, 3).contiguous(), 3).transpose(2, 3).contiguous()
     return attend(q, k, gathered(v, 2), mask)
 
@@ -66,7 +66,8 @@ def wider(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor 
 
 
 def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None) -> torch.Tensor:
-    """Keys and values are written into one buffer without dims, and each is joined from the ranks' buffers."""
+    """Each rank flattens its keys and values into one 1-D buffer. After the gather, the keys are cut out of all ranks'
+    buffers and concatenated, and so are the values."""
     buffers = gathered(torch.cat([k.flatten(), v.flatten()]), 0).chunk(dist.get_world_size())
     keys = torch.cat([b[: k.numel()].view(k.shape) for b in buffers], 2)
     return attend(q, keys, torch.cat([b[k.numel() :].view(v.shape) for b in buffers], 2), mask)
@@ -75,7 +76,7 @@ def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor |
 def projected(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
 ) -> torch.Tensor:
-    """Keys and values are columns ``[2, heads, width]`` of one projection of the tokens."""
+    """One projection of the tokens returns keys and values. Its columns are ``[2, heads, width]``."""
     batch, heads, _, width = k.shape
     both = torch.stack([k, v], 2).permute(0, 3, 2, 1, 4).flatten(2)
     k, v = gathered(both, 1).view(batch, -1, 2, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
@@ -86,11 +87,12 @@ LAYERS = (heads_first, tokens_first, columns, all_queries, stacked, wider, flat,
 
 
 def mask_of(kind: str, rank: int, heads: int, own: int, keys: int) -> torch.Tensor | bool | None:
-    """The mask of a rank's own queries, bool or added to the scores; ``None`` for ``none``, ``True`` for ``is_causal``.
+    """The mask of a rank's own queries: a bool tensor, or a tensor that is added to the scores. ``None`` for ``none``,
+    ``True`` for ``is_causal``.
 
-    ``causal``: the later ranks' keys are hidden from all queries. ``random``: hides all keys from some queries, and
-    from others all keys of some ranks. ``heads``: a bias for each head, added and not only 0 or ``-inf``. ``one row``:
-    the same for all queries. ``nothing``: hides nothing.
+    ``causal``: the later ranks' keys are hidden from all queries. ``random``: some queries see no key. Others see no
+    key of some ranks. ``heads``: a different bias for each head, which is added to the scores. Its values are not all 0
+    or ``-inf``. ``one row``: all queries see the same keys. ``nothing``: hides nothing.
     """
     if kind == "is_causal":
         return True

@@ -16,8 +16,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank looks up: for each of its tables, the indices of the whole batch and, for bags, the offset at which
-    each bag begins.
+    """What one rank looks up. For each of its tables: the indices of the whole batch. For bags, also the offset at
+    which each bag begins.
 
     Attributes:
         dense: dense features of the rank's own slice of the batch.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws random programs that hold all-to-alls: of whole tensors, and as the change from shards of one dim to shards of
-another (Ulysses, DTensor)."""
+"""Draws random programs that hold all-to-alls. Some exchange equal parts of the rows. Others change a tensor from
+shards of one dim to shards of another dim, as Ulysses and DTensor do."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Python programs in forks of one process that has imported torch already.
 
-``import torch`` takes 1.6 s of processor time, and Inductor three more. A *base* is a process that imports them once,
-without the package and without what the environment switches on. ``ForkBase.run`` forks it for a command line of
-Python, in an environment of its own.
+``import torch`` takes 1.6 s of processor time, and Inductor three more. A *base* is a process that imports torch and
+Inductor once. It does not import the package, nor anything that environment variables switch on. ``ForkBase.run`` forks
+it for a command line of Python, in an environment of its own.
 
 In the fork, ``import torch`` brings torch's modules back and does what the last lines of ``torch/__init__.py`` do: they
 read the environment and call the entry points of ``torch.backends``. Until then ``sys.modules`` has no module of torch,
-as in a new interpreter. Modules of others that torch imports are there from the start.
+as in a new interpreter. Other packages' modules that torch imports are there from the start.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _become(arguments: list[str], env: dict[str, str], cwd: str, folder: str) ->
 
 
 def _show_programs_frames(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Leaves out the frames of this module and of ``runpy``, which run the program."""
+    """Prints a traceback without the frames of this module and of ``runpy``, which run the program."""
     while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
     sys.__excepthook__(kind, error.with_traceback(trace), trace)

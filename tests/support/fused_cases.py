@@ -114,8 +114,8 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
 
 
 def exchanges(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """Functions with all-to-alls of equal slices, in the form that ``cases`` returns. ``chunked`` and ``fused`` compute
-    them, and the other schedules that turn a site into one op do not."""
+    """Functions with all-to-alls of equal slices, in the form that ``cases`` returns. Of the schedules that turn a site
+    into one op, only ``chunked`` and ``fused`` compute them."""
     g, s = dist.group.WORLD, 24
     change_shards = torch.ops._dtensor.shard_dim_alltoall
     linear = torch.nn.functional.linear

@@ -35,8 +35,8 @@ EVENTS = {
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """For tests that read code and no values: Inductor generates code anew, and C++ kernels are not built and do
-    nothing. A build takes a second."""
+    """For tests that read generated code and no values. Inductor generates code anew. C++ kernels do nothing and are
+    not built, because a build takes a second."""
     from torch._inductor.async_compile import AsyncCompile
 
     unbuilt = mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *given: lambda *arguments: None)
@@ -49,8 +49,8 @@ class _NotRunError(Exception):
 
 
 def code_of(fn: Callable[..., Any], *arguments: Any) -> str:
-    """The code that Inductor generates for ``fn``, which holds one graph. The code is not run: the values that a fake
-    group's collectives and unbuilt kernels leave in a buffer are arbitrary, and an op may refuse them."""
+    """The code that Inductor generates for ``fn``, which holds one graph. The code is not run. A fake group's
+    collectives and kernels that are not built leave arbitrary values in buffers, which an op may refuse."""
     from torch._inductor.graph import GraphLowering
     from torch._inductor.output_code import CompiledFxGraph
 

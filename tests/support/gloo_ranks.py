@@ -33,7 +33,7 @@ PRELOADED_MODELS = [
     "transformers.integrations.tensor_parallel",
     "accelerate",
 ]
-"""Preloaded, too, if this process has imported ``transformers``: then some of its tests run models."""
+"""Modules that are imported, too, if this process has imported ``transformers``. Some of its tests then run models."""
 
 
 def compile_anew(kernels: bool = True) -> None:
@@ -41,7 +41,7 @@ def compile_anew(kernels: bool = True) -> None:
     build each kernel and each probe of vector instructions again on each rank.)
 
     Without ``kernels``, generated code calls ATen for each op, so that no C++ kernel is built. This serves tests of
-    what ranks agree upon and send, for which it does not matter what Inductor fuses."""
+    what ranks agree upon and what they send. Such tests do not depend on what Inductor fuses."""
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
     torch._inductor.config.fallback_by_default = not kernels

@@ -25,8 +25,8 @@ _ADVICE = re.compile(rf"\n{ADVICE_TITLE}\n-+\n(?:.+\n)+")
 def check_golden(found: str, name: str) -> None:
     """Fail if ``found`` is not the text of file ``name`` (a path below ``golden/``), or if there is no such file.
 
-    Versions and plan hashes change with every release. So dots replace them in ``found`` before it is compared or
-    written.
+    Versions and plan hashes change with every release. So they are replaced by dots in ``found`` before it is compared
+    or written.
     """
     found = _without_versions(found)
     file = FOLDER / name
@@ -37,8 +37,8 @@ def check_golden(found: str, name: str) -> None:
 
 
 def report_text(report: OverlapReport) -> str:
-    """The report's text without the total of the estimates and without the advice, which do not describe the graph. One
-    line replaces the table of switches. This line names the switches whose effective value is not the requested one.
+    """The report's text without the total of the estimates and without the advice. Neither describes the graph. In
+    place of the table of switches, one line names the switches whose effective value is not the requested one.
 
     The whole text is checked in ``tests/unit/test_report.py``.
     """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds post-grad graphs node by node. This takes milliseconds, and allows graphs that tracing would not produce."""
+"""Builds post-grad graphs node by node. This takes milliseconds. It can also build graphs that tracing would not
+produce."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ def _heads(variant: str, world_size: int) -> dict[str, int]:
 
 
 def _config(kind: Any, sizes: dict[str, Any]) -> Any:
-    """A configuration with those of ``sizes`` for which it has a field. If it holds a separate configuration of the
-    language model, the sizes are also set there."""
+    """A configuration with ``sizes``. A size is set only if the configuration has a field of its name. If the
+    configuration contains a separate configuration of the language model, the sizes are also set there."""
 
     def known(config: Any) -> dict[str, Any]:
         return {name: value for name, value in sizes.items() if hasattr(config, name)}
@@ -99,7 +99,7 @@ def row_of(
     generated: bool,
     fields: dict[str, Any],
 ) -> dict[str, Any]:
-    """One rank's row: the result of comparing the logits and, if the model trains, the gradients of all parameters.
+    """One rank's row of the sweep's table. The logits are compared and, if ``trains``, the gradients of all parameters.
     ``fields`` are fields of ``OverlapConfig``."""
 
     def build() -> Callable[[Any], dict[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Dynamo backend that runs the nodes of the rewritten graph one after the other. So tests can check the output of the
-pass without waiting for Inductor, or for the graph module, to generate and compile code."""
+pass, and need not wait until Inductor or the graph module has generated and compiled code."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ def _run(
 
 
 def _subgraph_of(before: Any, subgraph: torch.fx.GraphModule, *operands: Any) -> Any:
-    """Takes the place of a ``control_deps`` node. Nodes already run in the demanded order, and some
-    torch versions have no kernel for ``control_deps``."""
+    """Takes the place of a ``control_deps`` node. The interpreter already runs nodes in the order that ``control_deps``
+    demands. Some torch versions have no kernel for ``control_deps``."""
     nodes = list(subgraph.graph.nodes)
     return _run(subgraph, nodes, _read_last(nodes), iter(operands))
 
 
 def _number(function: Callable[..., Any]) -> Callable[..., int]:
-    """Wrap ``function`` in a function with a name, because a printed graph names it."""
+    """Wrap ``function`` in a function that has a name, because a printed graph shows the names of its functions."""
 
     def number(*numbers: int) -> int:
         return int(function(*numbers))

@@ -58,9 +58,9 @@ def problems_of(program: Program, rank: int, backend: Any) -> list[str]:
 def check_uneven(
     rank: int, world_size: int, seeds: list[int], fields: dict[str, Any], trains: bool
 ) -> tuple[list[str], dict[str, int], int, int]:
-    """Returns four values: the problems on this rank, the overlapped sites by pattern, and two numbers of programs.
-    These are the programs that ran without overlap because ranks differed, and the programs whose text or inputs differ
-    between ranks."""
+    """Returns four values: the problems on this rank, the number of overlapped sites by pattern, and two counts of
+    programs. The first counts programs that ran without overlap because ranks differed. The second counts programs
+    whose text or inputs differ between ranks."""
     compile_anew()
     problems, overlapped, fell_back, differ = [], Counter[str](), 0, 0
     for seed in seeds:

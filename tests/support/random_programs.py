@@ -2,8 +2,8 @@
 """Draws random programs of matmuls, collectives of one group, and ops between them. A program is the source text of a
 function.
 
-A step makes one tensor from earlier ones, or none if the drawn op does not fit. After a gather or a matmul, the steps
-that turn it into a site are drawn more often than others. All ranks draw the same program.
+A step makes one tensor from earlier ones. If the drawn op does not fit, the step makes none. After a gather or a
+matmul, steps that complete a site are drawn more often than others. All ranks draw the same program.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ BEHIND = {
 @dataclass
 class Program:
     """A random program. ``unit`` divides most sizes, and ``most_elements`` limits the elements of a tensor. With
-    ``trains``, the program has neither all-reduces nor scattered averages, because they have no gradient in eager
-    PyTorch."""
+    ``trains``, the program has no all-reduces and no reduce-scatters that average, because these have no gradient in
+    eager PyTorch."""
 
     seed: int
     world_size: int
@@ -271,8 +271,8 @@ class _Contiguous(torch.autograd.Function):
 
 
 def _trained(kind: str) -> Any:
-    """The collective that has a gradient. From torch 2.13 on, its name has ``_single_``. Before, the name of a gather
-    or of a reduce-scatter has ``_tensor_`` instead."""
+    """The variant of the collective ``kind`` that has a gradient. From torch 2.13 on, its name contains ``_single_``.
+    In earlier versions, the name of a gather or of a reduce-scatter contains ``_tensor_`` instead."""
     return getattr(funcol, f"{kind}_single_autograd", None) or getattr(funcol, f"{kind}_tensor_autograd")
 
 

@@ -137,7 +137,7 @@ def _autocast() -> Computation:
 
 
 def _each_compiled() -> Computation:
-    """Each layer, of two halves, is compiled by itself."""
+    """Each layer consists of two halves and is compiled by itself."""
 
     def computation(backend: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)

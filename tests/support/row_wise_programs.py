@@ -289,9 +289,9 @@ OWN = {
     "a scalar bias, scattered",
     "a scalar bias, gathered",
 }
-"""Programs that no looping op can compute. In the first two, a rank would scale the rows that it sends with its own
-tensor, but each receiver must scale them with the receiver's tensor. In the others, the bias is a scalar, and the
-looping ops accept only a row or a whole matrix."""
+"""Programs that no looping op can compute. In the first two, the scale may differ between ranks. A looping op would
+multiply rows by the sender's scale before it sends them, but each receiver must use its own scale. In the others, the
+bias is a scalar, and the looping ops accept only a row or a whole matrix."""
 
 
 def arguments(name: str, world_size: int, generator: torch.Generator) -> list[torch.Tensor]:

@@ -128,7 +128,7 @@ def one_layer(x: torch.Tensor, first: torch.Tensor, w: torch.Tensor, up: torch.T
 
 
 def quantised(x: torch.Tensor, first: torch.Tensor, w: torch.Tensor, up: torch.Tensor, scale: torch.Tensor) -> Any:
-    """The activations are quantised to fp8 before the matmul, with one scale for all tokens."""
+    """Before the matmul, the activations are quantised to fp8 with one scale for all tokens."""
     x = x + reduced(x @ first)
     n = rms_norm(x, w)
     largest = (n.abs().amax().float() / 448.0).clamp(min=1e-12)

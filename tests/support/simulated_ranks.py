@@ -2,8 +2,8 @@
 """Runs a graph on all ranks of one group in one process. Each node runs on every rank before the next node runs.
 
 A collective reads the values of all ranks, so it needs no process group that moves data. Ops that ask for the rank get
-the simulated one. Sizes may differ from those of the example with which the graph was built. The values of symbols are
-read from the inputs.
+the simulated rank. The inputs may have other sizes than the example with which the graph was built. The values of
+symbols are read from the inputs.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ B. Gather on another dim. The collective joins ranks on dim 0, so ``all_gather_t
 
        gather(x) -> wait -> split -> W getitems -> cat on dim d -> [view] -> mm
 
-C. As B, where every dim before ``d`` is 1 (batch 1): torch reorders by a view, without a copy. ::
+C. As B, where every dim before ``d`` is 1 (batch 1): torch reorders the result by a view, without a copy. ::
 
        gather(x) -> wait -> view [1, W * s, h] -> [view] -> mm
 
-D. As B, of sizes that are known at run time only (unbacked): slices instead of a split. ::
+D. As B, but sizes are known at run time only (unbacked), so torch writes slices instead of a split. ::
 
        gather(x) -> wait -> W slices -> cat on dim d [-> slice] -> mm
 
@@ -39,7 +39,8 @@ H. Scatter on another dim, the other end of B. ::
 
        mm -> [view] -> split on dim d -> W getitems -> cat on dim 0 -> scatter(y) -> wait
 
-I. Scatter whose collective is itself an output of the graph beside its wait: the partitioner saved it for backward. ::
+I. Scatter whose collective and wait are both outputs of the graph: the partitioner saved the collective for backward.
+::
 
        mm -> scatter(y) -> wait
              scatter(y) -> output
@@ -48,7 +49,7 @@ J. All-reduce: row-wise layers without sequence parallelism (Hugging Face ``tp_p
 
        mm -> [view] -> reduce(y) -> wait
 
-K. The change of a DTensor from ``Shard(i)`` to ``Shard(j)``, which has its own operator. ::
+K. The change of a DTensor from ``Shard(i)`` to ``Shard(j)``. DTensor has an operator for it. ::
 
        mm -> _dtensor.shard_dim_alltoall(y, i, j)
 
@@ -291,7 +292,7 @@ SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, li
     "P all_reduce": (in_place_reduce, (x2, weight), (REDUCE, None, ["mm M"])),
 }
 
-# Spellings that are a refused site or a near miss: the graph stays unchanged.
+# The collective of each of these spellings is a refused site or a near miss, so the graph stays unchanged.
 KEPT: dict[str, tuple[Function, tuple[Make, ...]]] = {
     "D of unbacked sizes": (
         lambda x, w: all_gather(x, 0, world()) @ w,

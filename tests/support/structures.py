@@ -87,7 +87,8 @@ def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, b: torch.Tensor
 
 
 def sum_of_experts(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """What a rank computes for the tokens of its own experts. Ids above the last expert's are those of other ranks."""
+    """What a rank computes for the tokens of its own experts. Ids above the last own expert's id belong to experts of
+    other ranks."""
     experts, chosen = w.shape[0], ids.shape[1]
     ordered, order = torch.sort(ids.reshape(-1))
     ends = torch.histc(ordered.float(), bins=experts, min=0, max=experts - 1).cumsum(0, dtype=torch.int32)

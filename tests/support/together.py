@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles small functions together, as one graph. A compile of eight functions takes two thirds of the time of eight
-compiles."""
+"""Compiles small functions together, as one graph. One compile of eight functions takes two thirds of the time that
+eight compiles take."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ The schedule sends the rows to one peer after the other.
     y = wait_tensor(all_to_all_single(cumsum(mm(x, w), 1)))          # equal splits of the rows
     ->  y, chain = overlap_toy::cumsum_all_to_all(chain, x, w, group, site)
 
-The package's own patterns do not cut a ``cumsum``. For each peer, the op computes the rows that the peer receives, and
-sends them while it computes the next peer's rows.
+The package's own patterns do not cut a ``cumsum`` into parts. For each peer, the op computes the rows that the peer
+receives, and sends them while it computes the next peer's rows.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def _exchanged(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class CumsumAllToAll:
-    """See ``Pattern``: an all-to-all of equal parts of a matmul's running sums, which nothing else reads."""
+    """See ``Pattern``: an all-to-all of equal parts of a matmul's running sums. Nothing else may read the running
+    sums."""
 
     name, kind, early = PATTERN, "all_to_all", False
     example = Example(

@@ -101,7 +101,7 @@ class Pigeons:
 
 @dataclass
 class _Flight:
-    """A message in flight. ``into``: the tensor that a received message is decoded into."""
+    """A message in flight. ``into``: the tensor into which a received message is decoded."""
 
     work: Any
     box: torch.Tensor

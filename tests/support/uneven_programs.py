@@ -2,10 +2,11 @@
 """Draws random programs that differ between ranks. For example, only one rank has a bias, the last rank has a smaller
 K, or ranks pad columns or rows before they send them.
 
-All ranks draw the same decisions and move tensors of the same shape. A size that the ranks do not divide is split as in
-DTensor: into pieces of ``ceil(size / world_size)``, of which the last may be smaller or empty. Before a gather, a rank
-pads its piece to the full size. After the gather, all ranks cut off the padding. Before a reduce-scatter, every rank
-pads the whole tensor. After the reduce-scatter, the last ranks cut off the padding of their pieces.
+All ranks draw the same decisions and move tensors of the same shape. If the number of ranks does not divide a size, the
+size is split as in DTensor: into pieces of ``ceil(size / world_size)``. The last pieces may be smaller or empty. Before
+a gather, a rank pads its piece to the full size. After the gather, all ranks cut off the padding. Before a
+reduce-scatter, every rank pads the whole tensor. After the reduce-scatter, the last ranks cut off the padding of their
+pieces.
 """
 
 from __future__ import annotations

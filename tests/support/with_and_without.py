@@ -32,8 +32,8 @@ Computation = Callable[[Any], Mapping[str, torch.Tensor]]
 """A function that takes a backend of ``torch.compile`` (``"eager"`` compiles nothing) and returns named results."""
 
 LIMIT = 1e-4
-"""The largest error of an fp32 result, relative to the result's largest element. The limit is ten times the rounding
-error of the plain compile if that is larger."""
+"""The largest error of an fp32 result, relative to the result's largest element. If ten times the rounding error of the
+plain compile is larger, that is the limit instead."""
 COMPARABLE = 1e-2
 """If the rounding error of the plain compile is larger than this, its results count as rounding errors only."""
 TIMEOUT = 100.0
@@ -53,8 +53,9 @@ def compared(
     """One rank's row. With ``generated``, Inductor's code runs. Otherwise an interpreter runs the rewritten graphs.
     ``fields`` are fields of ``OverlapConfig``.
 
-    With ``close``, the plain compile comes last. It is left out if on all ranks the results with overlap differ by less
-    than ``close`` from those of eager PyTorch. The results of eager PyTorch then take the place of the plain compile's.
+    With ``close``, the plain compile comes last. It is left out if, on all ranks, the results with overlap differ from
+    those of eager PyTorch by less than ``close``. The results of eager PyTorch then stand in for those of the plain
+    compile.
 
     If ``build`` or the computation raises, the row holds the error, and its ``could_not_be`` names the stage."""
     compile_anew()
@@ -147,9 +148,9 @@ def _found(reports: Sequence[OverlapReport]) -> dict[str, Any]:
 
 
 def all_reduces(reports: Sequence[OverlapReport]) -> dict[str, Any]:
-    """Counts the all-reduces of all stretches (all-reduces and the token-wise work after them). Returns their number,
-    the number that the sequence-parallel rewrite replaced, and the numbers that it left, by status and reason. A
-    stretch with collectives in the forward and in the backward graph counts once."""
+    """Counts the all-reduces of all stretches (all-reduces and the token-wise work after them). Returns their number
+    and how many of them the sequence-parallel rewrite replaced. For those that it left, returns a count for each status
+    and reason. A stretch with collectives in the forward and in the backward graph counts once."""
     stretches = {(r.graph, s.id): s for r in reports for s in r.stretches}.values()
     left: Counter[str] = Counter()
     for stretch in stretches:

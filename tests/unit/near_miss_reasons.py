@@ -178,8 +178,8 @@ def _() -> OverlapReport:
 
 @case("op_between", "near_miss", "a part of the summed tensor")
 def _() -> OverlapReport:
-    """An add also reads the first expert's rows on their own. With the sum in pieces, these rows would be multiplied
-    twice."""
+    """An add also reads the rows of the first expert alone. If the sum were computed in pieces, these rows would be
+    multiplied twice."""
     made = HandGraph()
     y = made.call(aten.bmm.default, made.input(3, 8, 16), made.input(3, 16, 4, name="w"))
     first = made.call(aten.squeeze.dim, made.call(aten.slice.Tensor, y, 0, 0, 1), 0)
@@ -200,7 +200,8 @@ def grouped(made: HandGraph, x: fx.Node, rows: int) -> fx.Node:
 
 def reduced_experts(made: HandGraph, saved: bool) -> OverlapReport:
     """The experts' results are weighted, put back into the order of the tokens, and summed. With ``saved``, the
-    weighted results are also an output of the graph. Otherwise the weights apply to a running sum over the rows."""
+    weighted results are also an output of the graph. Without ``saved``, the weights multiply a running sum over the
+    rows instead."""
     y = grouped(made, made.input(8, 16, dtype=torch.bfloat16), 8)
     if not saved:
         y = made.call(aten.cumsum.default, y, 0)

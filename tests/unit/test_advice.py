@@ -60,7 +60,7 @@ def test_the_text_has_advice_for_sites_and_near_misses() -> None:
 
 @pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
 def test_the_advice_for_strides_helps(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """The advice names a call. This call makes a tensor that the check accepts."""
+    """The advice tells the user to make a certain call. This call must return a tensor that the check accepts."""
     (call,) = re.findall(r"\.(\w+)\(\)", ADVICE["strides"])
     found = []
     for advised in (False, True):

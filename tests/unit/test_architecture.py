@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paths in ``docs/architecture.md`` and in the schedules' docstrings exist, and so do the dotted names of the page.
-Its table lists the package's folders in the order of the layers."""
+"""The paths in ``docs/architecture.md`` and in the schedules' docstrings exist. So do the dotted names in
+``docs/architecture.md``. The table on that page lists the package's folders in the order of the layers."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 """``import torch`` with the package installed: it costs little, never fails, and switches on overlap if the environment
 asks for it.
 
-Each test runs programs: some in a new interpreter, most in a fork of one that has imported torch already. The fixture
-``installed`` makes a small ``dist-info`` folder. Programs that have it on their path find the two entry points.
+Each test runs programs. Some run in a new interpreter, and most in a fork of a process that has imported torch already.
+The fixture ``installed`` makes a small ``dist-info`` folder. Programs that have it on their path find the two entry
+points.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HEAVY = ("torch._inductor", "torch._dynamo", "triton")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that, on the path, makes the package look installed."""
+    """A folder that makes the package look installed if it is on ``PYTHONPATH``."""
     folder = tmp_path_factory.mktemp("site")
     pretend_installed(folder)
     return folder
@@ -112,8 +113,8 @@ torch.compile(lambda x: x @ x)(torch.ones(2, 2))
 def test_a_bad_value_is_an_error_of_the_first_compile(
     inductor_base: ForkBase, installed: Path, variable: str, tmp_path: Path
 ) -> None:
-    """``import torch`` does not raise the error, because programs that never compile must keep running. (A program that
-    has not imported Inductor before is in ``test_plain_errors``.)"""
+    """``import torch`` does not raise the error, because programs that never compile must keep running.
+    (``test_plain_errors`` tests a program that has not imported Inductor before.)"""
     variables = {"OVERLAP_INDUCTOR": "1", variable: "banana", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = run(inductor_base, COMPILE, installed, **variables)
     assert "imported" in done.stdout

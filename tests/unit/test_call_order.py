@@ -75,8 +75,8 @@ def played(monkeypatch: pytest.MonkeyPatch, *programs: Callable[[Rank], None]) -
 
 
 def test_work_queued_behind_a_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B waits for call A, and not for the receive that follows A on the same stream. If it waited for the receive, the
-    ranks would deadlock: rank 1 sends only after its own B."""
+    """Call B waits for call A, and not for the receive that follows A on the same stream. If B waited for the receive,
+    the ranks would deadlock: rank 1 sends only after its own B."""
 
     def receives(rank: Rank) -> None:
         rank.call("A", rank.first)
@@ -163,8 +163,8 @@ def test_a_call_that_cannot_begin_does_not_block_other_threads(rank: Rank, monke
 
 
 def test_calls_in_a_capture_wait_only_for_each_other(rank: Rank) -> None:
-    """In a capture, CUDA refuses to wait for an event that was recorded outside. Outside a capture, CUDA refuses to
-    wait for an event that was recorded in one."""
+    """A capture must not wait for an event that was recorded outside it. A stream outside a capture must not wait for
+    an event that was recorded in the capture. CUDA refuses both."""
     rank.call("A", rank.first)
 
     def body() -> None:
@@ -475,5 +475,5 @@ def test_ops_of_four_schedules_launch_inside_the_order(monkeypatch: pytest.Monke
             chain, x, [w], [None], [one], [one], ["float32"], [False], False, "{}", *end
         )
         wave_groups.matmul_all_reduce(x, w, group, None, "site")  # type: ignore[arg-type]
-    # ``wave_groups`` also creates its shared state inside the order, so that of two threads only one creates it.
+    # ``wave_groups`` also creates its shared state inside the order, so that only one of two threads creates it.
     assert inside.seen == [1] * 14 and inside.depth == 0

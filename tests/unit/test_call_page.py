@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of a page, the memory in which ranks publish their plan at each call. A reader takes a half-written entry as
+"""A page is the memory in which ranks publish their plans at each call. For a reader, a half-written entry counts as
 absent, and an overwritten entry is an error."""
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def test_a_text_that_has_no_room_is_an_error() -> None:
 
 
 def test_an_entry_that_is_half_written_counts_as_absent() -> None:
-    """Only the first bytes or only the last bytes of the entry may have arrived. The rest of its place holds an earlier
-    call's entry or zeros."""
+    """Only the first bytes, or only the last bytes, of the entry have arrived. The other bytes at its place are those
+    of an earlier call's entry, or zeros."""
     memory, (mine, theirs) = _pages(2)
     call = 5 + CALLS
     start = theirs._offset(call, 0, 1)

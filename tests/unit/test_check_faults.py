@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tests.gpu.check_faults`` expects the messages that ranks really raise."""
+"""``tests.gpu.check_faults`` must expect the messages that ranks really raise."""
 
 from __future__ import annotations
 

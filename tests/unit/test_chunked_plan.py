@@ -93,7 +93,7 @@ def test_bands_have_signals_of_their_own() -> None:
 )
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_a_workspace_for_the_most_rows_serves_fewer_rows(pattern: str, world_size: int) -> None:
-    """A smaller number of rows may have another number of parts and bands."""
+    """Fewer rows may be cut into another number of parts and bands."""
     p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for(pattern, "auto")), 132)
     nbytes, signals = chunked_plan.needed(pattern, world_size, 5000, 4096, 8192, 2, p)
     for rows in (1, 100, 129, 300, 1000, 2000, 5000):

@@ -184,11 +184,11 @@ def test_explain_of_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFi
 def test_explain_of_a_script_that_a_launcher_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, variable: str
 ) -> None:
-    """The error names the variable that a launcher sets, and shows the command that launches the script. A missing key
-    that is no such variable gets no such advice."""
+    """The error names the variable that a launcher sets, and shows the command that launches the script. If another key
+    is missing, the error gives no such advice."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    # A failing init_process_group still counts its group, which would change the names of later tests' groups.
+    # An init_process_group that fails still counts its group. This would change the names of the groups of later tests.
     world = torch.distributed.distributed_c10d._world
     monkeypatch.setattr(world, "group_count", world.group_count)
     script = tmp_path / "my train.py"
@@ -245,7 +245,7 @@ def launched(tmp_path: Path) -> Path:
 
 
 def test_explain_for_another_machine(inductor_base: ForkBase, launched: Path) -> None:
-    """The whole command, which needs no GPU. It plans for 8 GPUs a script that torchrun would start."""
+    """The whole command needs no GPU. It plans a script that torchrun would start, as if it ran on 8 GPUs."""
     command = ("-m", "overlap_inductor", "explain", "--machine", "h200", "--ranks", "8", str(launched))
     done = python(*command, base=inductor_base)
     assert done.returncode == 0, done.stderr

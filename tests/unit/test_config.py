@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switches: values that they accept, and for other values an error that names the variable, the value and what is
+"""The switches accept certain values. Any other value raises an error that names the variable, the value, and what is
 allowed."""
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def test_a_name_that_is_added_is_accepted_until_it_is_removed(variable: str, kin
 
 
 def test_a_switch_is_validated_before_anything_else_is_imported() -> None:
-    """A new process that has imported only the configuration knows the names of schedules and transports."""
+    """A new process that has imported only the configuration must know the names of schedules and transports."""
     code = (
         "from overlap_inductor.config import OverlapConfig\n"
         "config = OverlapConfig.from_environment()\n"

@@ -29,7 +29,7 @@ def scaled(factor: float) -> SiteSizes:
 
 def test_seconds_of_the_parts() -> None:
     """A matmul takes its FLOPs divided by the rate of the item size. A collective takes its bytes divided by the link's
-    rate, and twice that if it has two legs."""
+    rate. If it has two legs, it takes twice that time."""
     assert cost_model.matmul_seconds(BALANCED, FREE) == pytest.approx(1.0)
     assert cost_model.matmul_seconds(dataclasses.replace(BALANCED, itemsize=2), FREE) == pytest.approx(0.5)
     assert cost_model.collective_seconds(BALANCED, FREE) == pytest.approx(1.0)
@@ -68,8 +68,7 @@ def test_small_site_does_not_pay() -> None:
 @pytest.mark.parametrize("world_size", [2, 8])
 @pytest.mark.parametrize("legs", [1, 2])
 def test_pays_from_some_size_on(name: str, world_size: int, legs: int) -> None:
-    """The search for the break-even takes the first size that pays as the threshold. So every larger size must pay,
-    too."""
+    """The search for the break-even returns the first size that pays. So every larger size must pay, too."""
     machine = machine_for(name)
     flops = machine.matmul_flops[2] * 1e-6
     bytes_sent = machine.link_bytes * 1e-6
@@ -339,8 +338,8 @@ WITHOUT_PEERS_MEASURED = {  # 2 H200s, NCCL_P2P_DISABLE=1: {tokens: (keep, group
 
 @pytest.mark.parametrize("pattern", WITHOUT_PEERS_MEASURED)
 def test_groups_of_waves_pay_where_peers_are_out_of_reach(pattern: str) -> None:
-    """The data are of two GPUs without peer access. Each of an all-reduce's two legs was faster (29 GB/s) than the only
-    leg of a scatter (25 GB/s). The ring was slower than the plain graph and must not be chosen."""
+    """The measurements are from two GPUs without peer access. Each of the two legs of an all-reduce ran at 29 GB/s, and
+    the only leg of a scatter ran at 25 GB/s. The ring was slower than the plain graph and must not be chosen."""
     machine = machine_for(WITHOUT_PEERS)
     for tokens, (keep, groups) in WITHOUT_PEERS_MEASURED[pattern].items():
         sizes = mlp(pattern, tokens, 2)

@@ -95,7 +95,7 @@ def test_asked_for_and_replaced_by_another_pass(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_asked_for_and_effective_with_another_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a doctor that compares only the mode."""
+    """Catches a doctor that compares only the requested and the effective mode, and no other switch."""
     monkeypatch.setenv("OVERLAP_INDUCTOR", "on")
     monkeypatch.setenv("OVERLAP_INDUCTOR_SUB_CHUNKS", "8")
     monkeypatch.setattr(probe, "config_in_slot", lambda: OverlapConfig(sub_chunks=2))
@@ -249,7 +249,7 @@ def test_schedules_on_gpus_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_schedules_on_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four GPUs, only the last is cut off. The doctor lists for each GPU which ones it cannot reach."""
+    """Of four GPUs, only the last is cut off. For each GPU, the doctor lists the GPUs that it cannot reach."""
     gpus(monkeypatch, 4, cut_off=(3,))
     assert [name for name, answer in answers().items() if answer == "yes"] == ["ring", "wave_groups"]
     assert named(runs_here(), "chunked").value.splitlines() == [

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dump folder: its layout, and the same bytes for the same report. A failed write leaves no half-written file and
-does not fail the compile."""
+"""The dump folder has a fixed layout, and the same report gives the same bytes. A failed write leaves no half-written
+file and does not fail the compile."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files in the graphs' folders, without those that name the run. Files of the dump folder itself are left
-    out."""
+    """The files in the graphs' folders, without the files that name the run. Files directly in the dump folder are left
+    out, too."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MARK]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.parent != folder}
 
@@ -104,8 +104,8 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: 
 
 
 def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a write into the old file itself: a full disk would leave half a file, and a reader could see half a
-    file."""
+    """Catches a write into the old file itself. If the disk were full, half a file would be left. A reader could also
+    see half a file during the write."""
     place = write_dump(samples.llama(1), tmp_path, 0)
     assert place is not None
     before = contents(tmp_path)

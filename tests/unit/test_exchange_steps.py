@@ -34,7 +34,8 @@ def _gathered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def test_ops_that_are_computed_before_sending_are_named_in_graph_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ops' names must not come from a set of nodes, because a set's order may differ between processes."""
+    """The text must not list the ops in the order of a set of nodes, because a set's order may differ between
+    processes."""
     between, texts = GatherNodes.between, []
     for reverse in (False, True):
         monkeypatch.setattr(

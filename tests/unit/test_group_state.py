@@ -68,7 +68,8 @@ def test_states_of_a_destroyed_group_are_closed_in_reverse_order_and_dropped() -
 def test_each_kind_counts_its_own_groups_of_a_name() -> None:
     """A state's ``incarnation`` is the number of earlier groups of this name that had a state of the same kind. It is
     part of keys in the store, so it must be equal on all ranks. All ranks make a given kind of state for the same
-    groups. But one kind may exist for fewer groups than another, so each kind has a count of its own."""
+    groups. But some groups may have a state of one kind and none of another kind, so each kind has a count of its
+    own."""
     always, sometimes = Kind("always", Thing), Kind("sometimes", Thing)
     for number in range(3):
         with fake_group() as group:
@@ -93,7 +94,8 @@ def test_nothing_is_dropped_while_a_graph_is_captured(monkeypatch: pytest.Monkey
 
 
 def test_a_state_stays_if_its_calls_cannot_be_waited_for() -> None:
-    """CUDA may have failed, for example. Running calls may still use the state's memory, so the state must stay."""
+    """If CUDA has failed, for example, the end of running calls cannot be awaited. They may still use the state's
+    memory, so the state must stay."""
     broken = [True]
 
     def close(thing: Thing) -> None:
@@ -131,8 +133,8 @@ def test_a_state_that_could_not_be_made_is_made_at_the_next_use() -> None:
 
 
 def test_threads_make_a_state_once_and_the_states_of_two_devices_at_the_same_time() -> None:
-    """To make a workspace is a collective, in which a thread may wait. Meanwhile, another thread must be able to make
-    another workspace."""
+    """All ranks make a workspace together, so a thread may wait for other ranks. Meanwhile, another thread must be able
+    to make another workspace."""
     inside, made = threading.Barrier(2, timeout=30), list[Owner]()
 
     def make(owner: Owner) -> Thing:

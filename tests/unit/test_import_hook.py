@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import_hook.when_imported``: the moment at which a callback runs. The callback can be cancelled until then."""
+"""Tests when ``import_hook.when_imported`` runs its callback. The callback can be cancelled until then."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_cancelled_before_the_import(body: Body) -> None:
 
 
 def test_cancelled_by_the_modules_own_body(body: Body) -> None:
-    """For example, the body or another thread may call ``disable()``."""
+    """While a module's body runs, the body or another thread may cancel the callback, for example by ``disable()``."""
     body("import sys; sys.cancel_of_a_test()\n")
     ran: list[int] = []
     sys.cancel_of_a_test = when_imported(NAME, lambda: ran.append(1))

@@ -282,8 +282,8 @@ def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path
 
 
 def test_all_slices_of_a_contraction_share_a_loop(tmp_path: Path) -> None:
-    """With the planned parameters, there is one loop over K. This rank's own tensor map, or that of the workspace, is
-    selected before the loop and read where it is."""
+    """With the planned parameters, there is one loop over K. The loop reads this rank's own rows or the workspace, each
+    through a tensor map. The kernel selects the map before the loop, and reads it where it is."""
     left_out = ("SCATTERED", *NO_EPILOGUE)
     constants = {name: value for name, value in GATHER.items() if name not in left_out}
     constants |= {"PARTS": 4, "PUSHERS": 12, "KEEP": False, "HALVES": True, "BIAS": True}
@@ -353,7 +353,7 @@ def test_epilogues_keep_the_loops_over_k_off_the_stack(
     kernel: Any, programs: tuple[Any, ...], words: int, tmp_path: Path
 ) -> None:
     """Uses the planned parameters. An op on a whole accumulator needs registers for a second accumulator. So the test
-    allows ``words`` accesses of the stack outside the loops over K (counted with Triton 3.6 only)."""
+    allows ``words`` stack accesses outside the loops over K. (They are counted with Triton 3.6 only.)"""
     constants = (
         {**GATHER, "PARTS": 4, "KEEP": False, "BIASES": 0}
         if kernel is all_gather_matmul

@@ -83,7 +83,7 @@ def test_chains_of_views_and_permutes(data: st.DataObject, shard: list[int], wor
 @many
 @given(st.data(), shards, world_sizes)
 def test_gather_on_another_dim(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """``cat(split(x, dim=0), dim=d)``: the rank atom must stand in front of the dim's own elements."""
+    """After ``cat(split(x, dim=0), dim=d)``, the rank atom must be the first atom of dim ``d``."""
     target = data.draw(st.integers(0, len(shard) - 1))
     raw = Layout.gathered(shard, world_size)
     moved = raw.move_rank(0, target)
@@ -129,8 +129,8 @@ def test_scatter_mirrors_gather(data: st.DataObject, shard: list[int], world_siz
 @many
 @given(shards, world_sizes)
 def test_without_rank_is_the_shard(shard: list[int], world_size: int) -> None:
-    """A piece's layout has the shard's shape. If the caller gives a sub-chunk's size for an atom, the shape has this
-    size in place of the atom's."""
+    """The layout of a piece has the shape of the shard. If the caller gives the size of a sub-chunk for an atom, this
+    size takes the place of the atom's size."""
     raw = Layout.gathered(shard, world_size)
     own = raw.without_rank()
     assert own.shape() == shard and own.rank_dim() is None

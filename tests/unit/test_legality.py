@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every reason code has a graph. Its last site, or its only near miss or stretch, has this code and no other."""
+"""Every reason code has a graph. The last site of the graph, or its only near miss or stretch, has this code and no
+other."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def test_the_first_failing_check_gives_the_reason() -> None:
 @pytest.mark.parametrize("point", ["apply", "placing", "half way", "order", "lint"])
 def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the rewrite fails as a whole, the graph is restored, every node has a ``val``, and all sites have failed. If
-    it fails at one site, only that site has failed, and the other one is still rewritten."""
+    it fails at one site, only that site has failed, and the other site is still rewritten."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.gather(made.input(4, 16)), weight(made))

@@ -61,7 +61,7 @@ def test_slices_make_the_whole_matmul(form: Form, rows: int, width: int) -> None
 
 
 def test_a_split_contraction_is_summed_in_fp32() -> None:
-    """Sums in bf16 would lose every small slice after a large one."""
+    """If slices were summed in bf16, every small one after a large one would be lost."""
     shards = torch.tensor([256.0, 1.0, 1.0]).bfloat16().view(3, 1, 1)
     found = slice_by_slice(Form("lhs", "K", False), shards, torch.ones(3, 1).bfloat16(), None, [0, 1])
     assert found.dtype == torch.bfloat16 and found.item() == 258

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line about a compiled graph: users who have not configured logging see it. Users who have configured logging see
-it at most once."""
+"""The line about a compiled graph. Users who have not configured logging see it. If logging is configured, the line is
+seen at most once."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_level_without_a_handler_shows_it(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_level_of_its_own_silences_it(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """``TORCH_LOGS=-overlap_inductor`` sets such a level."""
+    """For example, ``TORCH_LOGS=-overlap_inductor`` sets a level for the package that silences the line."""
     log.setLevel(logging.ERROR)
     heard = listener(root)
     notice.show("line")

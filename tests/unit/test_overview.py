@@ -48,7 +48,7 @@ def write_as(base: ForkBase, folder: Path, rank: int, layers: str, **variables: 
 
 @pytest.fixture(scope="module")
 def two_runs(torch_base: ForkBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which two ranks wrote twice, as ``torchrun`` starts them. The second run has fewer graphs."""
+    """A folder into which two runs of two ranks wrote, started as by ``torchrun``. The second run has fewer graphs."""
     folder = tmp_path_factory.mktemp("dump")
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for layers in ("1,2", "5"):
@@ -106,7 +106,8 @@ def test_the_first_write_leaves_a_page(tmp_path: Path) -> None:
 
 
 def test_the_page_is_complete_when_the_process_has_ended(torch_base: ForkBase, tmp_path: Path) -> None:
-    """The page is not rewritten after every graph. Catches a page that lacks the last graph."""
+    """The page is not rewritten after every graph, so it may lack the last one for a while. Catches a page that still
+    lacks it when the process has ended."""
     write_as(torch_base, tmp_path, 0, "1,2,3,4,5,6")
     text = (tmp_path / "index.html").read_text()
     assert [f">{name}</a>" in text for name in ("0_0_inference", "0_0_inference_6")] == [True, True]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host launches some calls directly and others as a CUDA graph. A fake recorder takes the place of the GPU."""
+"""The host launches the kernels of some calls directly, and replays other calls as a CUDA graph. A fake recorder takes
+the place of the GPU."""
 
 from __future__ import annotations
 
@@ -391,7 +392,7 @@ def test_the_key_of_a_fused_call_holds_all_that_the_call_depends_on(calls: list[
     )
     fused.all_gather_matmuls(a, [b], LAUNCH, FusedParameters(2, copies_from=a.nbytes), [bias])
     assert copies.pop() == [a.data_ptr()]
-    # If all tiles are whole, the product is summed in place, so it has the address of the result.
+    # If all tiles are whole, the product is summed in place, so the product has the address of the result.
     a = torch.zeros(256, 8)
     out = fused.matmul_all_reduce(a, b, LAUNCH, p, bias)
     assert calls[-1][0][5:] == (out.data_ptr(), out.data_ptr())

@@ -116,8 +116,8 @@ def test_layers_with_other_plans_sizes_or_values_in_reasons_stay_apart() -> None
 
 
 def test_node_names_in_reasons_do_not_keep_layers_apart() -> None:
-    """Each layer's reason names another node (mm, mm_1, mm_2). Catches a report that therefore shows one row for each
-    layer."""
+    """The reasons of the layers differ only in the name of a node (mm, mm_1, mm_2). Catches a report that shows one row
+    for each layer for that reason alone."""
     report = samples.empty()
     for i, node in enumerate(["mm", "mm_1", "mm_27"]):
         reason = Reason("other_users", f"{node} is also used by add_{i}")
@@ -147,8 +147,8 @@ def test_plan_parameters_and_estimates_are_shown_per_token_range() -> None:
 
 
 def test_report_mode_does_not_promise_a_plan_that_mode_on_would_not_run() -> None:
-    """A report without sites mentions no plan. With a stretch, mode ``on`` would rewrite it first and then find other
-    sites. So mode ``report`` must not promise a plan for the sites that it found."""
+    """A report without sites mentions no plan. If the graph has a stretch, mode ``on`` would first rewrite the stretch,
+    and would then find other sites. So mode ``report`` must not promise a plan for the sites that it found."""
     report = samples.empty(mode="report")
     assert "\nmode report: the graph was not changed\n" in report.to_text()
     reason = Reason("report_mode", "leaves the graph alone")

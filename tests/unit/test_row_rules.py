@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules of the sequence-parallel rewrite (``passes/sequence``), tested for one op at a time. An op is *held* if
-each rank computes it on its own rows. A held op must give the same values as on all rows. The rules must refuse any
-other op with a reason. ``x`` is the result of an all-reduce, ``[2, 7, 6]``. Its 14 tokens are divided evenly among 2
-ranks, and unevenly among 3."""
+each rank computes it on its own rows. A held op must give the same values as the op on all rows. The rules must refuse
+any other op with a reason. ``x`` is the result of an all-reduce, ``[2, 7, 6]``. Its 14 tokens are divided evenly among
+2 ranks, and unevenly among 3."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ REFUSED: dict[str, tuple[str, Op]] = {
         "other tokens",
         lambda g, x: g.op("cat.default", [g.view(x, B * S, H), g.op("select.int", g.tokens(B * S, 3, 2), 2, 0)], 1),
     ),
-    # A part of the features whose start may depend on the rank. The graphs of the ranks may then differ in a number.
+    # A part of the features whose start may depend on the rank. If it does, the ranks' graphs differ only in the number
+    # of the start.
     "one of 3 equal slices": ("the rank's own", lambda g, x: g.op("slice.Tensor", x, 2, 2, 4)),
     "one of 3 equal splits": ("the rank's own", lambda g, x: g.call(getitem, g.op("split.Tensor", x, 2, 2), 1)),
     "one of 3 groups": ("the rank's own", lambda g, x: g.op("select.int", g.view(x, B, S, 3, 2), 2, 1)),
@@ -158,7 +159,7 @@ SUMS: dict[str, tuple[Op, str]] = {
 
 
 def add(made: TokenGraph, op: Op) -> fx.Node:
-    """Add ``x`` and the op that ``op`` makes of it to the graph. The graph returns the op's result times 2."""
+    """Add ``x`` to the graph, and the op that ``op`` applies to it. The graph returns the op's result times 2."""
     x = made.op("add.Tensor", made.tokens(B, S, H), made.same(B, S, H))
     node = op(made, x)
     made.output(made.op("mul.Tensor", node, 2))

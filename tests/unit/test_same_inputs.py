@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a group compare inputs that a rewritten graph takes to be the same on all of them."""
+"""A rewritten graph assumes that some inputs are the same on all ranks. The ranks of a group compare these inputs."""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ def test_a_result_of_another_group_without_a_mesh_may_differ() -> None:
 
 
 def test_another_dim_of_one_mesh_keeps_ranks_alike() -> None:
-    """The group is a row of the mesh. Each of its ranks has the same place in its column. So the sums over the columns
-    are equal if the summed parts are equal along each row."""
+    """The group is a row of the mesh. Each rank of the row sums over its own column. If the parts that are summed are
+    equal along each row, these sums are equal."""
     with fake_group(4):
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         data, tensor = (mesh.get_group(name).group_name for name in ("data", "tensor"))

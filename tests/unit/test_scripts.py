@@ -34,8 +34,8 @@ def test_a_script_can_be_imported(name: str) -> None:
 
 
 def missing(script: ModuleType) -> list[str]:
-    """The attributes, as ``module.attribute``, that ``script`` reads or replaces in the package's modules although they
-    do not exist."""
+    """The attributes (as ``module.attribute``) that ``script`` reads or replaces in the package's modules, but that do
+    not exist there."""
     modules = {
         name: value
         for name, value in vars(script).items()

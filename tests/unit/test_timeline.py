@@ -33,7 +33,7 @@ ROUTES = {
     "embedding_all_to_all": ("direct", "all_to_all"),
     "all_gather_attention": ("ring", "all_gather"),
 }
-"""The route of each pattern's ring, and the kind of its collective."""
+"""For each pattern: the route of its ring, and the kind of its collective."""
 
 
 def facts_of(pattern: str, world_size: int) -> SiteFacts:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PreparedKernel`` binds arguments by name, and its direct launch passes each at its position in the kernel."""
+"""``PreparedKernel`` binds arguments by name. Its direct launch passes each argument at the argument's position in the
+kernel."""
 
 from __future__ import annotations
 

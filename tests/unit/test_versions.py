@@ -37,7 +37,7 @@ def test_supported(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.16.0.dev20261101", "2.1.1", "1.13.0", "2.x"])
 def test_not_supported(version: str) -> None:
-    """``2.1`` is older than ``2.11``, and a development version of ``2.16`` is as unknown as its release."""
+    """``2.1`` is older than ``2.11``. A development version of ``2.16`` is unknown, as the release ``2.16`` is."""
     assert f"supports torch {versions.supported()} and this is torch {version}" in str(
         versions.unsupported_reason(version)
     )

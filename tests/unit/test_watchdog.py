@@ -47,7 +47,8 @@ class Scene:
         self.dog.watch(self.faults, lambda: self.alive, lambda: self.in_flight)
 
     def give_up(self, rank: int = 0, stamp: int = 0) -> None:
-        """Leave the record of a kernel on rank ``rank``: it timed out waiting for call 8 of the group's second rank."""
+        """Leave the record of a kernel on rank ``rank`` that timed out. It waited for call 8 of the group's second
+        rank."""
         record = self.faults.board.record(rank)
         record[1:5] = torch.tensor([WAIT_KINDS * self.site + WAIT_PART, 1, 8, 7])
         record[6:] = torch.tensor([stamp]).view(torch.int32)
@@ -84,8 +85,8 @@ def test_a_fault_is_logged_once_and_ends_the_process_after_the_grace_period(capl
 
 
 def test_the_rank_that_gave_up_first_is_named_and_waits_here_are_stopped(caplog: pytest.LogCaptureFixture) -> None:
-    """The first rank's abort may not reach this GPU, for example if the GPUs have no peer access or if the host of that
-    rank timed out. So the watchdog stops the waits of this GPU."""
+    """The abort of the rank that gave up first may not reach this GPU. For example, the GPUs may have no peer access,
+    or the wait that timed out may have been a wait of that rank's host. So the watchdog stops the waits of this GPU."""
     scene = Scene()
     scene.give_up(0, stamp=7)
     scene.give_up(2, stamp=6)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outcomes that a sweep of models reports. The sweep compares each model with overlap and without."""
+"""The outcomes that a sweep of models reports. The sweep compares each model with overlap to the same model without."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _row(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_the_worst_rank_decides(fields: dict[str, Any], words: str) -> None:
-    # (A site that is overlapped on one rank only is enough for "right".)
+    # (The outcome is "right" even if only one rank has an overlapped site.)
     assert outcome([_row(), _row(**fields)]) == (words if fields.get("sites") is None else "right")
     assert outcome([_row(**fields), _row(**fields)]) == words
 

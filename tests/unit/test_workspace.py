@@ -76,7 +76,7 @@ def test_a_plan_without_room_runs_without_overlap_and_takes_no_slot_from_others(
 
 
 def test_what_a_call_needs_is_looked_up_once_for_each_plan(group: Any) -> None:
-    """A new plan may give the site another slot, or a slot where it had none. So the slot is looked up again after each
+    """After a new plan, the site may have another slot, or its first slot. So the slot is looked up again after each
     new plan."""
     place, asked = workspace.workspace_of(group, CPU), []
 
@@ -97,8 +97,8 @@ def test_what_a_call_needs_is_looked_up_once_for_each_plan(group: Any) -> None:
 
 
 def test_schedules_of_one_site_have_their_own_parameters(group: Any) -> None:
-    """The same model may be compiled again with another schedule and equal settings. Each schedule must get parameters
-    of its own type."""
+    """The same model may be compiled again with another schedule but equal settings. Each schedule must then get
+    parameters of its own type."""
     workspace.prepare(group, CPU, requests(a=2**17), 2**21)
     a, b = torch.zeros(256, 64, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
 

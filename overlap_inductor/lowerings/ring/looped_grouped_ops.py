@@ -32,7 +32,8 @@ def sums_of_experts(
     operator: str,
     dtype: torch.dtype,
 ) -> Rows:
-    """A function that computes the sums of some tokens."""
+    """Returns a function ``compute(tokens)``. For each token of the slice ``tokens``, it sums the rows of the token's
+    experts."""
     namespace, name = operator.split("::")
     multiply = getattr(getattr(torch.ops, namespace), name)
     bounds = ends.to(places.dtype)

@@ -22,8 +22,8 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
     estimates that are shorter by what the bands save. If the schedule is forced, bands need not pay, and the estimates
     may become longer.
 
-    Bands add nodes. In graph order, a seam is written in bands if its nodes fit into the part of the graph's
-    ``step_node_budget`` that the unrolled rings leave.
+    Bands add nodes. Unrolled rings use a part of the graph's ``step_node_budget``. The seams share the rest, in graph
+    order: a seam is written in bands if the nodes that its bands add fit into what is left.
 
     Args:
         uncut: the ids of the two sites of each seam that is not to be cut, because writing it has failed."""
@@ -51,9 +51,11 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
 
 def added_nodes(seam: Seam, bands: int) -> int:
     """Estimated number of FX nodes that bands add. Each band but the first adds the nodes of the region, and slices of
-    the other tensors that the region reads. It also adds the steps for a piece of this rank's rows.
+    the other tensors that the region reads. It also makes one more piece of this rank's own rows, and so adds the
+    gather's steps for that piece.
 
-    The region's number is rounded up to a multiple of 8, because an op may exist on one rank only."""
+    Ranks should decide alike although an op of the region may exist on one rank only. So the number of the region's
+    nodes is rounded up to a multiple of 8."""
     inside = {seam.scattered, *seam.region}
     sliced = {i for n in seam.region for i in n.all_input_nodes if i not in inside}
     region = -(-(len(seam.region) + len(sliced)) // 8) * 8
