@@ -64,7 +64,7 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"step_node_budget": 1},
     {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2},
 )
-"""Configurations of random programs."""
+"""Fields of ``OverlapConfig``. Random programs run with each of these configurations."""
 TORCHTITAN = (
     (False, True, "even"),
     (False, False, "even"),
@@ -74,7 +74,7 @@ TORCHTITAN = (
 )
 """``(whether each block is compiled by itself, whether the loss is parallel, sizes of the MLP)``."""
 BATCH = 50
-"""Programs of one row."""
+"""The number of random programs whose results are one row."""
 SHOWN = (
     "error",
     "rounding",
@@ -155,7 +155,7 @@ def _arguments() -> argparse.Namespace:
         type=float,
         default=float("inf"),
         metavar="SECONDS",
-        help="begin no case later than this after the start, except the first of each part",
+        help="begin no further case after this time, except the first case of each part",
     )
     parser.add_argument("--out", type=Path, default=RESULTS / "uneven_sweep.jsonl", help="rows are appended here")
     return parser.parse_args()

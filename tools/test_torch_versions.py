@@ -24,14 +24,15 @@ from pathlib import Path
 
 VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 TESTS = ("tests/unit", "tests/compile", "tests/models/test_blocks.py")
-"""The last test also runs under activation checkpointing. On torch 2.12 and 2.13, only the hand-written block does,
-because these versions cannot compile the DTensor block in this way."""
+"""The last test also runs under activation checkpointing. On torch 2.12 and 2.13, only the hand-written block runs
+under it, because these versions cannot compile the DTensor block with checkpointing."""
 EVERYTHING: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
     ({}, ("tests/unit", "tests/compile")),
     ({"TRITON_INTERPRET": "1"}, ("tests/kernels",)),
     ({}, ("tests/numerics", "tests/models")),
 )
-"""The tests of ``make test`` except the examples: environment variables, and paths."""
+"""The tests of ``make test`` except the examples. Each entry is ``(environment variables, paths)`` of one run of
+pytest."""
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -16,7 +16,8 @@ from tests.support.hand_graph import c10d
 
 
 def exchange(made: HandGraph, x: fx.Node, extra: int = 0) -> fx.Node:
-    """An all-to-all of equal parts of dim 0. ``extra``: rows that the first part has more than the last one."""
+    """An all-to-all of parts of dim 0, which are equal if ``extra`` is 0. The first part is larger by ``extra`` rows,
+    and the last part is smaller by as many."""
     part = x.meta["val"].shape[0] // made.world_size
     parts = [part] * made.world_size
     parts[0], parts[-1] = part + extra, part - extra
@@ -30,7 +31,7 @@ def sent_rows(rows: int = 24, inner: int = 16, columns: int = 40, dtype: torch.d
 
 
 def sent_heads(width: int = 8) -> HandGraph:
-    """The heads of a batch of two sequences are exchanged, with a bias."""
+    """A matmul with a bias computes the heads of a batch of two sequences. Then the heads are exchanged."""
     made = HandGraph()
     columns, ranks = 2 * width * made.world_size, made.world_size
     pair = operand(made, 48, 16, "x"), operand(made, 16, columns)
@@ -41,7 +42,7 @@ def sent_heads(width: int = 8) -> HandGraph:
 
 
 def received_rows(rows: int = 24, inner: int = 16, columns: int = 40) -> HandGraph:
-    """A matmul of what arrives, a second one whose rows are transposed, and another reader."""
+    """A matmul reads what arrives. A second matmul reads it transposed, and an op that is no matmul reads it, too."""
     made = HandGraph()
     x = exchange(made, operand(made, rows * made.world_size, inner, "x"))
     plain = made.mm(x, operand(made, inner, columns))
@@ -124,7 +125,8 @@ def contracted_dynamic(inner: int = 64) -> HandGraph:
 
 
 def contracted_heads() -> HandGraph:
-    """The output projection of Ulysses attention, batch 2, with a bias; another node reads what arrives."""
+    """The output projection of Ulysses attention, for a batch of two and with a bias. Another node also reads what
+    arrives."""
     made = HandGraph()
     ranks = made.world_size
     x = made.view(operand(made, 2 * ranks * 24, 128, "x"), 2, ranks, 24, 2, 64)

@@ -135,7 +135,8 @@ def test_parts_of_a_dynamic_size_may_be_equal() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_a_result_that_is_also_read_before_the_exchange() -> None:
-    """The matmul before the exchange is refused. If another matmul reads what arrives, that one is overlapped."""
+    """The site of the matmul before the exchange is refused. If a matmul also reads what arrives, the exchange is
+    overlapped with that matmul instead."""
     x, w, v = torch.randn(4, 16), torch.randn(16, 8), torch.randn(8, 8)
 
     def both(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, after: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +159,7 @@ def test_an_op_that_cannot_be_cut_is_named() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_an_exchange_of_counts_is_a_near_miss() -> None:
-    """The experts' counts are exchanged next to their tokens."""
+    """A layer of experts also exchanges how many tokens each expert gets. No matmul stands beside this exchange."""
     made = HandGraph()
     counts = made.input(2, dtype=torch.int64)
     report = made.output(made.wait(made.call(c10d.all_to_all_single.default, counts, [1, 1], [1, 1], made.group))).run()

@@ -68,8 +68,8 @@ def test_golden(file: str) -> None:
 )
 @pytest.mark.parametrize("layer", [layer for layer in LAYERS if layer is not all_queries])
 def test_every_spelling_is_one_site(world_size: int, masked: bool, layer: Callable[..., Any]) -> None:
-    """The gathers of keys and values, or the gather of both, are one site. No gathered tensor is joined again: what is
-    joined are the own keys and values, if the program sends them at once."""
+    """All gathers of keys and values are one site, whether the program gathers both apart or together. No gathered
+    tensor is joined again. If the program gathers both together, only this rank's own keys and values are joined."""
     own = [x.transpose(1, 2).contiguous() if layer is tokens_first else x for x in _own()]
     with fake_group(world_size, world_size - 1), torch.no_grad():
         report = report_of(layer, *own, *([_mask(8, world_size)] if masked else []))
@@ -82,8 +82,8 @@ def test_every_spelling_is_one_site(world_size: int, masked: bool, layer: Callab
 
 @pytest.mark.parametrize("kind", ["self", "projected"])
 def test_projections_before_the_gathers(kind: str) -> None:
-    """The projection of the queries stands behind the gathers, and moves before them. Matmul and gather of the keys are
-    no site of their own."""
+    """The program projects the queries after the gathers, and the rewrite moves this projection before the gathers. The
+    projection of the keys and the gather of the keys are not a site of their own."""
 
     def layer(x: torch.Tensor, wk: torch.Tensor, wv: torch.Tensor, wq: torch.Tensor) -> torch.Tensor:
         def heads(y: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ def test_keys_and_values_of_different_groups() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_one_tensor_as_keys_and_values() -> None:
-    """It is sent once."""
+    """One gather serves as keys and as values, and its tensor is sent once."""
 
     def layer(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         k = gathered(k, 2)
@@ -228,8 +228,8 @@ def test_one_tensor_as_keys_and_values() -> None:
 @pytest.mark.parametrize("keys_first", [True, False])
 @pytest.mark.parametrize("other", ["matmul", "attention"])
 def test_a_gather_of_another_site(other: str, keys_first: bool) -> None:
-    """The gathered keys are also read by a matmul, or by the attention to other values. The site that is found first
-    gets their gather. The gather of a matmul's operand counts as found before all others, wherever it stands."""
+    """The gathered keys are also read by a matmul, or by an attention to other values. Of two attentions, the one that
+    is found first gets the gather. A matmul always gets it, wherever the gather stands."""
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if keys_first:
@@ -299,8 +299,9 @@ def test_the_planner_counts_keys_and_values() -> None:
 
 
 def test_the_planner_counts_the_hidden_keys_that_pieces_do_not_skip() -> None:
-    """As written, causal attention to 2 x 1024 keys computes a quarter of the scores for 1024 queries, and half of them
-    for 2048. The pieces compute all."""
+    """As written, causal attention does not compute the scores that ``is_causal`` hides. With 2 x 1024 keys, it
+    computes a quarter of the scores for 1024 queries, and half of them for 2048 queries. The pieces of the ring compute
+    all scores."""
     for layer, share in ((heads_first, 4), (all_queries, 2)):
         (full,), (causal,) = (_planned(1024, *mask, layer=layer).sites for mask in ((), (True,)))
         whole, seen = (site.decision.moving.estimate_us for site in (full, causal))
@@ -320,7 +321,7 @@ def test_ranks_compare_both_gathers() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_pieces_that_are_counted_from_the_end() -> None:
-    """A graph holds the negative start of a slice. Catches one that is not turned into an index from 0."""
+    """The slices in the graph have negative starts. Catches a start that is not converted to an index from 0."""
 
     def last_columns(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         both = gathered(torch.cat([k, v], -1), 2)
@@ -358,7 +359,7 @@ def test_pieces_of_symbolic_sizes_have_a_reason() -> None:
 
 
 def test_symbolic_sizes() -> None:
-    """The batch is symbolic, and so are the bounds of what travels."""
+    """The batch size is symbolic, and so are the bounds of the slices that travel."""
     with fake_group(2), torch.no_grad():
         report = report_of(heads_first, *_own(), dynamic=True)
     assert summary(report) == [SITE]

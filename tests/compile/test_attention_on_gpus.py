@@ -100,7 +100,7 @@ def test_forms_that_have_a_reason_on_gpus(op: str, given: dict[str, Any], code: 
 @pytest.mark.usefixtures("two")
 @pytest.mark.parametrize("op", ["flash", "cudnn", "efficient"])
 def test_training_graphs_of_gpus_are_kept_with_a_reason(op: str) -> None:
-    """The forward graph saves the log-sum-exp."""
+    """The forward graph saves the log-sum-exp of the attention for the backward graph."""
     (site,) = _OnGpu(op, last_result=1).report().sites
     (reason,) = site.decision.reasons
     assert (site.decision.status, reason.code) == ("refused", "other_users") and "saved for the backward" in reason.text
@@ -108,7 +108,7 @@ def test_training_graphs_of_gpus_are_kept_with_a_reason(op: str) -> None:
 
 @pytest.mark.usefixtures("two")
 def test_attention_whose_result_is_not_read() -> None:
-    """Dead code elimination keeps it, because the op counts as impure."""
+    """Dead code elimination keeps the attention, because CUDA's attention ops count as impure."""
     report = _OnGpu("flash", is_read=False).report()
     assert report.failures == [] and report.sites == []
     assert {m.reason.code for m in report.near_misses} == {"no_matmul"}
@@ -116,7 +116,7 @@ def test_attention_whose_result_is_not_read() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_the_planner_with_no_queries() -> None:
-    """Catches a share of no keys."""
+    """Catches a division by zero when the planner estimates the share of keys that ``is_causal`` hides."""
     report = _OnGpu("efficient", queries=0, is_causal=True).report(schedule="auto")
     assert report.failures == [] and [site.decision.status for site in report.sites] == ["kept"]
 

@@ -40,8 +40,8 @@ from tests.support.fork_base import ForkBase
 
 pytestmark = pytest.mark.usefixtures("fake", "known_vector_instructions")
 
-# The cache that is hit: AOTAutograd's (it holds the keys of both graphs), Inductor's alone, or AOTAutograd's with the
-# graphs stored inside.
+# The cache that is hit. ``aot``: AOTAutograd's, which holds the keys of both graphs in Inductor's cache. ``inductor``:
+# Inductor's alone. ``bundled``: AOTAutograd's, with the graphs stored inside.
 LAYERS: dict[str, dict[str, bool]] = {
     "aot": {"enable_autograd_cache": True},
     "inductor": {"enable_autograd_cache": False},

@@ -72,7 +72,7 @@ def test_steps_of_equal_layers_share_evaluations(monkeypatch: pytest.MonkeyPatch
 
 
 def test_steps_are_not_evaluated_again_after_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor evaluates the nodes that passes added, unless they have a value."""
+    """After the passes, Inductor evaluates every added node that has no value yet."""
 
     def run(layers: int) -> Counter[str]:
         def model(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:

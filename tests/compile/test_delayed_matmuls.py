@@ -26,7 +26,8 @@ MIDDLE = (25_000, 24_999)
 def _lines(
     gradient: tuple[int, int], read_elsewhere: bool = False, gathered: tuple[int, int] = (512, 512)
 ) -> list[str]:
-    """The lines of a rewritten graph. As written, it computes a gradient before a site and a gather that is no site."""
+    """The lines of a rewritten graph. As written, the graph first computes a gradient. A site follows, and then a
+    gather that is no site."""
     with fake_group(2):
         made = HandGraph()
         x, w, rows = made.input(8, 16), made.input(16, 32, name="w"), made.input(512, 512, name="rows")
@@ -51,7 +52,8 @@ def test_a_gradient_runs_under_a_gather_that_is_no_site() -> None:
 
 
 def test_an_op_that_waits_itself_is_left_alone() -> None:
-    """DTensor's change of the sharded dim is one op. A matmul cannot run between its start and its end."""
+    """DTensor changes the sharded dim with one op, which also waits. So no matmul can run between the start and the end
+    of this transfer."""
     with fake_group(2) as group:
         made = HandGraph()
         dw = made.mm(made.input(64, 8, name="dy"), made.input(*SMALL, name="features"))
@@ -64,7 +66,7 @@ def test_an_op_that_waits_itself_is_left_alone() -> None:
 
 
 def test_a_gradient_stays_where_it_does_not_help() -> None:
-    """Another op reads the gradient, or the gradient takes much longer than the transfer."""
+    """A gradient is not delayed if another op reads it, or if it takes much longer than the transfer."""
     for lines in (_lines(SMALL, read_elsewhere=True), _lines(LARGE)):
         assert _place(lines, "= aten.mm") < _place(lines, "gather_start.default")
         assert not any("overlap_inductor.after.default" in line for line in lines)

@@ -56,9 +56,9 @@ def test_golden() -> None:
 
 
 def test_both_graphs_are_rewritten() -> None:
-    """Ranks agree although they send different numbers of rows, and the host reads no more than before. The shared
-    expert's first matmul, and in the backward graph the gradients of all experts' weights, run before the wait for the
-    results."""
+    """Ranks agree although they send different numbers of rows. The host reads no more numbers than before. In the
+    forward graph, the shared expert's first matmul runs before the wait for the results. In the backward graph, the
+    gradients of all experts' weights do."""
     found = [_reports(rank) for rank in (0, 1)]
     how = "by ring/p2p (route=direct, sub_chunks=4)"
     for reports in found:
@@ -78,7 +78,7 @@ def test_both_graphs_are_rewritten() -> None:
 
 
 def _held(report: OverlapReport) -> list[str]:
-    """The ops of the matmuls that the wait for the results has to follow."""
+    """The ops of the matmuls that must run before the wait for the results."""
     (wait,) = (line for line in report.after.splitlines() if "exchange_wait.default(" in line)
     names = wait.split("[", 2)[2].split("]")[0].split(", ")
     lines = {line.split(":")[0].split(" =")[0]: line for line in report.after.splitlines()}
@@ -98,8 +98,8 @@ def test_the_planner_keeps_what_it_cannot_estimate() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_order_in_the_generated_code() -> None:
-    """The first matmul of the shared expert runs after the experts' op, while the results return. The second one is an
-    ``addmm`` that adds them."""
+    """The first matmul of the shared expert runs after the experts' op, while the results return. The second matmul is
+    an ``addmm``, which adds the results."""
     layer = DispatchedExperts(0, 2, shared=True)
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -125,8 +125,8 @@ class _Recorded:
 
 
 def test_order_in_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is sent before the own rows are computed, and each piece is returned before the next one is awaited,
-    to the rank from which it came."""
+    """The rank sends all pieces before it computes its own rows. Then it awaits, computes and returns one piece after
+    the other. Each piece returns to the rank from which it came."""
     events: list[str] = []
     names = iter(["send", "return"])
     monkeypatch.setattr(ops.exchanges, "open_uneven", lambda *given: _Recorded(next(names), events, 2))
@@ -250,7 +250,8 @@ INDICES: dict[str, tuple[Callable[[torch.Tensor, int], torch.Tensor], bool]] = {
 @pytest.mark.parametrize("name", INDICES)
 @pytest.mark.usefixtures("two")
 def test_an_index_that_holds_each_row_once_is_proved(name: str) -> None:
-    """Rows that are added at an index which may hold a row twice cannot be computed by the rank that sent them."""
+    """The results are added to the rows that an index names. If the index may hold a row twice, the exchange is a near
+    miss."""
     index, proved = INDICES[name]
 
     def run(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -274,7 +275,8 @@ def _with_experts(experts: int) -> OverlapReport:
 
 @pytest.mark.usefixtures("two")
 def test_weights_of_as_many_experts_as_rows_are_not_cut_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op's argument ``rows`` is empty, and ``whole`` holds the weights. Their bytes count for the estimate."""
+    """The op's argument ``rows`` is empty, and its argument ``whole`` holds the weights. The estimate counts the
+    weights' bytes."""
     monkeypatch.setattr(permutations, "is_permutation", lambda index: True)
     few, many = _with_experts(4), _with_experts(16)
     for report in (few, many):
@@ -291,7 +293,7 @@ def _loop(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, i: torch.Tensor)
 
 @pytest.mark.usefixtures("two")
 def test_a_loop_over_experts_is_left_as_written() -> None:
-    """The rows of an expert are not those of a rank, so no cut by ranks fits. A reason names the ``cat``."""
+    """The rows are divided by experts and not by ranks, so a cut by ranks does not fit. A reason names the ``cat``."""
     for function in (
         lambda *given: _home(_loop(*given)),
         lambda *given: funcol.all_reduce(_loop(*given), "sum", torch.distributed.group.WORLD),

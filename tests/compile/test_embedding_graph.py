@@ -110,7 +110,7 @@ def test_tables_are_sent_while_others_are_looked_up() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_rows_are_looked_up_for_one_rank_after_the_other() -> None:
-    """Each piece is one kernel, and nothing is copied before the exchange. The rank's own rows come last."""
+    """One kernel computes each piece, and nothing is copied before the exchange. The rank's own rows come last."""
     with fake_group(3):
         forward, _ = _trained_code("embedding", 2, sub_chunks=1)
     assert forward[: forward.index("wait") + 1] == ["start", *["pointwise", "send"] * 4, "pointwise", "wait"]
@@ -207,7 +207,8 @@ def test_results_that_are_also_read_elsewhere() -> None:
 
 
 def test_bags_of_dynamic_lengths() -> None:
-    """The number of indices is known at run time only. The batch is not cut by it."""
+    """The number of indices is known at run time only. The site is overlapped, because its pieces do not depend on this
+    number."""
     with fake_group(2), torch.no_grad():
         model = DLRM(3, 50, 4, 5)
         batch = batch_of(model, 4, 3, torch.Generator().manual_seed(1))

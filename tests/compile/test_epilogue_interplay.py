@@ -43,8 +43,8 @@ def planned(report: OverlapReport) -> list[tuple[str, str, Any]]:
 
 
 def test_the_norm_of_a_small_message_is_not_the_epilogue_of_a_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sites could compute the same sum in their kernels. The gather must not take it, because its kernel runs
-    before the all-reduce, and the sum reads the all-reduce's result."""
+    """Both sites could compute the same sum in their kernels. The gather must not take the sum, because the gather's
+    kernel runs before the all-reduce, and the sum reads the all-reduce's result."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     def f(
@@ -74,8 +74,8 @@ def test_the_norm_of_a_small_message_is_not_the_epilogue_of_a_gather(monkeypatch
 
 def test_a_rewrite_adds_no_epilogue_that_was_not_planned(two: None) -> None:
     """The plan gives the second weight no epilogue, because the cast of ``s`` comes after the gather. The rewrite moves
-    this cast before the gather. After the move, the kernel could read it, but the second weight must stay without an
-    epilogue."""
+    this cast before the gather. After the move, the kernel could read the result of the cast. Nevertheless, the second
+    weight must stay without an epilogue."""
 
     def f(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = all_gather(x, 0, torch.distributed.group.WORLD)

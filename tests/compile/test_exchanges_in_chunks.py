@@ -87,7 +87,8 @@ def test_refused_with_a_reason(name: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["matmul_all_to_all", "all_to_all_matmul"])
 def test_a_token_count_that_changes(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
-    """The op runs the plain collective below the count from which it pays, and above ``max_tokens``."""
+    """Overlap pays from a certain token count on. Below this count, and above ``max_tokens``, the op runs the plain
+    collective."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
     with fake_group(2):
         made = HandGraph()
@@ -106,7 +107,7 @@ def test_a_token_count_that_changes(monkeypatch: pytest.MonkeyPatch, pattern: st
 
 
 def test_an_empty_slice_is_planned_and_written() -> None:
-    """No rows: the op runs the plain collective, which moves nothing."""
+    """The slice has no rows, so the op runs the plain collective, which moves nothing."""
     with fake_group(2):
         report = graphs.sent_rows(rows=0).run(schedule="chunked")
     assert "chunked_matmul_all_to_all" in report.after, report.notices

@@ -35,7 +35,8 @@ def _report(world_size: int, rank: int, tokens: int = 32, **fields: object) -> O
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough), 8])
 @pytest.mark.parametrize("budget", [10_000, 1])
 def test_ranks_agree_although_their_graphs_hold_the_rank(world_size: int, budget: int) -> None:
-    """The rank only says which experts are this rank's. The graphs are equal without it, and so are the plans."""
+    """A graph uses its rank's number only to select the rank's experts. Apart from this number, the graphs of all ranks
+    are equal. The plans do not hold the number, and are equal."""
     found = [_report(world_size, rank, step_node_budget=budget) for rank in (0, world_size - 1)]
     assert all(summary(r) == [SITE] and r.near_misses == [] for r in found)
     (first, last), plans = [r.before for r in found], {r.exchange for r in found}

@@ -64,7 +64,8 @@ def test_graph_breaks_give_a_report_each() -> None:
 
 
 def test_symbolic_sizes_reach_the_code_between_graphs_as_they_are() -> None:
-    """With zeros of a wrong shape, the code after a graph break would fail or take another branch."""
+    """``explain`` gives zeros to the code after a graph break. If the zeros had a wrong shape, this code would fail or
+    take another branch."""
     shapes = []
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,8 @@ def test_peers_of_another_machine_are_within_reach(ranks: int, reason: str | Non
 
 
 def test_integer_matmuls_keep_to_the_gpus_limits() -> None:
-    """``_int_mm`` needs more than 16 rows on a GPU. The limit applies to a plan for GPUs, although this is a CPU."""
+    """``_int_mm`` needs more than 16 rows on a GPU. The limit applies to a plan for GPUs, although this process runs on
+    a CPU."""
 
     def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         gathered = funcol.all_gather_tensor(x, 0, dist.group.WORLD)

@@ -60,8 +60,8 @@ def test_one_text_on_all_ranks(name: str) -> None:
 
 
 def test_a_ulysses_block() -> None:
-    """Every exchange is a kernel, forward and backward. In the backward of q, k and v, the weight's gradient reads what
-    arrives, and runs behind the kernel."""
+    """Each exchange and its matmul become one kernel, forward and backward. In the backward of q, k and v, the matmul
+    of the weight's gradient also reads what arrives. It runs after the kernel."""
     with fake_group(2, 1):
         block = UlyssesAttention(256, 4, dist.group.WORLD).bfloat16()
         forward, backward = reports_of(block, torch.randn(2, 24, 256).bfloat16().requires_grad_(), schedule="fused")
@@ -79,8 +79,8 @@ def _tiles_in(made: HandGraph) -> int:
 
 
 def test_slices_do_not_depend_on_a_ranks_own_columns() -> None:
-    """Ranks may multiply what they receive by weights of different widths. The number of slices in which they send must
-    be the same, so it is in the plan, from rounded sizes."""
+    """Ranks may multiply what they receive by weights of different widths. But all ranks must send the same number of
+    slices. So the plan holds this number, computed from rounded sizes."""
     with fake_group(2):
         assert _tiles_in(graphs.received_rows(columns=2040)) == _tiles_in(graphs.received_rows(columns=2048))
 
@@ -127,7 +127,8 @@ def test_refused_with_a_reason(name: str) -> None:
 
 
 def test_a_transport_that_the_kernel_cannot_use() -> None:
-    """The kernel stores tiles itself, so only what is multiplied after it has arrived may be copied."""
+    """In ``matmul_all_to_all``, the kernel itself stores its tiles in the peers' memory, so it cannot use copy engines.
+    In ``all_to_all_matmul``, copy engines may bring the rows that the kernel multiplies."""
     with fake_group(2):
         (sent,) = graphs.sent_rows().run(schedule="fused", transport="copy_engine").sites
         (received,) = graphs.received_rows().run(schedule="fused", transport="copy_engine").sites
@@ -151,7 +152,7 @@ def test_a_token_count_that_changes(monkeypatch: pytest.MonkeyPatch, pattern: st
 
 
 def test_an_empty_slice_is_planned_and_written() -> None:
-    """No rows: the op runs the plain collective, which moves nothing."""
+    """The slice has no rows, so the op runs the plain collective, which moves nothing."""
     with fake_group(2):
         report = graphs.sent_rows(rows=0).run(schedule="fused")
     assert "fused_matmul_all_to_all" in report.after, report.notices
@@ -172,11 +173,11 @@ def test_estimate(monkeypatch: pytest.MonkeyPatch, make: Callable[..., HandGraph
                 estimate = site.decision.plan[0].estimate_us
                 assert plans[-1] is None or estimate["fused"] * MARGIN_UNMEASURED < estimate["keep"], (rows, inner)
                 wire, matmul = estimate["collective"] - machine.collective_seconds * 1e6, estimate["matmul"]
-                # (What is received is read by another node, too, and copied for it.)
+                # (Another node also reads the received rows, so they are copied for this node.)
                 copied = 7 * rows * 8192 if make is graphs.sent_rows else 8 * rows * inner
                 copy = 2 * copied * 2 / machine.memory_bytes * 1e6
                 fixed = (cost.COST.leg_seconds + 7 * cost.COST.leg_peer_seconds) * 1e6
                 expected = max(wire, matmul) + cost.COST.exposed[1] * min(wire, matmul) + copy + fixed
                 assert estimate["fused"] == pytest.approx(expected, abs=0.3)
-    # (In the other graph, the copy for the other node costs more than is hidden.)
+    # (In the graph of ``received_rows``, the copy for the other node costs more time than the kernel hides.)
     assert {plan is None for plan in plans} == ({True, False} if make is graphs.sent_rows else {True})

@@ -61,8 +61,8 @@ def test_a_sum_that_is_kept_stays_one_kernel(fields: dict[str, object]) -> None:
 
 
 def test_a_rewrite_that_fails_leaves_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph is restored from a copy. The copy has its own nodes, and there the sum must be one kernel again,
-    too."""
+    """The graph is restored from a copy, which has nodes of its own. In the copy, too, the sum must be one kernel
+    again."""
 
     def fail(self: object, chosen: object) -> None:
         raise RuntimeError("on purpose")

@@ -59,8 +59,8 @@ def test_golden() -> None:
     ],
 )
 def test_what_the_op_is_told(kind: str, joined: str, written: str) -> None:
-    """Mode, order of the rows in a slot, and whether the backward graph reads other results. The lookups are gone, and
-    the backward graph's exchange stays as written."""
+    """The op is told the mode, the order of the rows in a slot, and whether the backward graph reads other results. The
+    forward graph no longer holds the lookups. The backward graph's exchange stays as written."""
     with fake_group(2):
         forward, backward = _trained(kind, joined)
     assert [s.decision.status for s in forward.sites] == ["overlapped"]
@@ -110,7 +110,7 @@ def test_what_the_kernel_cannot_compute_has_a_reason() -> None:
         return exchange(torch.cat([one, other], 1)), one.sin()
 
     def two_widths(i: torch.Tensor) -> torch.Tensor:
-        """Two rows of 4 or one row of 8, so both results have the same shape."""
+        """One table is read for one row of 8, the other for two rows of 4. So both results have the same shape."""
         whole = F.embedding(i[:, 0], torch.ones(7, 8))
         return exchange(torch.cat([whole, F.embedding(i[:, :2], w).flatten(1)], 1))
 
@@ -122,7 +122,8 @@ def test_what_the_kernel_cannot_compute_has_a_reason() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_padding_samples_and_short_indices_are_computed() -> None:
-    """They are exact in the kernel. The op gets the padding index, the weights of the samples and int32 indices."""
+    """The op gets the padding index, the weights of the samples and int32 indices. The kernel's results are exact for
+    all three."""
     w, v, i = torch.randn(7, 4), torch.randn(9, 4), _indices(torch.int32)
 
     def weighted(indices: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:

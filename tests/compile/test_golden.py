@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the report and the graphs of every spelling and structure with golden files, and between ranks.
 
-The files in ``golden/spellings`` are for the torch version below. They hold whole graphs for groups of two ranks (for
-spellings A and G, for groups of all sizes) and reports for larger groups. On every torch version, the text must be the
-same on the first and the last rank.
+The files in ``golden/spellings`` are for the torch version below. For groups of two ranks, they hold reports and
+graphs. For larger groups, they hold reports only, except for spellings A and G, whose graphs they always hold. On every
+torch version, the text must be the same on the first and the last rank.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tests.support.structures import STRUCTURES
 
 TORCH = "2.13"
 ENDS = {2: (0, 1), 8: (0, 7)}
-"""``{number of ranks: its first and last rank}``. Their texts must be equal. If golden files are compared and not
-written, the last rank of 8 is enough, because the files were written when both had the same text."""
+"""``{number of ranks: its first and last rank}``. Their texts must be equal. When golden files are compared, only the
+text of the last of 8 ranks is made. This is enough, because a golden file is only written if both texts are equal."""
 MIDDLES = {3: (1,), 64: (40,)}
 """``{number of ranks: one rank in the middle}``. Its text is only compared with the golden file."""
 GRAPHS: dict[str, tuple[Function, tuple[Make, ...]]] = {

@@ -26,8 +26,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"bucket_all_reduces_fx": "all"},
     {"aten_distributed_optimizations.enable_overlap_scheduling": True},
 ]
-"""Settings that turn on a pass that moves nodes. Of seven runs of four random programs with the last setting and
-unrolled rings, three deadlocked and three gave wrong results."""
+"""Settings that turn on a pass that moves nodes. With the last one, ``enable_overlap_scheduling``, four random programs
+with unrolled rings were run seven times in all. Three runs deadlocked, and three gave wrong results."""
 
 
 def sites() -> HandGraph:
@@ -67,8 +67,8 @@ def test_no_ring_of_a_rewritten_stretch_is_unrolled_if_a_later_pass_moves_nodes(
 
 
 def test_a_moved_step_is_detected() -> None:
-    """The check finds a read that was moved before the wait for its data. It also finds a read that was moved after a
-    write that must follow the read."""
+    """A read must stay after the wait for its data, and before the next write to the buffer. The check finds a read
+    that was moved out of this range, in either direction."""
     with fake_group(2):
         made = sites()
         made.run()

@@ -178,8 +178,8 @@ def test_the_rank_is_made_before_all_transfers_of_its_group(given: list[list[typ
 def test_a_transfer_is_cut_unless_one_partition_or_the_host_runs_it(
     places: list[list[str]], uncaptured: list[bool], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A transfer is cut if it has members in two partitions of which one or both are in a CUDA graph. The transfer is
-    not cut if the host runs both partitions."""
+    """A transfer is cut if its ops lie in several partitions, and a CUDA graph captures at least one of these
+    partitions."""
 
     class Scheduled:
         def __init__(self, name: str) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scatter and the gather behind it run in bands. For each rule of ``seams.check``, a seam that breaks it does not."""
+"""A seam may be written in bands if it keeps all rules of ``seams.check``. For each rule, a seam that breaks only this
+rule is not written in bands."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ TORCH = "2.13"
 
 
 def _residual_and_norm(made: HandGraph, scattered: fx.Node) -> fx.Node:
-    """``p / max(p)`` of ``p = relu(scattered + x)``, over the features."""
+    """``p / max(p)``, where ``p = relu(scattered + residual)`` and the maximum is over the features."""
     rows, features = scattered.meta["val"].shape
     residual = made.call(aten.add.Tensor, scattered, made.input(rows, features, name="residual"))
     positive = made.call(aten.relu.default, residual)
@@ -60,7 +61,7 @@ class Parts:
 
 
 def _bands(parts: Parts, **fields: Any) -> list[Any]:
-    """By site, the number of bands in its plan. The graph is not rewritten."""
+    """For each site, the number of bands in its plan. The graph is not rewritten."""
     with fake_group(2):
         report = parts.seam().run(mode="report", **{"sub_chunks": 2, **fields})
     assert [s.facts.pattern for s in report.sites] == ["matmul_reduce_scatter", "all_gather_matmul"]
@@ -77,7 +78,7 @@ def test_golden() -> None:
 
 
 def _reduced_between(made: HandGraph, scattered: fx.Node) -> fx.Node:
-    """The all-reduce stands between the two collectives. Nothing on the rows reads its result."""
+    """An all-reduce stands between the scatter and the gather. No op on the scattered rows reads its result."""
     made.reduce(made.input(4, name="other"))
     return _relu(made, scattered)
 
@@ -94,7 +95,8 @@ def _multiplied_by_rows(made: HandGraph, gathered: fx.Node, scattered: fx.Node) 
 
 
 def _mean_read_outside(made: HandGraph, scattered: fx.Node) -> fx.Node:
-    """Rows divided by their variance, and in the graph a mean that nothing on the gathered rows reads."""
+    """The rows are divided by their variance. The op of the variance also returns the mean, which an op outside the
+    seam reads."""
     both = made.call(aten.var_mean.correction, scattered, [-1], correction=0, keepdim=True)
     made.call(aten.neg.default, made.call(getitem, both, 1))
     return made.call(aten.div.Tensor, scattered, made.call(getitem, both, 0))
@@ -114,7 +116,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_seam_that_breaks_one_rule_is_not_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without that rule, the seam would be cut. So no other rule refuses it."""
+    """Without that rule, the seam would be written in bands. So no other rule refuses it."""
     rule, parts = BROKEN[name]
     assert _bands(parts) == [None, None]
     monkeypatch.setattr(check, rule, lambda *arguments: True)
@@ -150,14 +152,15 @@ def test_sites_around_an_op_with_several_results_are_overlapped() -> None:
 
 
 def _estimates(parts: Parts) -> list[float]:
-    """By site, the estimated microseconds with its plan."""
+    """For each site, the microseconds that are estimated for its plan."""
     with fake_group(2):
         report = parts.seam().run(mode="report", sub_chunks=2)
     return [s.decision.moving.estimate_us["ring"] for s in report.sites]
 
 
 def test_a_forced_schedule_shows_what_bands_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 100 us: a second wait, and a piece and two launches more for the second band."""
+    """The second band costs four steps of 100 us: a second wait of the scatter, one more piece of the own rows, and two
+    launches."""
     banded = _estimates(Parts())
     monkeypatch.setattr(check, "bands_of", lambda seam: None)
     in_turn = _estimates(Parts())
@@ -178,7 +181,8 @@ def test_copies_for_other_readers_count() -> None:
 
 
 def test_bands_keep_to_the_budget_of_nodes() -> None:
-    """A budget that holds both rings, but not the bands. Bands add about the 14 nodes that are counted."""
+    """The smaller budget has room for both rings, but not for the bands. The bands add about 14 nodes, as many as the
+    pass counts for them."""
     sizes: dict[int, int] = {}
     for budget in (3000, 60):
         with fake_group(2):
@@ -192,7 +196,7 @@ def test_bands_keep_to_the_budget_of_nodes() -> None:
 
 @pytest.mark.parametrize("cause", ["an error", "a step in between"])
 def test_a_seam_that_fails_leaves_its_sites_overlapped(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step in between: a copy of the gather's first step counts as one of another site."""
+    """In the case ``a step in between``, a copy of the gather's first step is marked as a step of another site."""
     if cause == "an error":
         monkeypatch.setattr(write, "_give_whole", lambda *arguments: 1 / 0)
     else:

@@ -28,7 +28,7 @@ ON_RANKS = [
     *[(3, "llama"), (3, "uneven"), (3, "dynamic")],
     *[(8, "llama trained"), (8, "dynamic"), (8, "fp8")],
 ]
-"""Numbers of ranks, and blocks whose graphs are compared between their first and last rank."""
+"""``(number of ranks, block)``. The block's reports and graphs are compared between the first and the last rank."""
 REPEATED = [(2, "uneven"), (3, "llama"), (8, "llama trained"), (8, "dynamic")]
 
 

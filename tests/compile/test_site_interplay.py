@@ -459,8 +459,8 @@ def test_pieces_of_a_transposed_gathered_tensor_are_not_shards() -> None:
 
 
 def test_a_gather_that_sinks_does_not_move_a_node_that_it_replaces() -> None:
-    """Found by a random program. One tensor is gathered along an inner dim and also reduced, and the two results are
-    multiplied. The wait of the reduction comes after that of the gather."""
+    """A random program led to this test. In its graph, one tensor is gathered along an inner dim and also reduced, and
+    the two results are multiplied. The wait of the reduction comes after that of the gather."""
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         reduced, gathered = all_reduce(x, "max", dist.group.WORLD), all_gather(x, 2, dist.group.WORLD)

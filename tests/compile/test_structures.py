@@ -277,8 +277,8 @@ def test_operand_behind_another_collective() -> None:
 
 
 def test_an_op_that_sinks_with_a_gather_and_is_read_elsewhere() -> None:
-    """A gather moves down to its matmuls. An op between them that another node reads, too, must move with it, because
-    it reads the buffer of the gather's steps."""
+    """A gather moves down to its matmuls. An op stands between gather and matmul, and another node also reads the op's
+    result. The op must move down with the gather, because the op reads the buffer of the gather's steps."""
     with fake_group(2):
         made = HandGraph()
         gradient = made.call(aten.relu.default, made.gather(made.input(4, 16, name="g")))

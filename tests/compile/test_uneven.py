@@ -89,8 +89,8 @@ def test_estimates_are_the_same_on_every_rank() -> None:
 @pytest.mark.parametrize("total", [11008, 14336, 28672, 101, 32001, 50257, 128256, 151936])
 @pytest.mark.parametrize("world_size", [2, 3, 5, 6, 8])
 def test_sizes_of_uneven_shards_round_to_the_same(total: int, world_size: int) -> None:
-    """Checks common sizes of models, in groups that divide them and in groups that do not. Only shards of 101, which is
-    small, may round to different sizes."""
+    """Checks common sizes of models, in groups that divide them and in groups that do not. Only the shards of 101 may
+    round to different sizes, because 101 is small."""
     shards = {len(c) for c in torch.arange(total).chunk(world_size)}
     assert len({rounded(s) for s in shards}) == 1 or total == 101
     assert all(abs(s - rounded(s)) <= s / 32 for s in shards)
@@ -98,8 +98,8 @@ def test_sizes_of_uneven_shards_round_to_the_same(total: int, world_size: int) -
 
 @pytest.mark.parametrize("budget", range(20, 90, 10))
 def test_a_bias_of_one_rank_does_not_change_which_sites_are_unrolled(budget: int) -> None:
-    """The ranks have no bias, a bias inside the matmul, and a bias that is added after the matmul. The last bias is one
-    more node in every piece. All ranks must nevertheless unroll the same sites."""
+    """One rank has no bias, one has a bias inside the matmul, and one adds its bias after the matmul. The added bias is
+    one more node in every piece. All ranks must nevertheless unroll the same sites."""
     with fake_group(2):
         reports = [
             layer(2048, bias, adds).run(step_node_budget=budget) for bias, adds in ((False, 0), (True, 0), (False, 1))

@@ -18,8 +18,8 @@ from tests.support.gloo_ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# The parts of lines that each example must print, in this order: its sites, which are all overlapped, and then a line
-# that says that the numbers agree.
+# For each example, parts of the lines that it must print, in this order. First come its sites, which are all
+# overlapped. The last line says that the numbers agree.
 LINES: dict[str, list[str]] = {
     "dtensor_block": [
         "forward: mlp.0: all_gather_matmul: overlapped",
@@ -55,7 +55,7 @@ LINES: dict[str, list[str]] = {
 }
 
 WITH_KERNELS = ("dtensor_block", "functional_collectives")
-"""The examples for which Inductor builds C++ kernels. For the models, that would take most of their time."""
+"""The examples for which Inductor builds C++ kernels. For the other examples, kernels would take most of the time."""
 
 
 def test_every_example_is_run_here_and_is_short() -> None:

@@ -13,8 +13,9 @@ from tests.support.block_problems import problems
 from tests.support.gloo_ranks import run_ranks
 
 REPEATED = ("none", "selective")
-"""Of the hand-written block: without checkpointing, it has the sites of the DTensor block. With selective
-checkpointing, it also runs in generated code."""
+"""Kinds of checkpointing with which ``test_block`` runs the hand-written block in thorough tests only. Without
+checkpointing, this block has the same sites as the DTensor block. With selective checkpointing, it also runs in
+generated code."""
 
 
 @pytest.mark.parametrize(

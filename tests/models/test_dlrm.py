@@ -93,7 +93,7 @@ def test_training(world_size: int, kind: str, joined: str) -> None:
 
 def _out_of_range(rank: int, world_size: int, kind: str, index: int) -> list[str]:
     """Call the model with an index that is out of range. Returns this rank's error without overlap and its error with
-    overlap. A further text follows if a right batch then has wrong results."""
+    overlap. A further text follows for each schedule that gives wrong results for a valid batch after the error."""
     compile_anew()
     torch.set_grad_enabled(False)
     model = _model(rank, kind)

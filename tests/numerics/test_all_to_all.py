@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-alls beside matmuls on gloo ranks: every spelling and random shapes against fp64, and bit for bit against the
-same matmuls run chunk by chunk."""
+"""All-to-alls beside matmuls on gloo ranks. The results of every spelling and of random shapes are compared with fp64.
+Some layers are compared bit for bit with the same matmuls run slice by slice."""
 
 from __future__ import annotations
 
@@ -157,7 +157,8 @@ def test_drawn_layers(world_size: int, examples: int) -> None:
 
 
 def _bit_for_bit(rank: int, world_size: int, budget: int) -> list[str]:
-    """What differs in any bit from the same matmuls run slice by slice, with one collective."""
+    """The names of the layers whose result differs in any bit from the expected one. The expected result comes from the
+    same matmuls run slice by slice, and one collective."""
     config = OverlapConfig(schedule="ring", sub_chunks=1, step_node_budget=budget)
     torch.manual_seed(rank)
     x, w = torch.randn(24 * world_size, 16), torch.randn(16, 16 * world_size)

@@ -71,7 +71,8 @@ class _Problem:
 
 
 def _statuses(reports: list[OverlapReport]) -> list[tuple[str, str]]:
-    """What became of the gathers. That of the queries is no part of the site."""
+    """The pattern and status of each site, and the reason of each near miss. The gather of the queries, a near miss
+    without a matmul, is left out."""
     found = [(s.facts.pattern, s.decision.status) for r in reports for s in r.sites]
     return found + [
         (m.reason.code, m.reason.text) for r in reports for m in r.near_misses if m.reason.code != "no_matmul"
@@ -80,11 +81,11 @@ def _statuses(reports: list[OverlapReport]) -> list[tuple[str, str]]:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 SIZES = ((2, 4, 2, 5), (1, 2, 1, 16), (1, 1, 1, 1), (2, 2, 2, 2), (1, 2, 2, 16))
-"""Batch, heads of the queries, how many of them share a head of the keys, own tokens."""
+"""``(batch, heads of the queries, heads of the queries for each head of the keys, tokens of each rank)``."""
 
 
 def _cases(world_size: int) -> list[tuple[str, Any, torch.dtype, tuple[int, int, int, int], str]]:
-    """Each mask with two of the layers. Each dtype, each size and each direction is drawn with many of them."""
+    """Each mask is combined with two of the layers. The dtype, the sizes and the direction change from case to case."""
     found = []
     for i, (mask, second) in enumerate(itertools.product(MASKS, (False, True))):
         layer = LAYERS[(i // 2 * 3 + second + world_size) % len(LAYERS)]
@@ -107,7 +108,7 @@ def _compared(rank: int, world_size: int, part: slice) -> list[str]:
         text = f"{layer.__name__} {mask} {dtype} {sizes} {direction}"
         if _statuses(reports) != [(PATTERN, "overlapped")]:
             problems.append(f"{text}: {_statuses(reports)}")
-        # Each piece is rounded to the dtype once, then the merged output is.
+        # The output of each piece is rounded to the dtype, and so is the merged output.
         if not error <= 2 * plain + 8 * torch.finfo(dtype).eps:
             problems.append(f"{text}: error {error}, without overlap {plain}")
     return problems
@@ -145,12 +146,13 @@ def _lengths(rank: int, world_size: int) -> list[str]:
 
 
 def test_symbolic_lengths() -> None:
-    """Catches a mask or a shard of the first call's size."""
+    """Catches a mask or a shard that keeps the size of the first call."""
     assert run_ranks(2, _lengths) == [[]] * 2
 
 
 def _emulated(kernel: str) -> Callable[..., Any]:
-    """CUDA's attention op ``kernel`` for CPU. What is not defined in its results is not a number."""
+    """CUDA's attention op ``kernel``, emulated on the CPU. Elements of the results that the op does not define are
+    NaN."""
 
     def attention(
         q: torch.Tensor,

@@ -39,7 +39,8 @@ def _errors(layer: DispatchedExperts, compiled: Any, rank: int, ranks: int, *giv
     out = compiled(x.requires_grad_(), ids, scores.requires_grad_())
     out.float().sin().sum().backward()
     weights = [w.double().requires_grad_() for w in layer.all_weights]
-    # A weight's gradient is the sum over the tokens of all ranks. The shared expert's weights see the rank's own only.
+    # The gradient of a routed expert's weight is the sum over the tokens of all ranks. That of the shared expert's
+    # weight is the sum over this rank's tokens only.
     for other in sorted(range(ranks), key=lambda r: r == rank):
         other_x, other_ids, other_scores = inputs(tokens + other, loads, other, dtype)
         other_x, other_scores = other_x.double().requires_grad_(), other_scores.double().requires_grad_()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that look like all-to-alls of table lookups or of uneven parts, or like sums of experts, but differ in one
-point: a dtype, an order, a dim. Each has the numbers of eager PyTorch, and a site or a reason."""
+point: a dtype, an order, a dim. Each program must give the results of eager PyTorch, and its report must have a site or
+a reason."""
 
 from __future__ import annotations
 

@@ -77,8 +77,7 @@ def _check(world_size: int, *arguments: Any, sites: list[tuple[str, bool]]) -> N
 )
 def test_blocks_of_tokens(world_size: int, spelling: str) -> None:
     """Catches rows of a block that are multiplied by another expert's weights, weighted by another row's share, or
-    summed for another token. One or three tokens are left over
-    when the tokens are divided among the ranks."""
+    summed for another token. One or three tokens are left over when the tokens are divided among the ranks."""
     _check(
         world_size, 15 if world_size == 4 else 13, SPELLINGS[spelling], False, {}, sites=[("matmul_all_reduce", True)]
     )

@@ -345,7 +345,7 @@ def _late(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_plan_that_one_rank_of_a_mesh_uses_too_early() -> None:
-    """A rank that has not met the early plan must not wait for ranks that have met and refused it."""
+    """Some ranks compare the early plan and refuse it. A rank that has not compared it must not wait for them."""
     results = run_ranks(4, _late)
     assert all(r["problems"] == [] for r in results), results
 
@@ -432,8 +432,8 @@ def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_group_of_one_rank_where_others_have_more() -> None:
-    """The plans of the ranks are equal, but the numbers of their groups are not. Ranks agree in rounds, whose number
-    depends on the groups. Catches a rank that waits for a round in which the others take no part."""
+    """The plans of the ranks are equal, but rank 0 shares fewer groups with other ranks. Ranks agree in rounds, and the
+    number of rounds depends on these groups. Catches a rank that waits for a round in which the others take no part."""
     results = run_ranks(3, _alone_in_a_group, timeout=120)
     assert all(r["problems"] == [] for r in results) and sum(len(r["warnings"]) for r in results) == 1, results
 

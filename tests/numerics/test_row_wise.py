@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-wise ops are computed on pieces of the rows and must give the same results. They are norms, scales and masks
-after a gather, sums over experts and ``cat`` before a reduction, and batches."""
+"""Row-wise ops are computed on pieces of the rows and must give the same results. After a gather, these are norms,
+scales and masks. Before a reduction, these are sums over experts and ``cat``. Some programs have batched matmuls."""
 
 from __future__ import annotations
 

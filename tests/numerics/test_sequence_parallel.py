@@ -58,7 +58,7 @@ EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     "dynamic": (8, 4, 10, UNEVEN),
 }
 REPEATED = "checkpointing, odd"
-"""Other cases have odd numbers of tokens or checkpointing."""
+"""This block runs in thorough tests only, because other blocks have an odd number of tokens or checkpointing."""
 
 
 def _rows(
@@ -148,7 +148,8 @@ def _on_a_mesh(plan: str, shards: bool = False) -> Computation:
             fully_shard(model, mesh=mesh["dp"])
         called = model if backend == "eager" else torch.compile(model, backend=backend)
         for step in range(3 if shards else 1):
-            # On one rank, memory that FSDP2 frees between the steps is taken, and its parameters come back elsewhere.
+            # On rank 1, other tensors take the memory that FSDP2 frees between the steps. So FSDP2 puts this rank's
+            # parameters at other addresses.
             taken = [torch.empty(HIDDEN) for _ in range(50 * step * (dist.get_rank() == 1))]
             with loss_parallel():
                 loss = F.cross_entropy(called(ids).flatten(0, 1), labels.flatten(0, 1))
@@ -164,7 +165,7 @@ def _on_a_mesh(plan: str, shards: bool = False) -> Computation:
     [
         (2, "all-reduces", False, (4, 4, 6, set())),
         pytest.param(4, "all-reduces", False, (4, 4, 6, set()), marks=pytest.mark.thorough),
-        # FSDP2's hooks end the graphs, so the embedding's all-reduce is alone in one.
+        # FSDP2's hooks break the model into several graphs, one of which holds only the embedding's all-reduce.
         (4, "all-reduces", True, (4, 3, 3, {"refused: no_token_wise_work"})),
         (2, "sequence-parallel", False, (0, 0, 6, set())),
     ],

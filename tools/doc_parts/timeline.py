@@ -57,7 +57,7 @@ class Timeline:
         return max(box.end for box in self.boxes)
 
     def exposed(self) -> list[tuple[Box, float, float]]:
-        """The parts of transfers under which no matmul runs: box, start, end."""
+        """The parts of transfers during which no matmul runs, as ``(transfer, start, end)``."""
         busy = sorted((b.start, b.end) for b in self.boxes if b.kind == MATMUL)
         found = []
         for box in self.boxes:
