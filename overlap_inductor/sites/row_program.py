@@ -9,19 +9,23 @@ r0`` is::
              ["aten.mul.Tensor", [{"row": 2}, {"row": 1}], {}]],
      "result": 3, "width": 4096, "dtype": "bfloat16", "handed_out": []}
 
-``row 0`` are the rows that arrived, ``row 1 ...`` those of other tensors. The ops' results follow, in order. ``whole``
-tensors serve all rows. ``ends`` says where the rows of each expert end. This module does not use FX.
+``row 0, row 1 ...`` are the rows that the program gets, for example those that arrived. The ops' results follow, in
+order. ``whole`` tensors serve all rows. ``ends`` says where the rows of each expert end. The op ``getitem`` takes an
+element of a list, such as a part of a split. This module does not use FX.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+GETITEM = "getitem"
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @functools.cache
 def _operator(name: str) -> Any:
-    namespace, operator, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+    if name == GETITEM:
+        return operator.getitem
+    namespace, called, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), called), overload)
 
 
 def _decoded(value: Any, given: dict[str, Any]) -> Any:
