@@ -112,14 +112,14 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def steps(self) -> list[fx.Node]:
-        """The nodes that compute the rows that the index reads, row by row, in graph order: what is before the grouped
-        matmul (``row_steps.steps_before``), the grouped matmul, and the pointwise ops after it."""
-        return [*steps_before(self.grouped), *self._after]
+        """The nodes that compute the rows that the index reads, row by row, in graph order: the grouped matmul, the
+        pointwise ops after it, and what is before them (``row_steps.steps_before``)."""
+        return sorted([*self._before, *self._after])
 
     @property
     def earlier(self) -> list[GroupedNode]:
         """The grouped matmuls before this one, whose results its left operand is computed from."""
-        return [GroupedNode(n, KIND) for n in steps_before(self.grouped) if is_grouped(n)]
+        return [GroupedNode(n, KIND) for n in self._before if is_grouped(n)]
 
     @property
     def grouped(self) -> fx.Node:
@@ -130,6 +130,10 @@ class GroupedMatmul(GroupedNode):
         """Whether a ``where`` follows the grouped matmul. It is taken as the mask of rows of other ranks' experts,
         which are not multiplied."""
         return any(n.target is aten.where.self for n in self._after)
+
+    @property
+    def _before(self) -> list[fx.Node]:
+        return steps_before(self._after, self.ends, tools.shape(self.index.args[0])[0])
 
     @property
     def _after(self) -> list[fx.Node]:

@@ -81,27 +81,32 @@ def moves_columns(node: fx.Node) -> bool:
     return len(tools.shape(first)) == 2 and operators.argument(node, "dim") in (1, -1)
 
 
-def steps_before(grouped: fx.Node) -> list[fx.Node]:
-    """The nodes that compute the left operand of ``grouped`` row by row, in graph order: at most ``STEPS``. Only these
-    nodes and ``grouped`` read them.
+def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]:
+    """The nodes that compute, row by row, what the steps ``last`` read, in graph order: at most ``STEPS``. Only these
+    nodes and ``last`` read them.
 
-    A gather is a step, but not what it reads. A grouped matmul is a step only if its experts' rows end where those of
-    ``grouped`` end, because then some rows of both have the same experts. A column of ``[rows, 1]`` is no step: it is
-    cheap to read as a plain tensor, and several steps may read it.
+    A gather is a step, but not what it reads. A grouped matmul is a step only if its experts' rows have the ends
+    ``ends``, because then some of the rows have the same experts in all grouped matmuls. A column ``[rows, 1]`` is no
+    step: it is cheap to read as a plain tensor, and several steps may read it.
+
+    Args:
+        last: steps among which is a grouped matmul with ``ends``.
+        rows: the number of rows.
     """
-    ends, rows = operators.argument(grouped, "offs"), tools.shape(grouped.args[0])[0]
-    found = {grouped}
-    pending = {grouped.args[0]}
-    while pending and len(found) <= STEPS:
-        # The last node in the graph: all its readers in the chain were visited before.
+    if isinstance(rows, int) and rows == 1:
+        return []
+    found = set(last)
+    pending = {n for step in last for n in _sources(step, rows, ends) or () if n not in found}
+    while pending and len(found) < STEPS + len(last):
+        # The last node in the graph: all its readers among the steps were visited before.
         node = max(pending)
         pending.remove(node)
         if not found.issuperset(node.users):
             continue
         if (sources := _sources(node, rows, ends)) is not None:
             found.add(node)
-            pending.update(sources)
-    return sorted(found - {grouped})
+            pending.update(n for n in sources if n not in found)
+    return sorted(found.difference(last))
 
 
 def _sources(node: fx.Node, rows: Any, ends: fx.Node) -> list[fx.Node] | None:

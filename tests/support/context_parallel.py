@@ -8,7 +8,6 @@ import math
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 
 from overlap_inductor.torch_compat.functional_collectives import all_gather
