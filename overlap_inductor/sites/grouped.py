@@ -112,8 +112,8 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def steps(self) -> list[fx.Node]:
-        """The nodes that compute the rows that the index reads, row by row, in graph order: the grouped matmul, the
-        pointwise ops after it, and what is before them (``row_steps.steps_before``)."""
+        """The nodes that compute the rows that the index reads, row by row, in graph order. They are the grouped
+        matmul, the pointwise ops after it, and the steps before them (``row_steps.steps_before``)."""
         return sorted([*self._before, *self._after])
 
     @property

@@ -21,8 +21,8 @@ from overlap_inductor.torch_compat import operators
 
 @dataclass(frozen=True)
 class Operands:
-    """What a ``program`` reads besides the rows that it is given: ``rows`` has tensors with a row for each of them, and
-    ``whole`` has tensors that serve all rows."""
+    """What a ``program`` reads besides the rows that it is given. ``rows``: tensors with a row for each of these rows.
+    ``whole``: tensors that serve all rows."""
 
     program: RowProgram
     rows: list[fx.Node]

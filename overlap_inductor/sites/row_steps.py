@@ -86,8 +86,8 @@ def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]
     nodes and ``last`` read them.
 
     A gather is a step, but not what it reads. A grouped matmul is a step only if its experts' rows have the ends
-    ``ends``, because then some of the rows have the same experts in all grouped matmuls. A column ``[rows, 1]`` is no
-    step: it is cheap to read as a plain tensor, and several steps may read it.
+    ``ends``. Then a row has the same expert in all grouped matmuls. A column ``[rows, 1]`` is no step: it is cheap to
+    read as a plain tensor.
 
     Args:
         last: steps among which is a grouped matmul with ``ends``.
