@@ -73,7 +73,7 @@ def is_pointwise_on_rows(node: fx.Node, rows: Any) -> bool:
 
 def moves_columns(node: fx.Node) -> bool:
     """Whether ``node`` is a split, an element of one, a slice or a ``cat``, along the columns of matrices."""
-    if getattr(node.target, "__name__", "") == "getitem":
+    if _is_element(node):
         return isinstance(node.args[0], fx.Node) and node.args[0].target in tools.SPLITS and moves_columns(node.args[0])
     if node.target not in {*tools.SPLITS, aten.slice.Tensor, aten.cat.default} or not _reads_tensors_only(node):
         return False
@@ -106,7 +106,9 @@ def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]
         if (sources := _sources(node, rows, ends)) is not None:
             found.add(node)
             pending.update(n for n in sources if n not in found)
-    return sorted(found.difference(last))
+    # A part of a split that is no step has all rows, so it is read as a plain tensor.
+    parts = {n for n in found if _is_element(n) and n.args[0] not in found}
+    return sorted(found.difference(last, parts))
 
 
 def _sources(node: fx.Node, rows: Any, ends: fx.Node) -> list[fx.Node] | None:
@@ -125,6 +127,10 @@ def _sources(node: fx.Node, rows: Any, ends: fx.Node) -> list[fx.Node] | None:
     if not is_pointwise_on_rows(node, rows):
         return None
     return [n for n in tools.tensor_inputs(node) if cut_by_rows(n, rows)]
+
+
+def _is_element(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
 
 
 def _reads_tensors_only(node: fx.Node) -> bool:

@@ -71,8 +71,16 @@ def _read_elsewhere(
     return _rest(h.exp(), w, e, at), h
 
 
+def _part_read_elsewhere(
+    x: torch.Tensor, w: torch.Tensor, e: torch.Tensor, other: torch.Tensor, at: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, values = _first(x, w, e).chunk(2, -1)
+    return _rest(torch.cat([gate.exp(), gate], 1), w, e, at), values
+
+
 KEPT: dict[str, tuple[Layer, list[str]]] = {
     "the first result is read elsewhere": (_read_elsewhere, ["_grouped_mm.default"]),
+    "a half of the columns is read elsewhere": (_part_read_elsewhere, ["_grouped_mm.default", "split.Tensor"]),
     "other ends of the experts' rows": (
         lambda x, w, e, other, at: _rest(_first(x, w, other).exp(), w, e, at),
         ["_grouped_mm.default"],
