@@ -75,5 +75,5 @@ class ApartExperts(Experts):
         masked: torch.Tensor,
     ) -> torch.Tensor:
         (up, down), inner = weights, SMALL.inner
-        gate, values = (torch._grouped_mm(rows, w.contiguous(), offs=ends) for w in up.split(inner, -1))
+        gate, values = (torch._grouped_mm(rows, w.contiguous(), offs=ends) for w in (up[..., :inner], up[..., inner:]))
         return torch._grouped_mm(F.silu(gate) * values, down, offs=ends)

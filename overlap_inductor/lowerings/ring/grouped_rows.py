@@ -135,8 +135,23 @@ def _is_computed(node: fx.Node) -> bool:
 
 def places_from_zero(emit: StepEmitter, matmul: GroupedMatmul) -> fx.Node:
     """The places of a grouped matmul's rows in the shape of its rows, none of them negative."""
-    places, rows = matmul.places, matmul.index.args[0]
+    places = matmul.places
     if not matmul.counts_from_zero:
-        from_end = emit.call(aten.add.Tensor, places, emit.call(aten.sym_size.int, rows, 0))
+        rows = tools.shape(matmul.index.args[0])[0]
+        count = rows if isinstance(rows, int) else emit.call(aten.sym_size.int, _with_rows(matmul), 0)
+        from_end = emit.call(aten.add.Tensor, places, count)
         places = emit.call(aten.where.self, emit.call(aten.lt.Scalar, places, 0), from_end, places)
     return emit.reshape(places, tools.shape(matmul.node)[:-1])
+
+
+def _with_rows(matmul: GroupedMatmul) -> fx.Node:
+    """A tensor with one entry for each row, which the steps read and do not compute. If a step were read for its size,
+    it would stay in the graph and compute all rows."""
+    steps, last = matmul.steps, matmul.index.args[0]
+    for node in steps:
+        if is_gather(node):
+            return node.args[1][0]
+        for source in tools.tensor_inputs(node):
+            if source not in steps and cut_by_rows(source, tools.shape(last)[0]):
+                return source
+    raise RuntimeError(f"{last.name} is computed from no tensor that has its rows")
