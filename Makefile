@@ -25,7 +25,7 @@ test: $(VENV)/ready
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -n 2
 	$(BIN)/python -m pytest tests/models tests/examples tests/numerics -n 3 --dist worksteal -m "not thorough"
 
-# The tests that repeat others with other ranks, sizes or spellings, or for more steps.
+# The tests that repeat others with other ranks, sizes or spellings, with more programs, or for more steps.
 test-thorough: $(VENV)/ready
 	$(BIN)/python -m pytest tests/models tests/examples tests/numerics -n 3 --dist worksteal -m thorough
 

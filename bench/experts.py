@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time layers of experts that are divided among the ranks, by schedule, against the plain graph (``keep``).
+"""Time layers whose experts are divided among the ranks: with each schedule, and as the plain graph (``keep``).
 
     torchrun --nproc-per-node 2 -m bench.experts
     torchrun --nproc-per-node 8 -m bench.experts --layers mixtral --tokens 32768 --forms dispatched
 
-``all-reduce``: the layer of ``transformers`` at inference. All ranks have all tokens, and an all-reduce adds the ranks'
-sums. ``dispatched``: the layer of torchtitan. Each rank has its part of the tokens, and two all-to-alls move rows to
-their experts and back (``bench.support.experts``). Every expert has equally many rows.
+A layer has one of two forms (``bench.support.experts``). Every expert has equally many rows.
 
-The result of each call is compared with that of the uncompiled layer, before and after the calls are timed. A wrong
-result ends the benchmark. ``transfers`` is the all-reduce, or the two all-to-alls, alone. Each row holds the time of a
-call with the host hidden and with the host in the loop (``bench.timing``).
+- ``all-reduce``: the layer of ``transformers`` at inference. All ranks have all tokens. An all-reduce adds the ranks'
+  sums.
+- ``dispatched``: the layer of torchtitan. Each rank has its part of the tokens. Two all-to-alls move rows to their
+  experts and back.
+
+The result of each call is compared with the result of the uncompiled layer, before and after the calls are timed. A
+wrong result ends the benchmark. ``transfers`` are the collectives alone: the all-reduce, or the two all-to-alls. Each
+row holds two times of a call: with the host hidden, and with the host in the loop (``bench.timing``).
 """
 
 from __future__ import annotations

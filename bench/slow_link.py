@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time overlap on a slow link over gloo, with and without the pass, in one run. The cases are matmuls beside
-all-gathers, reduce-scatters and all-to-alls, lookups in embedding tables before an all-to-all, and layers of experts
-(``bench.slow_link_cases``).
+"""Time programs on a slow link over gloo, with and without the pass, in one run.
 
     sudo .venv/bin/python -m bench.slow_link            # two and four ranks, about 15 minutes
 
-Writes one JSON line per row to ``bench/results/slow_link.jsonl``, the table to ``slow_link.md`` and the plot to
-``docs/assets/slow_link.png``. With ``--out FOLDER`` all three go to ``FOLDER``.
+The programs (``bench.slow_link_cases``) are
+
+- matmuls beside all-gathers, reduce-scatters and all-to-alls;
+- lookups in embedding tables before an all-to-all;
+- layers of experts.
+
+The rows are written to ``bench/results/slow_link.jsonl``, one JSON line for each. The table is written to
+``bench/results/slow_link.md``, and the plot to ``docs/assets/slow_link.png``. With ``--out FOLDER`` all three files go
+to ``FOLDER``.
 """
 
 from __future__ import annotations
@@ -29,6 +34,14 @@ from overlap_inductor.cli import slow_link as link
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ROOT = RESULTS.parent.parent
+INTRODUCTION = """\
+# Stored rows of `bench.slow_link`
+
+`python -m bench.slow_link` makes this page. [Performance](../../docs/performance.md#on-a-slow-link) describes the link
+and the columns.
+
+"""
+"""The beginning of ``slow_link.md``."""
 PICTURE = ROOT / "docs" / "assets" / "slow_link.png"
 
 
@@ -116,7 +129,7 @@ def main() -> None:
             rows.append({**row, **environment})
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = tables.slow_link(rows)
-    (folder / "slow_link.md").write_text(table)
+    (folder / "slow_link.md").write_text(INTRODUCTION + table)
     plots.slow_link(rows, picture)
     print(table)
 

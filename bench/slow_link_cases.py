@@ -26,7 +26,8 @@ reduce_scatter = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_
 
 EXPERTS, CHOSEN = 8, 2
 PARTS = {2: (3, 5), 4: (1, 3, 2, 2)}
-"""Eighths of the rows that a rank sends to itself, to the next rank, and so on, in the cases with uneven parts."""
+"""For the cases with uneven parts: the parts of a rank's rows, in eighths. The first part goes to the rank itself, the
+second part to the next rank, and so on."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class Case:
         whole: the program, to be compiled.
         compute: the computation without transfers, to be compiled. Its result is not compared.
         transfer: the transfers alone.
-        inputs: of ``whole`` and ``compute``.
+        inputs: the arguments of ``whole`` and ``compute``.
         sites: the number of overlapped sites in the graphs of ``whole``.
-        trains: whether a call is a forward and a backward. The gradients are those of the inputs and parameters.
+        trains: whether a call runs a forward and a backward. The backward gives the gradients of inputs and parameters.
         tolerance: the largest error, relative to the largest element.
     """
 
@@ -54,8 +55,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """``[rows, inner]``: the tensor that a collective gathers, scatters or exchanges. ``columns``: the matmul's other
-    dim."""
+    """Sizes of a case. A collective gathers, scatters or exchanges a tensor ``[rows, inner]``. ``columns`` is the
+    matmul's other dim."""
 
     rank: int
     world_size: int
@@ -64,7 +65,7 @@ class Sizes:
     columns: int
 
     def drawn(self, *shape: int) -> torch.Tensor:
-        """Random numbers in fp32, other ones on each rank."""
+        """Random numbers in fp32, which differ between ranks."""
         return torch.randn(*shape, generator=torch.Generator().manual_seed(self.rank + sum(shape))) / 16
 
 
@@ -113,8 +114,8 @@ def _received(of: Sizes) -> Case:
 
 
 def _uneven_parts(of: Sizes) -> tuple[torch.Tensor, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-    """The rows that this rank sends to each rank, and an exchange of so many rows. The ranks exchange the counts first,
-    as a dispatcher of tokens does. So the sizes are known at run time only."""
+    """The numbers of rows that this rank sends to each rank, and a function that exchanges so many rows. The function
+    first exchanges the numbers, as a dispatcher of tokens does. So the sizes are known at run time only."""
     shares = PARTS[of.world_size]
     counts = torch.tensor([of.rows * shares[(to - of.rank) % of.world_size] // 8 for to in range(of.world_size)])
 
@@ -165,7 +166,8 @@ def _looked_up(of: Sizes) -> Case:
 
 
 def _expert_inputs(of: Sizes, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, the experts of each, and their weights. Every expert has the same number of tokens."""
+    """The tokens, the experts of each token, and the weights of these experts. Every expert has the same number of
+    tokens."""
     made = torch.Generator().manual_seed(7)
     ids = (torch.randperm(tokens * CHOSEN, generator=made) % EXPERTS).view(tokens, CHOSEN)
     return of.drawn(tokens, of.inner).bfloat16(), ids, torch.rand(tokens, CHOSEN, generator=made)
@@ -173,7 +175,7 @@ def _expert_inputs(of: Sizes, tokens: int) -> tuple[torch.Tensor, torch.Tensor, 
 
 def _experts(of: Sizes) -> Case:
     """The experts of ``transformers`` at inference, in bf16. The all-reduce moves ``[rows, inner]``."""
-    sizes = ExpertSizes(EXPERTS, CHOSEN, of.inner, of.columns // 4)
+    sizes = ExpertSizes(EXPERTS, CHOSEN, of.inner, of.columns)
     # All ranks have the same tokens.
     x, ids, weights = _expert_inputs(Sizes(0, of.world_size, of.rows, of.inner, of.columns), of.rows)
     return Case(
@@ -186,9 +188,9 @@ def _experts(of: Sizes) -> Case:
 
 
 def _dispatched(of: Sizes, trains: bool) -> Case:
-    """The experts of torchtitan, in bf16: ``rows`` rows of ``inner`` travel to the experts, and back. A backward
-    exchanges twice more."""
-    sizes = ExpertSizes(EXPERTS, CHOSEN, of.inner, of.columns // 4)
+    """The experts of torchtitan, in bf16. ``rows`` rows of ``inner`` elements travel to the experts and back. A
+    backward has two more exchanges."""
+    sizes = ExpertSizes(EXPERTS, CHOSEN, of.inner, of.columns)
     x, ids, scores = _expert_inputs(of, of.rows // CHOSEN)
     full, even = of.drawn(of.rows, of.inner).bfloat16(), [of.rows // of.world_size] * of.world_size
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the slow-link benchmark: it times the plain program, the ring, the computation and the transfers.
 
-Times are in milliseconds: the median over calls of the maximum over ranks. They are timed in turn, and a barrier
-precedes each call. Before a case is timed, the ring's results on random data are compared with those of the plain
-program.
+The four are timed in turn, with a barrier before each call. A time is in milliseconds. It is the maximum over ranks for
+each call, and then the median over calls. Before a case is timed, the ring's results on random data are compared with
+those of the plain program.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from bench.slow_link_cases import results
 
 
 def timed(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Milliseconds of each function: the median over calls of the maximum over ranks. The first call is not counted."""
+    """Milliseconds of each function: the maximum over ranks for each call, then the median over calls. The first call
+    is not counted."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(repeats + 1):
         for name, function in functions.items():

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time small messages against ``keep``: llama3-70b's down-projection in decode, its all-reduce, residual add and
-RMSNorm. One torchrun.
+"""Time schedule ``small_message`` against ``keep``.
+
+The case is llama3-70b's down-projection in decode, with its all-reduce, residual add and RMSNorm.
 
     torchrun --nproc-per-node 4 -m bench.small_message [--tokens 1 8 16 64 128] [--seconds 80] --out
     bench/results/small_message.jsonl
 
-``keep`` runs the same ops as a compiled graph: ``torch.mm``, NCCL's all-reduce, and one Inductor kernel for residual
-and norm. Every provider is compared with fp32 on random data, before and after the timing, because some errors appear
-only when calls follow each other. The results of all ranks must also be bitwise equal, except those of ``keep``:
-each rank tunes the norm of ``keep`` by itself.
+``keep`` runs the ops that a compiled graph runs: ``torch.mm``, NCCL's all-reduce, and one Inductor kernel for residual
+and norm. Every provider is compared with fp32 on random data. This is done before and after the timing, because some
+errors appear only when calls follow each other. The results of all ranks must also be bitwise equal. The results of
+``keep`` need not be, because each rank tunes the norm of ``keep`` by itself.
 
-Providers are timed in turn, round after round. Each rank takes the median over rounds, and a figure is the maximum of
-these medians over ranks, in microseconds for one call. ``us``: one call after a device sleep that hides the host
-(``bench.timing``). ``graph_us``: one call in a captured CUDA graph of 20 calls. ``speedup`` and ``graph_speedup`` are
-over ``keep`` of the same run.
+Providers are timed in turn, round after round. Each rank takes the median over rounds. A figure is the maximum of these
+medians over ranks, in microseconds for one call. Fields of a row::
+
+    us                         one call after a device sleep that hides the host (bench.timing)
+    graph_us                   one call in a captured CUDA graph of 20 calls
+    speedup, graph_speedup     these times of keep, divided by those of the provider, in the same run
 """
 
 from __future__ import annotations
@@ -106,7 +109,7 @@ class Site:
 
     def parts(self) -> dict[str, Callable[[], Any]]:
         product = torch.mm(self.a, self.b)
-        # The tensor is all zeros, because the sum is in place. Other values would grow from call to call.
+        # The sum is in place, so values other than zero would grow from call to call.
         zeros = torch.zeros_like(product)
         planned = self.parameters["planned"]
         return {
@@ -127,8 +130,8 @@ class Site:
 
 
 def error(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], alike: bool) -> float:
-    """The largest relative error on any rank. It is infinite for NaN. If the ranks' results should be ``alike``, it is
-    also infinite if a checksum of them differs."""
+    """The largest relative error on any rank. For NaN, it is infinite. With ``alike``, it is also infinite if the
+    checksums of the ranks' results differ."""
     off = float(
         torch.stack([(f.float() - e).abs().max() / e.abs().max() for f, e in zip(found, expected, strict=True)]).max()
     )

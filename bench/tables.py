@@ -11,8 +11,8 @@ SETTING_WORDS = {"hidden": "the host hidden", "compiled": "compiled graphs, the 
 
 
 def overlap_efficiency(serial: float, overlapped: float, matmul: float, collective: float) -> float:
-    """The part of the hideable time that is hidden: ``(serial - overlapped) / (serial - max(matmul, collective))``. All
-    times have the same unit.
+    """The part of the hideable time that is hidden: ``(serial - overlapped) / (serial - max(matmul, collective))``.
+    ``serial`` is the time of matmul and collective one after the other. All times have the same unit.
 
     Raises:
         ValueError: nothing can be hidden (``serial`` is not more than the longer of the two).
@@ -115,12 +115,16 @@ def heading(row: dict[str, Any]) -> str:
 
 
 def operators(rows: Sequence[dict[str, Any]], details: bool = False) -> str:
-    """Rows of ``bench.operators`` as tables, one for each GPU, number of ranks, shape, dtype and setting. The cell of a
-    provider except ``keep`` has microseconds and, in brackets, the speed-up over ``keep`` of the same run. For
-    ``auto``, the brackets also name the schedule that ran.
+    """Rows of ``bench.operators`` as tables, one for each GPU, number of ranks, shape, dtype and setting.
 
-    ``best``: the provider except ``keep`` with the largest speed-up, its ratio to ``max`` (the bound) and its overlap
-    efficiency. ``details``: after each table, add one with every row, including schedules with parameters of ``--set``.
+    The cell of ``keep`` has microseconds. The cell of another provider has microseconds and, in brackets, the speed-up
+    over ``keep`` of the same run. For ``auto``, the brackets also name the schedule that ran. ``best`` is the provider
+    with the largest speed-up, ``keep`` left out. The last columns have its speed-up, its time divided by ``max`` (the
+    bound), and its overlap efficiency.
+
+    Args:
+        details: whether another table follows each table. It has every row, also those of schedules whose parameters
+            were set by ``--set``.
     """
     parts = []
     for same in groups(rows, "gpu", "world_size", "shape", "dtype", "setting").values():

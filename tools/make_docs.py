@@ -49,17 +49,20 @@ def outdated() -> dict[Path, str]:
     return {path: text for path, text in found.items() if text != path.read_text(encoding="utf-8")}
 
 
-def run_samples(paths: Sequence[Path], folder: Path) -> list[tuple[Path, samples.Sample, str]]:
-    """Run the blocks of the pages in ``folder``. Returns each output block with the output of this run."""
+def run_samples(
+    paths: Sequence[Path], folder: Path, programs: Path | None = None
+) -> list[tuple[Path, samples.Sample, str]]:
+    """Run the blocks of the pages in ``folder``. Returns ``(page, output block, output of this run)`` of each output
+    block. ``programs``: a folder whose ``python`` and ``overlap-inductor`` are used."""
     found = []
     for path in paths:
-        outputs = samples.run(samples.samples(path.read_text(encoding="utf-8")), folder)
+        outputs = samples.run(samples.samples(path.read_text(encoding="utf-8")), folder, programs)
         found += [(path, sample, output) for sample, output in outputs]
     return found
 
 
 def page_runs() -> list[list[Path]]:
-    """The pages whose blocks share a folder."""
+    """Lists of pages. The blocks of the pages of one list share a folder."""
     return [[README], [DOCS / name for name in RUN]]
 
 

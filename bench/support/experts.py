@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two layers of experts that are divided among the ranks.
 
-``Experts``: as ``transformers`` computes them at inference. Each rank multiplies the rows of its own experts, and an
-all-reduce adds the ranks' sums. ``DispatchedExperts``: as torchtitan's ``AllToAllTokenDispatcher`` and
-``GroupedExperts`` write them, from the same public ops in the same order. Rows travel to their experts and back.
+``Experts`` is the layer of ``transformers`` at inference. Each rank multiplies the rows of its own experts, and an
+all-reduce adds the ranks' sums. ``DispatchedExperts`` is the layer of torchtitan. It has the ops of
+``AllToAllTokenDispatcher`` and ``GroupedExperts``, in the same order. Rows travel to their experts and back.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Experts(torch.nn.Module):
     """``AllReduceEP`` and ``grouped_mm_experts_forward`` of ``transformers``. The rank is a constant of the graph.
 
     Args:
-        places: how the rows are brought back: ``put`` (as ``transformers`` does), ``argsort``, or ``negative``: indices
-            that count from the end.
+        places: how the rows are brought back: ``put`` (as ``transformers`` does), ``argsort``, or ``negative`` (by
+            indices that count from the end).
         late: whether the weights are applied after the rows were brought back.
         reduce: the collective.
     """
@@ -104,7 +104,7 @@ class Experts(torch.nn.Module):
         return back if self.places == "put" else back - order.shape[0]
 
     def whole(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The result of all experts, without a grouped matmul, in the dtype of ``x``."""
+        """The result of all experts, computed without a grouped matmul, in the dtype of ``x``."""
         result = torch.zeros_like(x)
         for expert, (up, down) in enumerate(zip(self.all_up.to(x.dtype), self.all_down.to(x.dtype), strict=True)):
             share = (weights * (ids == expert)).sum(1, keepdim=True)
@@ -122,7 +122,7 @@ class DispatchedExperts(torch.nn.Module):
 
     Args:
         shared: whether a shared expert multiplies all tokens of the rank, too.
-        exchange: the exchange of rows; a local function leaves it out.
+        exchange: the function that exchanges rows. A local function in its place leaves the exchange out.
     """
 
     def __init__(
@@ -159,8 +159,10 @@ class DispatchedExperts(torch.nn.Module):
             by_rank = counts.view(self.world_size, -1)
             arriving = funcol.all_to_all_single(by_rank, None, None, dist.group.WORLD)
             arriving = torch.ops._c10d_functional.wait_tensor(arriving).reshape(-1)
-            sent = by_rank.sum(dim=1).to(torch.device("cpu"), non_blocking=True).tolist()
-            received = arriving.view(self.world_size, -1).sum(dim=1).to(torch.device("cpu")).tolist()
+            # The first copy does not block. The second one returns when both are done.
+            to_each = by_rank.sum(dim=1).to(torch.device("cpu"), non_blocking=True)
+            from_each = arriving.view(self.world_size, -1).sum(dim=1).to(torch.device("cpu"))
+            sent, received = to_each.tolist(), from_each.tolist()
         arrived = self.exchange(rows, received, sent)
         shape, arrived, places, each = self._permute(arrived, arriving)
         returned = self._experts(arrived, each)

@@ -4,29 +4,29 @@ embedding + all-to-all, arXiv 2305.06942). The kernel looks up the batch in this
 into the workspace of the rank that needs it.
 
 A *slice* is the part of the batch that belongs to one rank. A block claims pieces from a queue. A piece is some bags of
-one table, all in one slice. The slices of ranks ``rank + 1``, ``rank + 2``, ... come first and this rank's own slice
-last, so the last transfer runs under the lookups of the own slice. Results for a peer are stored into its workspace,
-and the peer is signalled when the last piece of its slice is stored. Own results are stored into ``out``. When no piece
-is left, a block claims copies: it waits until the results of one peer have arrived, and copies a part of them to
-``out``. The workspace has the layout of the collective's result, so nothing is permuted.
+one table, all in one slice. The slices of ranks ``rank + 1``, ``rank + 2``, ... come first, and this rank's own slice
+comes last. So the last transfer runs under the lookups of the own slice. Results for a peer are stored into its
+workspace, and the peer is signalled when the last piece of its slice is stored. Own results are stored into ``out``.
+When no piece is left, a block claims copies: it waits until the results of one peer have arrived, and copies a part of
+them to ``out``. The workspace has the layout of the collective's result, so nothing is permuted.
 
 Numbers. A bag is summed in fp32, one row after the other in the order of its indices, starting from 0, and rounded
 once. Torch's kernel for GPUs does the same, so sums are bitwise equal, also with a padding index, whose rows count as
-0. A mean is the sum divided by the number of rows that are not padding, rounded to nearest as there. The mean of an
-empty bag is 0. Two things may differ from torch in the last bit. With weights of samples, each compiler may or may not
-round the product of weight and row before it is added. Torch's kernel for CPUs sums in an order of its own. Plain rows
-(``BAGGED`` is False) are copied exactly.
+0. A mean is the sum divided by the number of rows that are not padding, rounded to nearest as in torch's kernel. The
+mean of an empty bag is 0. Two things may differ from torch in the last bit. With weights of samples, each compiler may
+or may not round the product of weight and row before it is added. Torch's kernel for CPUs sums in an order of its own.
+Plain rows (``BAGGED`` is False) are copied exactly.
 
 Errors. A ``tl.device_assert`` fails if an index is not in its table, or if a bag ends before it begins or outside the
 indices. It fails before the piece is stored or signalled. Nothing outside a table is read. As without overlap, CUDA
 then reports ``device-side assert triggered``, and the context is lost. (Torch's kernel for bags does not check for
-negative indices and reads in front of the table.) Launch with the options ``debug=True``, because Triton drops asserts
-otherwise, and ``sanitize_overflow=False``. The peers' waits end when their patience is over.
+negative indices and reads in front of the table.) Launch with the options ``debug=True`` (otherwise Triton drops
+asserts) and ``sanitize_overflow=False``. The peers' waits end when their patience is over.
 
 Memory ordering (``signals``). Results are stored with ordinary stores. ``count_and_signal`` for the slice follows. It
 makes a barrier and an acquire-release add for each piece. The block that adds last makes one release at system scope.
-The receiver's ``wait_at_least`` acquires the flag, and a barrier follows. Its loads bypass L1. ``last_block_ends``
-gives the credits after the last copy out of the workspace.
+The receiver waits for the flag before it copies (``receive``). ``last_block_ends`` gives the credits after the last
+copy out of the workspace.
 
 Forward progress. A piece waits only for its peer's credit, which depends only on the previous call. Copies wait for the
 pieces of other ranks. A block claims a copy only after all pieces of its rank are claimed, and only running blocks
@@ -48,13 +48,12 @@ import triton.language as tl
 
 from overlap_inductor.kernels import layout
 from overlap_inductor.kernels.all_gather_matmul import last_block_ends
+from overlap_inductor.kernels.receive import receive_piece
 from overlap_inductor.kernels.signals import QUEUE_WORDS
 from overlap_inductor.kernels.signals import WAIT_CREDIT
 from overlap_inductor.kernels.signals import WAIT_KINDS
-from overlap_inductor.kernels.signals import WAIT_RESULT
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import credit_flag
-from overlap_inductor.kernels.signals import look
 from overlap_inductor.kernels.signals import may_store
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
@@ -179,31 +178,6 @@ def _pool_piece(
     return there
 
 
-@triton.jit
-def _copy_piece(
-    result, staging, flags, queues, call, stop, patience, site, rank, signals, slot_words,
-    WORLD: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Claim a copy of a part of one peer's results, wait for them and copy. Returns whether there was one left. The
-    peers are taken in the order in which they store to this rank."""
-    i = tl.atomic_add(queues + 1, 1, sem="relaxed")
-    there = i < (WORLD - 1) * COPIES
-    if there:
-        source = (rank + WORLD - 1 - i // COPIES) % WORLD
-        flag = signal_flag(flags, source, 0, signals, WORLD)
-        wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_RESULT, source)
-        aborted = look(stop)
-        skipped = tl.cast(source, tl.int64) * slot_words
-        size = tl.cdiv(tl.cdiv(slot_words, COPIES), BLOCK) * BLOCK
-        first = i % COPIES * size
-        last = tl.minimum(first + size, slot_words)
-        for start in range(first, last, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            came = tl.load(staging + skipped + at, mask=at < last, cache_modifier=".cg")
-            tl.store(result + skipped + at, tl.where(aborted == 0, came, -1), mask=at < last)
-    return there
-
-
 @triton.jit(do_not_specialize=["rank", "site", "signals", "tables", "rows", "piece_rows"])
 def embedding_all_to_all(
     out, facts, index, staging, peer_data, peer_flags, flags, queues, calls, stop, patience, site, rank, signals,
@@ -228,7 +202,7 @@ def embedding_all_to_all(
         row_stride, table_stride: elements from bag to bag of a table, and from table to table, in a slot.
         slot_vectors: vectors of 16 bytes of a slot.
         WIDTH: elements of a row. A row is a number of whole vectors.
-        BAGS, SPAN: powers of two: bags that are looked up at once, and at least ``WIDTH``.
+        BAGS, SPAN: powers of two. ``BAGS``: bags that are looked up at once. ``SPAN``: at least ``WIDTH``.
         UNROLL: rows of each bag that are loaded at once.
         BAGGED: False for plain rows: bag ``i`` is index ``i``.
         WEIGHTED: each row is multiplied by the weight of its sample, which has the dtype of the tables.
@@ -245,9 +219,10 @@ def embedding_all_to_all(
     result = out.to(tl.pointer_type(tl.int32), bitcast=True)
     copying = True
     while copying:
-        # As a product of four, so that the compiler knows that masks end between vectors.
-        copying = _copy_piece(
-            result, staging, flags, queues, call, stop, patience, site, rank, signals, slot_vectors * 4,
-            WORLD, COPIES, BLOCK,
+        # Written as a product of four: so the compiler knows that masks end between vectors.
+        copying = receive_piece(
+            result, staging, queues + 1, flags, call, stop, patience, site, rank, signals,
+            1, COPIES, slot_vectors * 4, slot_vectors * 4, slot_vectors * 4,
+            WORLD, BLOCK,
         )  # fmt: skip
     last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD, False)

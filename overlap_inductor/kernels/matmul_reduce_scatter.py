@@ -1,27 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused``: ``reduce_scatter(a @ b)`` in one persistent kernel. A block sends each tile of a peer's shard as
-soon as it has multiplied it.
+"""Schedule ``fused``: ``reduce_scatter(a @ b)`` and ``all_to_all(a @ b)`` in one persistent kernel. A block sends each
+tile of a peer's shard as soon as it has multiplied it.
 
-The rows of a rank's product are divided into one shard for each rank, all of equal size, and a shard is cut into
-``parts`` bands. When a tile of another rank's shard is summed over K, it goes to that rank's workspace, in the
-collective's dtype. A tile of this rank's own shard is summed in fp32 with the partial sums that have arrived for it,
-and rounded once (numerics ``preserve``). All tiles of the peers' shards come first, band after band, about equally many
-to each peer at any time (``departing``). This rank's own tiles come last.
+A rank's product is divided into one shard for each rank, all of equal size, and a shard is cut into ``parts`` bands of
+rows. When a tile of another rank's shard is summed over K, it goes to that rank's workspace, in the collective's dtype.
+All tiles of the peers' shards come first, band after band. At any time, about equally many are in transfer to each peer
+(``departing``). This rank's own tiles come last. In a reduce-scatter, an own tile is summed in fp32 with the partial
+sums that have arrived for it, and rounded once (numerics ``preserve``).
 
-A tile is sent by a bulk store out of shared memory, which continues under the next tile's matmul. It is counted
-(``_flush``) when that store is done. Each block starts ``STAGGER`` ns after the block before it. Otherwise all blocks
-would finish and send their tiles at the same moments, and loads queue behind stores in an SM's copy unit.
+With ``EXCHANGES``, the kernel computes an all-to-all: nothing is summed. An own tile is stored into the result. What
+the peers have sent is copied from the workspace into the result (``receive``). After each own tile, a block copies a
+few pieces that have arrived. The remaining pieces are copied at the end. So most copies run under the matmul of the own
+tiles.
+
+A tile is sent by a bulk store out of shared memory. The store continues under the next tile's matmul. When it is done,
+the tile is counted (``_flush``). Each block starts ``STAGGER`` ns after the block before it. Otherwise all blocks would
+send their tiles at the same moments, and loads would queue behind these stores in each SM's copy unit.
 
 Forward progress. Work is claimed from one queue, in this order on every rank. A block may hold one later turn besides
-its own (``claim``). Before a block sums an own tile of band ``p``, it waits until the peers' tiles of band ``p`` have
-arrived. In the peers' queues these come before all own tiles. So no wait depends on itself, with one resident block per
-rank as well as with all blocks resident. A block that waits has counted what it has stored. Credits depend only on the
-previous call. All waits are bounded (``signals``).
+its current one (``claim``). Before a block sums an own tile of band ``p``, it waits until the peers' tiles of band
+``p`` have arrived. In the peers' queues these come before all own tiles. So no wait depends on itself, with one
+resident block per rank as well as with all blocks resident. A block that waits has counted what it has stored.
 
-Memory ordering: bulk stores, ``store_fence``, ``count_and_signal``; the last tile of a band sets the flag to the number
-of the call. The receiver waits and loads by ordinary loads that bypass L1. The workspace is written again after the
-credits that the last block gives. CUDA graphs: the number of the call is read from device memory and incremented by the
-last block.
+A block of an all-to-all claims a copy only when its next turn is an own tile or none. Then all tiles that its rank
+sends are claimed by blocks that run, and this block has counted the tiles that it sent. While the block waits, it may
+hold a later turn. This turn is an own tile, which no other rank needs. Credits depend only on the previous call. All
+waits are bounded (``signals``).
+
+Memory ordering. Bulk stores are followed by ``store_fence``, then by ``count_and_signal``. The last tile of a band sets
+the flag to the number of the call. The receiver waits and loads by ordinary loads that bypass L1. The workspace is
+written again after the credits that the last block gives. CUDA graphs: the number of the call is read from device
+memory and incremented by the last block.
 """
 
 from __future__ import annotations
@@ -30,6 +39,8 @@ import triton
 import triton.language as tl
 
 from overlap_inductor.kernels.epilogue import by_quarters
+from overlap_inductor.kernels.receive import may_receive
+from overlap_inductor.kernels.receive import receive_piece
 from overlap_inductor.kernels.signals import QUEUE_WORDS
 from overlap_inductor.kernels.signals import WAIT_CREDIT
 from overlap_inductor.kernels.signals import WAIT_KINDS
@@ -93,35 +104,79 @@ def _flush(
     return -1
 
 
-@triton.jit(do_not_specialize=["rank", "site", "rows", "parts"])
+@triton.jit
+def _sum_own(
+    total, out, extra0, extra1, staging, flags, call, stop, patience, site, rank, m, n, part, seen, rows, columns,
+    padded, signals, scale,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EPILOGUE: tl.constexpr,
+):  # fmt: skip
+    """Add the partial sums of all peers to an own tile, apply the epilogue, and store the tile. ``seen``: the band for
+    which the block has waited already."""
+    if seen != part:
+        for step in range(1, WORLD):
+            source = (rank + step) % WORLD
+            flag = signal_flag(flags, source, part, signals, WORLD)
+            wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_PARTIALS, source)
+    at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (at_m < rows)[:, None] & (at_n < columns)[None, :]
+    offsets = at_m[:, None].to(tl.int64) * columns + at_n[None, :]
+    for step in range(1, WORLD):
+        came = staging + ((rank + step) % WORLD).to(tl.int64) * padded * columns
+        total += tl.load(came + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    result = (total * unless_aborted(scale, stop)).to(out.dtype.element_ty)
+    if EPILOGUE is not None:
+        result = by_quarters(
+            EPILOGUE,
+            result.to(tl.float32),
+            0,
+            at_m,
+            at_m < rows,
+            n * BLOCK_N,
+            columns,
+            extra0,
+            extra1,
+            result.dtype,
+        )
+    tl.store(out + offsets, result, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rank", "site", "rows", "parts", "copies"])
 def matmul_reduce_scatter(
     a_desc, b_desc, out, bias, extra0, extra1, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
-    site, rank, rows, columns, inner, part_rows, parts, signals, scale,
+    site, rank, rows, columns, inner, part_rows, parts, signals, scale, copies,
     WORLD: tl.constexpr, STAGGER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr,
     THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
+    EXCHANGES: tl.constexpr, BY_COLUMNS: tl.constexpr, EARLY: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of blocks, ideally one per SM.
 
     Args:
-        a_desc: ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
+        a_desc: ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. With ``BY_COLUMNS``: ``[rows, inner]``.
         b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
-        out: this rank's result: its shard ``[rows, columns]``.
-        rows: rows of a shard.
+        out: this rank's result: its shard ``[rows, columns]``. With ``EXCHANGES``, it is a shard from each rank:
+            ``[WORLD * rows, columns]``.
+        rows, columns: sizes of a shard.
         EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``. It is applied
             to this rank's reduced result only, not to the tiles that are sent.
         staging: this rank's workspace ``[WORLD, padded, columns]`` of ``out``'s dtype: what has arrived from each
             source. ``padded`` is ``rows`` rounded up to whole tiles.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
         flags: ``signal_flag(s, i)`` holds the number of the call whose band ``i`` has arrived from source ``s``.
-        queues: int32 ``[QUEUE_WORDS + WORLD * parts]`` in this rank's own memory, zero between calls: tiles claimed,
-            blocks that have finished, and from word ``QUEUE_WORDS`` on tiles stored.
+        queues: int32 ``[QUEUE_WORDS + WORLD * parts]`` in this rank's own memory, zero between calls. Words 0, 1 and 2
+            count tiles claimed, blocks that have finished, and copies claimed. Words from ``QUEUE_WORDS`` on count
+            tiles stored.
         calls: int32, one word in this rank's own memory: number of calls that have ended.
         site: number under which a fault record names the site.
         part_rows: rows of a band, a multiple of ``BLOCK_M``.
         parts: bands of a shard.
         scale: factor of the sum (1, or ``1 / WORLD`` for an average).
-        BATCH: tiles after which a block waits for its last store to leave shared memory.
+        BATCH: after this many tiles, a block waits until its last store has left shared memory.
+        BY_COLUMNS: a shard consists of columns of the product ``[rows, WORLD * columns]``, not of rows. This parameter
+            and the following ones are used only with ``EXCHANGES``.
+        copies: pieces in which a band of one peer is copied into the result, ``COPY`` int32 words at a time.
+        EARLY: largest number of pieces that a block copies after each own tile.
     """
     STORE_N: tl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
     call = tl.load(calls)
@@ -130,10 +185,17 @@ def matmul_reduce_scatter(
     tiles_part = part_rows // BLOCK_M
     padded = tiles_shard * BLOCK_M
     everything = tiles_shard * tiles_n * WORLD
+    # Written as a product of four: so the compiler knows that masks end between 16-byte words.
+    row_words = columns // 8 * 4
     peers = ()
     for ahead in tl.static_range(1, WORLD):
         to = tl.multiple_of(tl.load(peer_data + (rank + ahead) % WORLD).to(out.dtype), 16)
         peers = peers + (tl.make_tensor_descriptor(to, [WORLD * padded, columns], [columns, 1], [BLOCK_M, STORE_N]),)
+    if EXCHANGES:
+        own = out + tl.cast(rank, tl.int64) * rows * columns
+        own_desc = tl.make_tensor_descriptor(own, [rows, columns], [columns, 1], [BLOCK_M, STORE_N])
+        result = out.to(tl.pointer_type(tl.int32), bitcast=True)
+        came = staging.to(tl.pointer_type(tl.int32), bitcast=True)
     _stagger(tl.program_id(0) * STAGGER)
     credits = tl.cast(0, tl.int64)
     row = rank * padded
@@ -165,10 +227,10 @@ def matmul_reduce_scatter(
                     a_desc,
                     b_desc,
                     bias,
-                    shard * rows + m * BLOCK_M,
-                    n * BLOCK_N,
+                    m * BLOCK_M + (0 if BY_COLUMNS else shard * rows),
+                    n * BLOCK_N + (shard * columns if BY_COLUMNS else 0),
                     inner,
-                    columns,
+                    columns * (WORLD if BY_COLUMNS else 1),
                     BLOCK_M,
                     BLOCK_N,
                     BLOCK_K,
@@ -191,40 +253,25 @@ def matmul_reduce_scatter(
                     WORLD,
                 )
                 if shard == rank:
-                    if seen != part:
-                        for step in range(1, WORLD):
-                            source = (rank + step) % WORLD
-                            wait_at_least(
-                                signal_flag(flags, source, part, signals, WORLD),
-                                call + 1,
-                                stop,
-                                patience,
-                                site * WAIT_KINDS + WAIT_PARTIALS,
-                                source,
-                            )
+                    if EXCHANGES:
+                        store_tile(own_desc, m * BLOCK_M, n * BLOCK_N, total.to(out.dtype.element_ty), HALVES)
+                        if EARLY > 0:
+                            ready = may_receive(queues + 2, flags, call, rank, signals, parts, copies, WORLD)
+                            for _ in range(EARLY):
+                                if ready:
+                                    receive_piece(
+                                        result, came, queues + 2, flags, call, stop, patience, site, rank, signals,
+                                        parts, copies, rows * row_words, padded * row_words, part_rows * row_words,
+                                        WORLD, COPY,
+                                    )  # fmt: skip
+                                    ready = may_receive(queues + 2, flags, call, rank, signals, parts, copies, WORLD)
+                    else:
+                        _sum_own(
+                            total, out, extra0, extra1, staging, flags, call, stop, patience, site, rank, m, n, part,
+                            seen, rows, columns, padded, signals, scale,
+                            WORLD, BLOCK_M, BLOCK_N, EPILOGUE,
+                        )  # fmt: skip
                         seen = part
-                    at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
-                    at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
-                    inside = (at_m < rows)[:, None] & (at_n < columns)[None, :]
-                    offsets = at_m[:, None].to(tl.int64) * columns + at_n[None, :]
-                    for step in range(1, WORLD):
-                        came = staging + ((rank + step) % WORLD).to(tl.int64) * padded * columns
-                        total += tl.load(came + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-                    result = (total * unless_aborted(scale, stop)).to(out.dtype.element_ty)
-                    if EPILOGUE is not None:
-                        result = by_quarters(
-                            EPILOGUE,
-                            result.to(tl.float32),
-                            0,
-                            at_m,
-                            at_m < rows,
-                            n * BLOCK_N,
-                            columns,
-                            extra0,
-                            extra1,
-                            result.dtype,
-                        )
-                    tl.store(out + offsets, result, mask=inside)
                 else:
                     if ((credits >> shard) & 1) == 0:
                         wait_at_least(
@@ -240,9 +287,18 @@ def matmul_reduce_scatter(
                 turn = claimed(following)
     _flush(pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, parts, WORLD)
 
+    if EXCHANGES:
+        receiving = True
+        while receiving:
+            receiving = receive_piece(
+                result, came, queues + 2, flags, call, stop, patience, site, rank, signals,
+                parts, copies, rows * row_words, padded * row_words, part_rows * row_words,
+                WORLD, COPY,
+            )  # fmt: skip
+
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 1, 1, sem="acq_rel")
     if finished == tl.num_programs(0) - 1:
-        tl.store(queues, 0)
-        tl.store(queues + 1, 0)
+        for word in tl.static_range(3):
+            tl.store(queues + word, 0)
         finish_call(calls, peer_flags, call, rank, stop, WORLD)

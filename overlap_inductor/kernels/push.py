@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport ``sm_push`` inside the all-gather kernels of schedule ``fused``: blocks of the kernel itself store a shard
-into every peer's workspace. (For schedule ``chunked``, ``kernels.transfer.push_parts`` does this.)
+into every peer's workspace. For an all-to-all (``SCATTERED``), each peer gets a shard of its own. (For schedule
+``chunked``, ``kernels.transfer.push_parts`` does this.)
 
 Data are stored to peers, not loaded from them. By storing to a peer, a thread block moves several times as many bytes
 through NVLink as by loading from it. The shard is cut into parts and a part into pieces, which blocks claim from a
@@ -20,6 +21,7 @@ from overlap_inductor.kernels.signals import WAIT_CREDIT
 from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import credit_flag
+from overlap_inductor.kernels.signals import has_come
 from overlap_inductor.kernels.signals import may_store
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
@@ -45,14 +47,17 @@ def push_piece(
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
     KEEP: tl.constexpr,
+    SCATTERED: tl.constexpr,
 ):
-    """Claim one piece of this rank's shard for one receiver, and store it there. Returns whether there was one left.
+    """Claim one piece of this rank's shard for one receiver, and store the piece in its workspace. Returns whether a
+    piece was left.
 
     ``words``: the shard as int32 ``[shard_words]``, aligned to 16 bytes. In a receiver's workspace (``peer_data``,
-    int64 ``[WORLD]`` addresses) the shard begins at word ``rank * shard_words``. The receivers are all peers, and with
-    ``KEEP`` this rank, too. A part is ``part_words`` words in ``PIECES`` pieces, stored ``BLOCK`` words at a time.
-    ``queues``: word 0 counts claims, words ``QUEUE_WORDS + peer * PARTS + part`` count stored pieces. ``flags``: this
-    rank's flags. ``peer_flags``: the addresses of the peers' flags.
+    int64 ``[WORLD]`` addresses) the shard begins at word ``rank * shard_words``. With ``SCATTERED``, ``words`` holds a
+    shard for each rank, in the order of ranks. The receivers are all peers, and with ``KEEP`` this rank, too. A part is
+    ``part_words`` words in ``PIECES`` pieces, stored ``BLOCK`` words at a time. ``queues``: word 0 counts claims.
+    Words ``QUEUE_WORDS + peer * PARTS + part`` count stored pieces. ``flags``: this rank's flags. ``peer_flags``: the
+    addresses of the peers' flags.
     """
     i = tl.atomic_add(queues, 1, sem="relaxed")
     # With KEEP the last of the receivers is this rank itself.
@@ -62,7 +67,7 @@ def push_piece(
         part = i // (PIECES * RECEIVERS)
         rest = i % (PIECES * RECEIVERS)
         # A part goes to one peer after the other, so that the first peer has it soon. Peer ``rank - 1`` comes first,
-        # because of all peers' shards it multiplies this rank's first (``tile_order.arriving``).
+        # because the first peer's shard that it multiplies is this rank's (``tile_order.arriving``).
         peer = (rank + WORLD - 1 - rest // PIECES) % WORLD
         piece = rest % PIECES
         if peer != rank:
@@ -75,11 +80,12 @@ def push_piece(
             tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16)
             + tl.cast(rank, tl.int64) * shard_words
         )
+        shard = words + (tl.cast(peer, tl.int64) * shard_words if SCATTERED else 0)
         # If the credit did not arrive, nothing is stored.
         limit = tl.where(may_store(stop), last, first)
         for start in range(first, last, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            tl.store(to + at, tl.load(words + at, mask=at < limit), mask=at < limit)
+            tl.store(to + at, tl.load(shard + at, mask=at < limit), mask=at < limit)
         flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
         count_and_signal(
             queues + QUEUE_WORDS + peer * PARTS + part,
@@ -89,6 +95,24 @@ def push_piece(
             stop,
         )
     return there
+
+
+@triton.jit
+def push_until(
+    flag, target, words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop,
+    patience, signals,
+    WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
+    SCATTERED: tl.constexpr,
+):  # fmt: skip
+    """Push pieces until ``flag`` has reached ``target`` or no piece is left. This orders no memory accesses: the caller
+    waits for the flag afterwards. The other arguments are those of ``push_piece``."""
+    sending = not has_come(flag, target)
+    while sending:
+        sent = push_piece(
+            words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience,
+            signals, WORLD, PARTS, PIECES, BLOCK, KEEP, SCATTERED,
+        )  # fmt: skip
+        sending = sent and not has_come(flag, target)
 
 
 @triton.jit
@@ -115,6 +139,7 @@ def push_slice(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     KEEP: tl.constexpr,
+    SCATTERED: tl.constexpr,
 ):
     """As ``push_piece``, but a part is sent in slices of its columns. A slice goes to all peers before the next slice.
     So a matmul can begin with the first columns of the first part of each shard. Words
@@ -143,6 +168,7 @@ def push_slice(
             tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16)
             + tl.cast(rank, tl.int64) * rows * row_words
         )
+        shard = words + (tl.cast(peer, tl.int64) * rows * row_words if SCATTERED else 0)
         # If the credit did not arrive, nothing is stored.
         limit = tl.where(may_store(stop), last, first)
         for row in range(first, last, ROWS):
@@ -151,7 +177,7 @@ def push_slice(
                 at_column = column + tl.arange(0, COLUMNS)
                 at = at_row[:, None].to(tl.int64) * row_words + at_column[None, :]
                 inside = (at_row < limit)[:, None] & (at_column < right)[None, :]
-                tl.store(to + at, tl.load(words + at, mask=inside), mask=inside)
+                tl.store(to + at, tl.load(shard + at, mask=inside), mask=inside)
         flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
         counter = queues + QUEUE_WORDS + peer * PARTS * SLICES + index
         count_and_signal(counter, PIECES, signal_flag(flag, rank, index, signals, WORLD), call + 1, stop)

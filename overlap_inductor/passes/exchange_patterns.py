@@ -9,7 +9,7 @@ which exchanges a shard of the sequence for a shard of the heads.
     all_to_all_single(f(wait_tensor(all_to_all_single(x))))    all_to_all_experts    f: grouped matmuls of the rows
 
 ``find_dispatched`` follows the rows from one exchange to the other. ``find_reduce`` follows the input backward,
-``find_received`` the result forward. The ranks' parts may have different sizes (``sites.uneven_nodes``).
+and ``find_received`` follows the result forward. The ranks' parts may have different sizes (``sites.uneven_nodes``).
 """
 
 from __future__ import annotations

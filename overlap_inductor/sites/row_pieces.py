@@ -32,7 +32,7 @@ aten = tools.aten
 
 def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
     """The place of ``lead``, the atom along which shards are cut into parts, in a dim with ``atoms``: ``(place, number
-    of rows that one index of lead spans)``. ``None`` if a part of ``lead`` is not a run of consecutive rows.
+    of rows that one index of lead spans)``. ``None`` if a part of ``lead`` is not a run of consecutive rows of the dim.
 
     The place is ``chunk`` (right after the rank), ``outer`` (first, before the rank) or ``cross`` (first in a dim
     without the rank).

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the layout of a row-wise op's result after a gather: a norm, a scale, a mask, a slice of columns or a ``cat``
-of columns.
+"""Compute the layout of the result of a row-wise op after a gather. Such an op is a norm, a scale, a mask, a slice of
+columns or a ``cat`` of columns.
 
 An op is row-wise if each index of the gathered dim of its result depends only on the same index of its inputs. Such an
 op can be computed on one rank's shard, or on a part of one, as well as on the whole tensor. In the notation of
@@ -53,7 +53,8 @@ class RowWise:
     Attributes:
         layout: the result's layout.
         whole: atoms of the dims that the op needs whole.
-        rows_of: inputs that do not come from the gather but also have the gathered dim. They are cut with it.
+        rows_of: inputs that do not come from the gather but also have the gathered dim. They are cut along this dim
+            like the gathered tensor.
     """
 
     layout: Layout
@@ -62,7 +63,7 @@ class RowWise:
 
 
 def may_be(node: fx.Node) -> bool:
-    """Whether ``result`` knows the op of ``node``. It may still find that the op is not row-wise."""
+    """Whether ``result`` knows the op of ``node``. ``result`` may still find that the op is not row-wise."""
     known = REDUCTIONS | ALONG | tools.SPLITS | {aten.slice.Tensor, aten.cat.default}
     element = getattr(node.target, "__name__", "") == "getitem"
     return node.target in known or element or (tools.is_pointwise(node) and not operators.is_mutable(node))
@@ -100,7 +101,8 @@ def result(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     if node.target in tools.SPLITS:
         (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))
         _none_gathered(node, [dims[dim]])
-        # A split returns a list, so its node gets its source's layout. ``_element`` computes those of the pieces.
+        # A split returns a list, so the split's node gets the layout of its source. ``_element`` computes the layouts
+        # of the pieces.
         return RowWise(layouts[source], list(dims[dim]))
     if node.target is aten.slice.Tensor:
         (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))

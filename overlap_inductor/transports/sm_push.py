@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport ``sm_push``: the blocks of one kernel store to the peers, and signal after each part. It is meant for small
-pieces, for which the fixed costs of copy engines are too high."""
+pieces: the fixed costs of copy engines are too high for them."""
 
 from __future__ import annotations
 

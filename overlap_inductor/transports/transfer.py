@@ -2,7 +2,7 @@
 """``Transfer`` says which rows of a shard go where in the peers' workspace. It holds plain numbers only.
 
 A ``PeerCopies`` transport prepares parts of a transfer once: it compiles and loads kernels, and looks up the peers'
-addresses. It then starts them with one call on the current stream.
+addresses. It then starts the parts with one call on the current stream.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Transfer:
 
     Attributes:
         scattered: True if the source holds a different shard for each rank. The shards are sent to rank + 1, rank + 2,
-            ... (modulo the number of ranks), so the sender can multiply rows in order, from the end of its own shard
-            on, wrapping around. False if the same shard goes to all ranks. It is sent to rank - 1, rank - 2, ... So
-            every rank receives the shard of rank + 1 first, and can multiply in that same order.
+            ... (modulo the number of ranks). So the sender can multiply rows in order, from the end of its own shard
+            on, wrapping around. False if the same shard goes to all ranks. This shard is sent to rank - 1, rank - 2,
+            ... So every rank receives the shard of rank + 1 first, and can multiply in the same order.
         origin: row of the source at which the shard begins (if ``scattered``, rank 0's shard).
         base: row of every workspace at which the shard from rank 0 goes. The shard from rank ``r`` goes to row ``base +
             r * rows``.
         index: flag of the first part.
-        read_in_order: True if scattered shards are sent to rank - 1, rank - 2, ... all the same, because the receiver
+        read_in_order: True if scattered shards, too, are sent to rank - 1, rank - 2, ..., because the receiver
             multiplies what arrives in the order described above.
     """
 

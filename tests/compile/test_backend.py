@@ -223,8 +223,18 @@ def test_aot_inductor_is_refused_site_by_site(tmp_path: Path) -> None:
     assert reporting.last_report() is not None
 
 
-def test_cpp_wrapper_is_refused_site_by_site() -> None:
-    inference(options={"cpp_wrapper": True})
+class _Built(BaseException):
+    """Ends a compile when its C++ is ready to be built. To build it would take five seconds."""
+
+
+def _build(*args: object, **keywords: object) -> None:
+    raise _Built
+
+
+def test_cpp_wrapper_is_refused_site_by_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.codecache.CppWrapperCodeCache.load_pybinding", _build)
+    with pytest.raises(_Built):
+        inference(options={"cpp_wrapper": True})
     assert refusals and all("cpp_wrapper" in (r or "") for r in refusals)
 
 

@@ -6,63 +6,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import fx
 
 from overlap_inductor.facts.cost_model import MARGIN_UNMEASURED
 from overlap_inductor.facts.machine import machine_for
 from overlap_inductor.lowerings.chunked.cost import COST
 from overlap_inductor.sites import sizes as site_sizes
-from tests.compile import scaled_graphs
+from tests.compile import exchange_graphs as graphs
 from tests.compile.fused_graphs import BF16
 from tests.compile.fused_graphs import operand
-from tests.compile.scaled_graphs import weight
 from tests.support.fake_group import fake_group
 from tests.support.golden import check_golden
 from tests.support.hand_graph import HandGraph
 from tests.support.hand_graph import aten
-from tests.support.hand_graph import c10d
 
 pytestmark = pytest.mark.usefixtures("reachable")
 
 
-def _exchange(made: HandGraph, x: fx.Node, extra: int = 0) -> fx.Node:
-    """An all-to-all of equal parts of dim 0. ``extra``: rows that the first part has more than the last one."""
-    part = x.meta["val"].shape[0] // made.world_size
-    parts = [part] * made.world_size
-    parts[0], parts[-1] = part + extra, part - extra
-    return made.wait(made.call(c10d.all_to_all_single.default, x, parts, parts, made.group))
-
-
-def _sent_rows(rows: int = 24, inner: int = 16, columns: int = 40, dtype: torch.dtype = BF16) -> HandGraph:
-    made = HandGraph()
-    x = operand(made, rows * made.world_size, inner, "x", dtype)
-    return made.output(_exchange(made, made.mm(x, operand(made, inner, columns, dtype=dtype))))
-
-
-def _sent_heads(width: int = 8) -> HandGraph:
-    """The heads of a batch of two sequences are exchanged, with a bias."""
-    made = HandGraph()
-    columns, ranks = 2 * width * made.world_size, made.world_size
-    pair = operand(made, 48, 16, "x"), operand(made, 16, columns)
-    heads = made.call(aten.addmm.default, made.input(columns, name="bias", dtype=BF16), *pair)
-    heads = made.call(aten.permute.default, made.view(heads, 2, 24, ranks, 2, width), [2, 1, 0, 3, 4])
-    sent = made.call(aten.clone.default, heads, memory_format=torch.contiguous_format)
-    return made.output(_exchange(made, made.view(sent, 48 * ranks, 2 * width)))
-
-
-def _received_rows(rows: int = 24, inner: int = 16, columns: int = 40) -> HandGraph:
-    """A matmul of what arrives, a second one whose rows are transposed, and another reader."""
-    made = HandGraph()
-    x = _exchange(made, operand(made, rows * made.world_size, inner, "x"))
-    plain = made.mm(x, operand(made, inner, columns))
-    turned = made.mm(operand(made, 8, inner, "v"), made.call(aten.permute.default, x, [1, 0]))
-    return made.output(plain, turned, made.call(aten.add.Tensor, x, 1))
-
-
 SITES = {
-    "fused_graph/sent_rows_in_chunks.txt": _sent_rows,
-    "fused_graph/sent_heads_in_chunks.txt": _sent_heads,
-    "fused_graph/received_rows_in_chunks.txt": _received_rows,
+    "fused_graph/sent_rows_in_chunks.txt": graphs.sent_rows,
+    "fused_graph/sent_heads_in_chunks.txt": graphs.sent_heads,
+    "fused_graph/received_rows_in_chunks.txt": graphs.received_rows,
 }
 
 
@@ -86,67 +49,20 @@ def test_one_text_on_all_ranks(name: str) -> None:
     assert len(texts) == 1
 
 
-def _uneven() -> HandGraph:
-    made = HandGraph()
-    product = made.mm(operand(made, 48, 16, "x"), operand(made, 16, 40))
-    return made.output(_exchange(made, product, extra=8))
-
-
-def _uneven_received() -> HandGraph:
-    made = HandGraph()
-    return made.output(made.mm(_exchange(made, operand(made, 48, 16, "x"), extra=8), operand(made, 16, 40)))
-
-
-def _summed() -> HandGraph:
-    made = HandGraph()
-    pairs = [(operand(made, 48, 16, f"x{i}"), operand(made, 16, 40, f"w{i}")) for i in range(2)]
-    return made.output(_exchange(made, made.call(aten.add.Tensor, *(made.mm(*pair) for pair in pairs))))
-
-
-def _contracted() -> HandGraph:
-    """The exchanged heads are contracted, as in the output projection of Ulysses attention."""
-    made = HandGraph()
-    x = made.view(_exchange(made, operand(made, 48, 16, "x")), 2, 24, 16)
-    x = made.view(made.call(aten.permute.default, x, [1, 0, 2]), 24, 32)
-    return made.output(made.mm(x, operand(made, 32, 40)))
-
-
-def _activated() -> HandGraph:
-    made = HandGraph()
-    product = made.mm(operand(made, 48, 16, "x"), operand(made, 16, 40))
-    return made.output(_exchange(made, made.call(aten.relu.default, product)))
-
-
-def _one_bias_for_all_columns() -> HandGraph:
-    made = HandGraph()
-    pair = operand(made, 48, 16, "x"), operand(made, 16, 32)
-    product = made.call(aten.addmm.default, made.input(1, name="bias", dtype=BF16), *pair)
-    product = made.call(aten.permute.default, made.view(product, 48, 2, 16), [1, 0, 2])
-    return made.output(_exchange(made, made.view(product, 96, 16)))
-
-
-def _sent_as_other_floats() -> HandGraph:
-    made = HandGraph()
-    arrived = _exchange(made, made.call(aten.view.dtype, operand(made, 48, 16, "x"), torch.float16))
-    return made.output(made.mm(made.call(aten.view.dtype, arrived, BF16), operand(made, 16, 40)))
-
-
-def _scaled() -> HandGraph:
-    made = HandGraph()
-    return made.output(_exchange(made, scaled_graphs.multiply(made, scaled_graphs.fp8(made, 64, 32), weight(made))))
-
-
 REFUSED = {
-    "fp8": (_scaled, "no schedule in chunks multiplies fp8 with scales in matmul_all_to_all"),
-    "one bias for all columns": (_one_bias_for_all_columns, "a bias of more than one row"),
-    "bf16 sent as fp16": (_sent_as_other_floats, "the rows cannot be put in the ranks' order"),
-    "uneven parts, sent": (_uneven, "each rank's part has its own number of rows; a schedule in chunks sends equal"),
-    "uneven parts, received": (_uneven_received, "each rank's part has its own number of rows"),
-    "a sum": (_summed, "2 matmuls are added before the all-to-all; a schedule in chunks computes only one"),
-    "a contraction": (_contracted, "a matmul contracts the dim that is divided among the ranks"),
-    "an activation": (_activated, "the rows cannot be put in the ranks' order"),
-    "fp32": (lambda: _sent_rows(dtype=torch.float32), "multiplies fp16 or bf16 here, not torch.float32"),
-    "narrow slices": (lambda: _sent_heads(width=2), "rows of 16 and of 4 elements cannot be read"),
+    "fp8": (graphs.scaled, "no schedule in chunks multiplies fp8 with scales in matmul_all_to_all"),
+    "one bias for all columns": (graphs.one_bias_for_all_columns, "a bias of more than one row"),
+    "bf16 sent as fp16": (graphs.sent_as_other_floats, "the rows cannot be put in the ranks' order"),
+    "uneven parts, sent": (
+        graphs.uneven,
+        "each rank's part has its own number of rows; a schedule in chunks sends equal",
+    ),
+    "uneven parts, received": (graphs.uneven_received, "each rank's part has its own number of rows"),
+    "a sum": (graphs.summed, "2 matmuls are added before the all-to-all; a schedule in chunks computes only one"),
+    "a contraction": (graphs.contracted, "a matmul contracts the dim that is divided among the ranks"),
+    "an activation": (graphs.activated, "the rows cannot be put in the ranks' order"),
+    "fp32": (lambda: graphs.sent_rows(dtype=torch.float32), "multiplies fp16 or bf16 here, not torch.float32"),
+    "narrow slices": (lambda: graphs.sent_heads(width=2), "rows of 16 and of 4 elements cannot be read"),
 }
 
 
@@ -167,7 +83,11 @@ def test_a_token_count_that_changes(monkeypatch: pytest.MonkeyPatch, pattern: st
         inner, columns = (2048, 8192) if pattern == "matmul_all_to_all" else (8192, 2048)
         x, w = made.input(4096, inner, name="x", dtype=BF16, dynamic=[0]), operand(made, inner, columns)
         both = made.call(aten.cat.default, [x, x])
-        y = _exchange(made, made.mm(both, w)) if pattern == "matmul_all_to_all" else made.mm(_exchange(made, both), w)
+        y = (
+            graphs.exchange(made, made.mm(both, w))
+            if pattern == "matmul_all_to_all"
+            else made.mm(graphs.exchange(made, both), w)
+        )
         (site,) = made.output(y).run(schedule="auto", transport="copy_engine", max_tokens=16384).sites
     below, chunked, above = site.decision.plan
     assert (below.schedule, chunked.schedule, above.schedule) == ("keep", "chunked", "keep")
@@ -177,7 +97,7 @@ def test_a_token_count_that_changes(monkeypatch: pytest.MonkeyPatch, pattern: st
 def test_an_empty_slice_is_planned_and_written() -> None:
     """No rows: the op runs the plain collective, which moves nothing."""
     with fake_group(2):
-        report = _sent_rows(rows=0).run(schedule="chunked")
+        report = graphs.sent_rows(rows=0).run(schedule="chunked")
     assert "chunked_matmul_all_to_all" in report.after, report.notices
 
 
@@ -189,7 +109,7 @@ def test_auto_chooses_by_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     with fake_group(8):
         for rows in (1, 256, 1024, 2048):
-            for make in (_sent_rows, _received_rows):
+            for make in (graphs.sent_rows, graphs.received_rows):
                 for inner in (512, 4096, 16384):
                     (site,) = make(rows, inner, 8192).run(schedule="auto", transport="copy_engine").sites
                     piece = site.decision.plan[0]
@@ -198,10 +118,10 @@ def test_auto_chooses_by_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     for (make, rows, inner), (schedule, estimate) in found.items():
         if schedule == "chunked":
             assert estimate["chunked"] * MARGIN_UNMEASURED < estimate["keep"], (make, rows, inner)
-        if make is _sent_rows:
+        if make is graphs.sent_rows:
             wire, matmul = estimate["collective"] - machine.collective_seconds * 1e6, estimate["matmul"]
             copy = 2 * 7 * rows * 8192 * 2 / machine.memory_bytes * 1e6
             fixed = (COST.leg_seconds + 7 * COST.leg_peer_seconds) * 1e6
             expected = max(wire, matmul) + COST.exposed[1] * min(wire, matmul) + copy + fixed
             assert estimate["chunked"] == pytest.approx(expected, abs=0.3)
-    assert found[_sent_rows, 2048, 4096][0] == "chunked" and found[_sent_rows, 1, 4096][0] == "keep"
+    assert found[graphs.sent_rows, 2048, 4096][0] == "chunked" and found[graphs.sent_rows, 1, 4096][0] == "keep"

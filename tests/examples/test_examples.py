@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import transformers  # noqa: F401  (if it is missing, the error must come from here, not from a child)
 
+from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,9 @@ LINES: dict[str, list[str]] = {
     ],
 }
 
+WITH_KERNELS = ("dtensor_block", "functional_collectives")
+"""The examples for which Inductor builds C++ kernels. For the models, that would take most of their time."""
+
 
 def test_every_example_is_run_here_and_is_short() -> None:
     assert [path.stem for path in EXAMPLES] == sorted(LINES)
@@ -67,6 +71,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _as_torchrun_does(rank: int, world_size: int, path: str, environment: dict[str, str]) -> str:
+    if Path(path).stem not in WITH_KERNELS:
+        compile_anew(kernels=False)
     os.environ.update(environment)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(path, run_name="__main__")

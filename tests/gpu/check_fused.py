@@ -30,11 +30,13 @@ from overlap_inductor.torch_compat.functional_collectives import all_gather
 from overlap_inductor.torch_compat.functional_collectives import all_to_all
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 from tests.gpu import fused_epilogues
+from tests.gpu import fused_exchanges
 from tests.gpu.repeated import host_us
 from tests.gpu.repeated import late_calls
 from tests.gpu.repeated import replays
 from tests.support import scaled_sites
 from tests.support.fused_cases import cases
+from tests.support.fused_cases import contractions
 from tests.support.fused_cases import exchanges
 from tests.support.fused_cases import sums
 from tests.support.ring_cases import as_tuple
@@ -42,9 +44,9 @@ from tests.support.ring_cases import as_tuple
 FACTOR = 17
 """The factor by which the sizes of ``cases`` are multiplied. A shard then has 24 * 17 rows. The sizes are multiples of
 8, but not of a tile."""
-MEASURED = ("host", "kernels", "epilogue us", "weights us")
-"""Checks whose row is a measurement. Two of them also contain assertions: ``kernels`` asserts that a site has no more
-kernels than max-autotune needs, and ``weights us`` asserts that both ways give close results."""
+MEASURED = ("host", "kernels", "epilogue us", "weights us", "exchange us")
+"""Checks whose row is a measurement. Three of them also contain assertions. ``kernels`` asserts that a site has no more
+kernels than max-autotune needs. ``weights us`` and ``exchange us`` assert that all ways give close results."""
 
 
 def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
@@ -64,8 +66,12 @@ def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) ->
 
 def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
     sites = cases(world_size, FACTOR)
+    if schedule in ("chunked", "fused"):
+        sites |= exchanges(world_size, FACTOR)
+    if schedule == "fused":
+        sites |= contractions(world_size, FACTOR)
     if schedule == "chunked":
-        sites |= sums(world_size, FACTOR) | exchanges(world_size, FACTOR)
+        sites |= sums(world_size, FACTOR)
     return against_fp64(
         schedule,
         rank,
@@ -130,8 +136,10 @@ PATTERNS_OF = {
     "wave_groups": ALL_PATTERNS[1:],
     "small_message": ALL_PATTERNS[2:],
     "chunked": (*ALL_PATTERNS, *EXCHANGES),
+    "fused": (*ALL_PATTERNS, *EXCHANGES, "contracted_all_to_all_matmul"),
 }
-"""The patterns of each schedule that does not support exactly the three of ``ALL_PATTERNS``."""
+"""The patterns of each schedule that does not support exactly the three of ``ALL_PATTERNS``. A contraction, which has
+an op of its own, counts as one."""
 
 
 def patterns_of(
@@ -148,6 +156,10 @@ def patterns_of(
         "matmul_all_reduce": (lambda y, a: funcol.all_reduce(y @ a, "sum", g), [y, down]),
         "matmul_all_to_all": (lambda y, a: all_to_all(y @ a, g), [y, down]),
         "all_to_all_matmul": (lambda y, a: all_to_all(y, g) @ a, [y, down]),
+        "contracted_all_to_all_matmul": (
+            lambda y, a: all_to_all(y, g).unflatten(0, (world_size, rows)).transpose(0, 1).flatten(1) @ a,
+            [y, torch.cat([down] * world_size)],
+        ),
     }
     return {name: made[name] for name in PATTERNS_OF.get(schedule, ALL_PATTERNS)}
 
@@ -222,6 +234,7 @@ def _host_cost(schedule: str, name: str, function: Callable[..., Any], inputs: l
             "all_gather_matmul": (chain, a, [b.t()], [None], False, settings, *last),
             "all_to_all_matmul": (chain, a, [b], [None], False, settings, *last),
             "matmul_all_to_all": (chain, a, b, None, False, settings, *last),
+            "contracted_all_to_all_matmul": (chain, a, b, None, False, settings, *last),
         }.get(name, (chain, a, b, None, settings, "sum", *last))
         return {
             "op": host_us(lambda: op(*arguments)),
@@ -256,6 +269,7 @@ def main() -> int:
             ("kernels", lambda: fused_epilogues.kernel_counts(compiled_as, rank, world_size)),
             ("epilogue us", lambda: fused_epilogues.epilogue_times(compiled_as, world_size)),
             ("weights us", lambda: fused_epilogues.weight_times(compiled_as, world_size)),
+            ("exchange us", lambda: fused_exchanges.exchange_times(world_size)),
         ]
     if schedule == "chunked":
         checks.insert(1, ("fp8", lambda: fp8(schedule, rank, world_size, arguments.calls // 4, arguments.replays // 4)))

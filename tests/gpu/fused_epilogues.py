@@ -25,7 +25,7 @@ Compile = Callable[..., Callable[..., Any]]
 Function = Callable[..., torch.Tensor]
 
 
-def _half(*shape: int, scale: float = 1.0) -> torch.Tensor:
+def half(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape, device="cuda") * scale).bfloat16()
 
 
@@ -34,9 +34,9 @@ def _sites(
 ) -> dict[str, tuple[Function, Function, list[torch.Tensor], str]]:
     """``{name: (function with a collective, the same function on one GPU, inputs, name of the kernel)}``."""
     g, rows = dist.group.WORLD, tokens // w
-    x, y = _half(rows, hidden), _half(tokens, wide)
-    up, down, bias = _half(hidden, wide, scale=hidden**-0.5), _half(wide, hidden, scale=wide**-0.5), _half(wide)
-    row, own, whole = _half(hidden), _half(rows, hidden), _half(tokens, hidden)
+    x, y = half(rows, hidden), half(tokens, wide)
+    up, down, bias = half(hidden, wide, scale=hidden**-0.5), half(wide, hidden, scale=wide**-0.5), half(wide)
+    row, own, whole = half(hidden), half(rows, hidden), half(tokens, hidden)
     acts = {"silu": F.silu, "sigmoid": torch.sigmoid, "squared relu": lambda t: torch.relu(t) ** 2}
     found: dict[str, tuple[Function, Function, list[torch.Tensor], str]] = {}
     for name, act in acts.items():
@@ -109,7 +109,7 @@ def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str,
         compiled = compiled_as("fused", function)
         found[name] = {"fused": kernels(functools.partial(compiled, *inputs))}
         if rank == 0:
-            alone = [_half(1024, 1024) if t.dim() == 2 else t for t in inputs]
+            alone = [half(1024, 1024) if t.dim() == 2 else t for t in inputs]
             with (
                 overlap_inductor.overlap(mode="off"),
                 torch._inductor.config.patch(max_autotune_gemm_backends="TRITON", autotune_in_subproc=False),
@@ -140,7 +140,7 @@ def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str,
                     calls["behind"](*inputs)
             finally:
                 tails.find_tail = find
-            found[f"{name} {tokens}"] = _medians({n: functools.partial(c, *inputs) for n, c in calls.items()})
+            found[f"{name} {tokens}"] = medians({n: functools.partial(c, *inputs) for n, c in calls.items()})
     return found
 
 
@@ -152,7 +152,7 @@ def weight_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, f
     for tokens in (1024, 4096):
         for name, widths in {"gate and up": (28672, 28672), "q, k, v": (8192, 1024, 1024)}.items():
             torch._dynamo.reset()
-            x, weights = _half(tokens // world_size, 8192), [_half(n // world_size, 8192, scale=0.01) for n in widths]
+            x, weights = half(tokens // world_size, 8192), [half(n // world_size, 8192, scale=0.01) for n in widths]
 
             def function(x: torch.Tensor, *rhs: torch.Tensor) -> list[torch.Tensor]:
                 gathered = all_gather(x, 0, g)
@@ -164,7 +164,7 @@ def weight_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, f
                 (a.float() - b.float()).abs().max() < 2e-2 * b.float().abs().max()
                 for a, b in zip(one, other, strict=True)
             ), name
-            found[f"{name} {tokens}"] = _medians(
+            found[f"{name} {tokens}"] = medians(
                 {"one launch": one_launch, "widest, then vendor": functools.partial(_widest_alone, one_launch)}
             )
     return found
@@ -181,7 +181,7 @@ def _widest_alone(call: Callable[[], Any]) -> Any:
         fused_plan.in_one_launch = together
 
 
-def _medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+def medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
     for call in calls.values():
         call()
     torch.cuda.synchronize()

@@ -17,6 +17,7 @@ from overlap_inductor.lowerings.chunked import reduce_launch
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.fused import calls as fused
 from overlap_inductor.lowerings.fused import ops as fused_ops
+from overlap_inductor.lowerings.fused.contraction import all_to_all_contraction_matmul
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.fused.table_calls import Lookups
 from overlap_inductor.lowerings.fused.table_calls import look_up
@@ -80,7 +81,7 @@ def _with_gathered(run: Callable[[torch.Tensor, torch.Tensor, Launch], Sequence[
 
 
 def _fused_with_gathered(a: torch.Tensor, b: torch.Tensor, launch: Launch) -> Sequence[torch.Tensor]:
-    return fused_ops._gather(a, [b], [None], True, launch, FUSED)
+    return fused_ops._gather(GATHER, a, [b], [None], True, launch, FUSED)
 
 
 def _chunked_with_gathered(a: torch.Tensor, b: torch.Tensor, launch: Launch) -> Sequence[torch.Tensor]:
@@ -95,6 +96,19 @@ def _chunked(pattern: str, parameters: ChunkedParameters = CHUNKED) -> Call:
         return getattr(reduce_launch, pattern)(a, VendorMatmul(b), launch, parameters)
 
     return Call(run, pattern == GATHER)
+
+
+def _fused_exchange(pattern: str, parameters: FusedParameters = FUSED) -> Call:
+    def run(launch: Launch, value: float) -> torch.Tensor:
+        return getattr(fused, pattern)(*_operands(SCATTER, launch, value), launch, parameters)
+
+    return Call(run, gathers=True)
+
+
+def _contracted(launch: Launch, value: float) -> torch.Tensor:
+    """A sum has ``world_size`` times as many terms as in the other calls, so it is divided by that number."""
+    a, w = torch.full((ROWS * launch.world_size, 16), value).half(), launch.world_size
+    return all_to_all_contraction_matmul(a, torch.ones(16, 16 * w).half().t(), launch, FUSED) / w
 
 
 def _sent_in_chunks(launch: Launch, value: float) -> torch.Tensor:
@@ -141,6 +155,13 @@ EVERY = {
     "chunked gather, pushed, gathered tensor read": _with_gathered(_chunked_with_gathered),
     "chunked all-reduce, copied in bands": _chunked(REDUCE, replace(CHUNKED, transport="copy_engine", bands=2)),
     "fused tables": Call(_tables, gathers=True),
+    "fused matmul_all_to_all": _fused_exchange("matmul_all_to_all"),
+    "fused all_to_all_matmul": _fused_exchange("all_to_all_matmul"),
+    "fused contraction": Call(_contracted, gathers=True),
+    "fused all_to_all_matmul in slices": _fused_exchange(
+        "all_to_all_matmul", replace(FUSED, slices=2, slices_tiles=2**20, slices_pushers=1)
+    ),
+    "fused all_to_all_matmul by copies": _fused_exchange("all_to_all_matmul", replace(FUSED, copies_from=0)),
     "chunked matmul_all_to_all, pushed": Call(_sent_in_chunks, gathers=True),
     "chunked all_to_all_matmul, copied": Call(_received_in_chunks, gathers=True),
     "small_message, one-shot": _small(False, False),

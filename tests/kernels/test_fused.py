@@ -100,10 +100,10 @@ CASES = {
         "matmul_all_reduce", 3, 56, 24, 32, parts=0, blocks=2, pushers=0
     ),
     "all-reduce, tiles pushed in twos, the right operand in rows": Case(
-        "matmul_all_reduce", 2, 24, 72, 32, parts=2, blocks=2, pushers=2, unit=2, in_rows=True
+        "matmul_all_reduce", 2, 24, 40, 32, parts=2, blocks=2, pushers=2, unit=2, in_rows=True
     ),
     "all-reduce, tiles pushed in threes by all blocks": Case(
-        "matmul_all_reduce", 3, 40, 104, 32, parts=2, blocks=2, pushers=2, unit=3, bias=True
+        "matmul_all_reduce", 3, 40, 56, 32, parts=2, blocks=2, pushers=2, unit=3, bias=True
     ),
 }
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
 from tests.support.fused_cases import cases
+from tests.support.fused_cases import contractions
 from tests.support.fused_cases import exchanges
 from tests.support.fused_cases import sums
 from tests.support.gloo_ranks import run_ranks
@@ -26,10 +28,8 @@ def _check(rank: int, world_size: int, folder: str, names: list[str] | None, sch
     use_shared_memory(folder)
     problems = []
     config = OverlapConfig(schedule=schedule, mode="strict")
-    known = cases(world_size)
-    if schedule == "chunked":
-        known |= sums(world_size) | exchanges(world_size)
-    for name in names or known:
+    known = cases(world_size) | exchanges(world_size) | contractions(world_size) | sums(world_size)
+    for name in names or cases(world_size):
         torch._dynamo.reset()
         function, shapes, expected = known[name]
         reports: list[OverlapReport] = []
@@ -124,9 +124,19 @@ def test_schedule_chunked(tmp_path: Path) -> None:
         assert not problems, f"rank {rank}: {problems}"
 
 
-def test_exchanges_in_chunks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("schedule", "world_size"), [("chunked", 3), ("fused", 2), ("fused", 3)])
+def test_exchanges(tmp_path: Path, schedule: str, world_size: int) -> None:
     """Rows and columns are exchanged, permuted or not, after a matmul and before one."""
-    for rank, problems in enumerate(run_ranks(3, _check, str(tmp_path), list(exchanges(3)), "chunked", timeout=400)):
+    names = list(exchanges(world_size))
+    for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), names, schedule, timeout=400)):
+        assert not problems, f"rank {rank}: {problems}"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_exchanges_of_a_contracted_dim(tmp_path: Path, world_size: int) -> None:
+    """Catches slices that are added in another order than the right operand's rows, and a result of other rows."""
+    names = list(contractions(world_size))
+    for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), names, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
 
 

@@ -39,15 +39,21 @@ def test_block(by_hand: bool, checkpointing: str) -> None:
         assert not found, f"rank {rank}: {found}"
 
 
+@pytest.mark.thorough
+def test_every_pair_of_layouts() -> None:
+    for rank, found in enumerate(run_ranks(2, problems, False, "none", "cpu", False, True)):
+        assert not found, f"rank {rank}: {found}"
+
+
 @pytest.mark.parametrize(
-    ("by_hand", "checkpointing"),
+    ("by_hand", "checkpointing", "kernels"),
     [
-        pytest.param(h, c, id=f"{'by hand' if h else 'dtensor'}-{c}", marks=[pytest.mark.thorough] * (not h))
-        for h, c in GENERATED
+        (True, "selective", False),
+        *(pytest.param(*key, True, marks=pytest.mark.thorough) for key in GENERATED),
     ],
 )
-def test_block_in_generated_code(by_hand: bool, checkpointing: str) -> None:
+def test_block_in_generated_code(by_hand: bool, checkpointing: str, kernels: bool) -> None:
     """Catches an error that only generated code can have: a buffer that is overwritten before the last hop has read
     it."""
-    for rank, found in enumerate(run_ranks(2, problems, by_hand, checkpointing, "cpu", True)):
+    for rank, found in enumerate(run_ranks(2, problems, by_hand, checkpointing, "cpu", True, False, kernels)):
         assert not found, f"rank {rank}: {found}"

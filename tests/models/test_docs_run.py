@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.support.fork_base import ForkBase
+from tests.support.fork_commands import ForkCommands
 from tools import make_docs
 from tools.doc_parts import samples
 from tools.doc_parts.pages import DOCS
@@ -17,9 +20,11 @@ pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("paths", make_docs.page_runs(), ids=["README", "docs"])
-def test_pages(tmp_path: Path, paths: list[Path]) -> None:
-    """Catches a command that fails, and a command whose output differs from the page."""
-    outputs = make_docs.run_samples(paths, tmp_path)
+def test_pages(tmp_path: Path, paths: list[Path], inductor_base: ForkBase) -> None:
+    """Catches a command that fails, and a command whose output differs from the page. The commands run in processes
+    that have already imported torch, because that takes most of their time."""
+    with tempfile.TemporaryDirectory() as programs, ForkCommands(inductor_base, Path(programs)):
+        outputs = make_docs.run_samples(paths, tmp_path, Path(programs))
     assert outputs
     for path, sample, output in outputs:
         assert samples.same(sample.content, output), f"{path.name}: run python tools/make_docs.py --samples\n{output}"

@@ -17,7 +17,7 @@ from tests.support.hugging_face_problems import problems
     [
         ("llama", True),
         ("starcoder2, one layer", False),
-        ("cohere, one layer", False),
+        pytest.param("cohere, one layer", False, marks=pytest.mark.thorough),
         ("olmo2, one layer", True),
     ],
     ids=["llama, trained", "starcoder2", "cohere", "olmo2, trained"],

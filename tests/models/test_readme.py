@@ -25,6 +25,7 @@ from overlap_inductor.cli import main as cli
 from overlap_inductor.inductor.hooks import config_in_effect
 from overlap_inductor.switch import install
 from tests.support.fake_group import fake_group
+from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 from tests.support.installed import pretend_installed
 from tools.doc_parts.pages import ROOT
@@ -79,7 +80,9 @@ def test_the_three_ways_in_code() -> None:
 
 
 def _worker(rank: int, world_size: int, settings: str, environment: dict[str, str]) -> str:
-    """What ``python -m overlap_inductor.cli.demo_worker`` prints on this rank."""
+    """What ``python -m overlap_inductor.cli.demo_worker`` prints on this rank. No C++ kernel is built, because that
+    would take most of the demo's time."""
+    compile_anew(kernels=False)
     os.environ.update(environment)
     sys.argv = ["demo_worker", settings]
     with contextlib.redirect_stdout(io.StringIO()) as printed:

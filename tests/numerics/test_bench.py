@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the operator bench as a command, on two gloo processes. Then makes tables and plots from the rows that it
-wrote."""
+"""Runs the operator bench as ``torchrun`` does, on two gloo processes. Then makes tables and plots from the rows that
+it wrote."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
 
-from overlap_inductor.cli.local_ranks import rank_environment
-from overlap_inductor.cli.local_ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("known_vector_instructions")
-ROOT = Path(__file__).parents[2]
 FIELDS = {
     "shape", "pattern", "world_size", "tokens", "dtype", "setting", "provider", "runs",
     "median_us", "p20_us", "p80_us", "speedup", "matmul_us", "collective_us", "sum_us", "bound_us",
@@ -23,17 +23,27 @@ FIELDS = {
 }  # fmt: skip
 
 
+def _command(rank: int, world_size: int, arguments: list[str]) -> str:
+    """What ``python -m bench.operators ARGUMENTS`` prints on this rank, by a process that has already imported
+    torch."""
+    sys.argv = ["operators", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
+        try:
+            runpy.run_module("bench.operators", run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, printed.getvalue()
+    return printed.getvalue()
+
+
 def test_the_command_writes_rows_and_the_report_makes_tables_and_plots(tmp_path: Path) -> None:
     pytest.importorskip(
         "triton",
         reason="Triton comes with the package's test extra; environments of other torch versions may have none",
     )
     pytest.importorskip("matplotlib", reason="matplotlib comes with the package's bench extra")
-    file, printed = tmp_path / "rows.jsonl", []
+    file = tmp_path / "rows.jsonl"
     # Only the first case fits into the time budget: the first pattern at the larger token count.
     command = [
-        "-m",
-        "bench.operators",
         "--device",
         "cpu",
         "--dtype",
@@ -60,10 +70,7 @@ def test_the_command_writes_rows_and_the_report_makes_tables_and_plots(tmp_path:
         "--out",
         str(file),
     ]
-    environment = rank_environment("cpu") | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    }
-    run_ranks(command, 2, tmp_path, environment=environment, timeout=200, on_line=printed.append, on_wait=lambda: None)
+    printed, _ = run_ranks(2, _command, command, timeout=200, grouped=False)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(r["pattern"], r["tokens"], r["setting"], r["provider"]) for r in rows] == [
         ("all_gather_matmul", 64, setting, provider)
@@ -74,8 +81,8 @@ def test_the_command_writes_rows_and_the_report_makes_tables_and_plots(tmp_path:
     assert [row["runs"] for row in rows] == ["keep", "ring", "keep"] * 2 and all(
         row["p20_us"] <= row["median_us"] <= row["p80_us"] for row in rows
     )
-    assert "3 of 4 cases left out" in (tmp_path / "rank_0.log").read_text()
-    assert sum(line.startswith("| all_gather_matmul | 64 |") for line in printed) == 2
+    assert "3 of 4 cases left out" in printed
+    assert sum(line.startswith("| all_gather_matmul | 64 |") for line in printed.splitlines()) == 2
 
     from bench import report
 

@@ -77,7 +77,10 @@ def _check(world_size: int, *arguments: Any, sites: list[tuple[str, bool]]) -> N
         assert {loads: error for loads, error in errors.items() if not error < TOLERANCE} == {}
 
 
-@pytest.mark.parametrize(("world_size", "spelling"), [(4, "put"), *((2, spelling) for spelling in SPELLINGS)])
+@pytest.mark.parametrize(
+    ("world_size", "spelling"),
+    [pytest.param(4, "put", marks=pytest.mark.thorough), *((2, spelling) for spelling in SPELLINGS)],
+)
 def test_blocks_of_tokens(world_size: int, spelling: str) -> None:
     """Catches rows of a block that are multiplied by another expert's weights, weighted by another row's share, or
     summed for another token. One or three tokens are left over

@@ -20,13 +20,16 @@ from bench import layers
 from bench import tables
 from bench.layer_variants import LOCAL
 from bench.layer_variants import PLAIN
+from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 
 TINY = "--layers 1 --hidden 64 --ffn 128 --heads 4 --kv-heads 4 --vocabulary 64 --tokens 32 --repeats 5 --seconds 1"
 
 
 def _worker(rank: int, world_size: int, settings: str, folder: str, compare_all: bool) -> str:
-    """What ``python -m bench.layers_worker`` prints on this rank."""
+    """What ``python -m bench.layers_worker`` prints on this rank. Matmuls and transfers take their time in ATen and
+    gloo, so no C++ kernel is built."""
+    compile_anew(kernels=False)
     if compare_all:
         made = layer_variants.variants
         layer_variants.variants = lambda *a: [dataclasses.replace(v, right=True) for v in made(*a)]

@@ -19,20 +19,31 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.program_checks import check
 from tests.support.random_programs import Program
 
-COUNT = 12
+COUNT = 6
 """Programs for each case. Most trained programs have no site, but 9 of the 12 from number 31 on have one. After a
 change to the finder or to a rewrite, run thousands of programs with ``python -m tests.numerics.test_random_programs``.
 """
+
+HOPS = {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}
 
 
 @pytest.mark.parametrize(
     ("first", "world_size", "fields", "trains"),
     [
-        pytest.param(0, 2, {}, False, marks=pytest.mark.thorough),
+        *(pytest.param(first, 2, {}, False, marks=pytest.mark.thorough) for first in (0, COUNT)),
         (31, 2, {"step_node_budget": 1}, True),
-        (2 * COUNT, 3, {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, False),
+        pytest.param(31 + COUNT, 2, {"step_node_budget": 1}, True, marks=pytest.mark.thorough),
+        (24, 3, HOPS, False),
+        pytest.param(24 + COUNT, 3, HOPS, False, marks=pytest.mark.thorough),
     ],
-    ids=["2 ranks", "2 ranks, looping, trained", "3 ranks, hop rounding, bidirectional"],
+    ids=[
+        "2 ranks",
+        "2 ranks, more of them",
+        "2 ranks, looping, trained",
+        "2 ranks, looping, trained, more of them",
+        "3 ranks, hop rounding, bidirectional",
+        "3 ranks, hop rounding, bidirectional, more of them",
+    ],
 )
 def test_overlap_does_not_change_a_programs_results(
     first: int, world_size: int, fields: dict[str, Any], trains: bool

@@ -115,7 +115,10 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
     return count, problems
 
 
-@pytest.mark.parametrize(("world_size", "examples"), [(2, 12), (3, 8), pytest.param(4, 4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("world_size", "examples"),
+    [pytest.param(2, 12, marks=pytest.mark.thorough), (3, 10), pytest.param(4, 4, marks=pytest.mark.thorough)],
+)
 def test_drawn_layers(world_size: int, examples: int) -> None:
     """Catches a shape, dtype or switch with a wrong slice, with rows that are lost, or with a gradient that is summed
     twice."""

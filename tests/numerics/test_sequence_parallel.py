@@ -162,12 +162,18 @@ def _on_a_mesh(plan: str, shards: bool = False) -> Computation:
 @pytest.mark.parametrize(
     ("world_size", "plan", "shards", "expected"),
     [
-        (4, "all-reduces", False, (4, 4, 6, set())),
+        (2, "all-reduces", False, (4, 4, 6, set())),
+        pytest.param(4, "all-reduces", False, (4, 4, 6, set()), marks=pytest.mark.thorough),
         # FSDP2's hooks end the graphs, so the embedding's all-reduce is alone in one.
         (4, "all-reduces", True, (4, 3, 3, {"refused: no_token_wise_work"})),
         (2, "sequence-parallel", False, (0, 0, 6, set())),
     ],
-    ids=["all-reduces, 2 x 2 ranks", "all-reduces and FSDP2, 2 x 2 ranks", "sequence-parallel, 1 x 2 ranks"],
+    ids=[
+        "all-reduces, 1 x 2 ranks",
+        "all-reduces, 2 x 2 ranks",
+        "all-reduces and FSDP2, 2 x 2 ranks",
+        "sequence-parallel, 1 x 2 ranks",
+    ],
 )
 def test_on_a_mesh_with_a_parallel_loss(
     world_size: int, plan: str, shards: bool, expected: tuple[int, int, int, set[str]]

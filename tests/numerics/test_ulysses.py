@@ -70,7 +70,8 @@ def _check(world_size: int, *arguments: Any, patterns: list[list[str]]) -> None:
         assert {what: error for what, error in errors.items() if error > 1e-5} == {}
 
 
-@pytest.mark.parametrize(("world_size", "batch"), [pytest.param(2, 2, marks=pytest.mark.thorough), (4, 1)])
+@pytest.mark.parametrize(("world_size", "batch"), [(2, 2), (4, 1)])
+@pytest.mark.thorough
 def test_inference(world_size: int, batch: int) -> None:
     """Catches a projection whose exchange is not hidden, and slices that are sent or multiplied in a wrong order."""
     _check(world_size, batch, False, False, {}, patterns=[FORWARD])

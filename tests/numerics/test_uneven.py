@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report.report import OverlapReport
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 from tests.support.graph_text import waste
-from tests.support.interpreted import interpreted
 from tests.support.ring_cases import as_tuple
+from tests.support.together import batches
+from tests.support.together import run_together
 from tests.support.uneven_cases import cases
 
 WITHOUT_LOOPING_OP = {
@@ -46,41 +45,31 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
 
     ``generated``: run Inductor's code. Otherwise the rewritten graph is interpreted.
     """
-    import overlap_inductor
-
     problems = []
     compile_anew()
     named = cases(rank, world_size)
     # Sites without a looping op are refused. Of these cases, only the first runs.
     refused = sorted(WITHOUT_LOOPING_OP)[1:] if "step_node_budget" in fields else []
-    for name in names or [n for n in named if n not in refused]:
-        torch._dynamo.reset()
-        function, shapes, expected = named[name]
+    kept = WITHOUT_LOOPING_OP if "step_node_budget" in fields else ()
+    for batch in batches(names or [n for n in named if n not in refused]):
         generator = torch.Generator().manual_seed(7 + rank)
-        inputs = [torch.randn(s, generator=generator, dtype=torch.float64).float() for s in shapes]
-        exact = as_tuple(function(*(i.double() for i in inputs)))
-        reports: list[OverlapReport] = []
-        if generated:
-            with overlap_inductor.overlap(schedule="ring", **fields):
-                found = as_tuple(torch.compile(function)(*inputs))
-            reports = [r for r in [overlap_inductor.last_report()] if r is not None]
-        else:
-            found = as_tuple(
-                torch.compile(
-                    function, backend=interpreted(OverlapConfig(schedule="ring", **fields), reports), dynamic=False
-                )(*inputs)
-            )
-        for e, f in zip(exact, found, strict=True):
-            if f.shape != e.shape or not torch.allclose(f.double(), e, rtol=1e-4, atol=4e-4):
-                problems.append(f"{name}: off by {(f.double() - e).abs().max():.3g}")
-        problems += [f"{name}: {text}" for r in reports for text in waste(r)]
-        if "step_node_budget" in fields and name in WITHOUT_LOOPING_OP:
-            expected = 0
-        if reports[0].counters()["sites_overlapped"] != expected:
-            said = [f"{n.reason.code}: {n.reason.text}" for n in reports[0].near_misses] + [
-                r.text for s in reports[0].sites for r in s.decision.reasons
+        functions, shapes, sites = zip(*(named[name] for name in batch))
+        inputs = [
+            [torch.randn(s, generator=generator, dtype=torch.float64).float() for s in own_shapes]
+            for own_shapes in shapes
+        ]
+        results, report = run_together(functions, inputs, generated, **fields)
+        for name, function, own, found in zip(batch, functions, inputs, results, strict=True):
+            for e, f in zip(as_tuple(function(*(i.double() for i in own))), as_tuple(found), strict=True):
+                if f.shape != e.shape or not torch.allclose(f.double(), e, rtol=1e-4, atol=4e-4):
+                    problems.append(f"{name}: off by {(f.double() - e).abs().max():.3g}")
+        problems += [f"{batch}: {text}" for text in waste(report)]
+        expected = sum(count for name, count in zip(batch, sites) if name not in kept)
+        if report.counters()["sites_overlapped"] != expected:
+            said = [f"{n.reason.code}: {n.reason.text}" for n in report.near_misses] + [
+                r.text for s in report.sites for r in s.decision.reasons
             ]
-            problems.append(f"{name}: {dict(reports[0].counters())}, expected {expected} sites; {said}")
+            problems.append(f"{batch}: {dict(report.counters())}, expected {expected} sites; {said}")
     return problems
 
 

@@ -11,14 +11,19 @@ import pytest
 from tests.support.gloo_ranks import run_ranks
 from tests.support.program_checks import check_uneven
 
-COUNT = 8
+COUNT = 4
 """The number of programs of each case. No two cases run the same program."""
 
 
 @pytest.mark.parametrize(
     ("first", "world_size", "fields", "trains"),
-    [(0, 2, {}, True), (COUNT, 3, {"step_node_budget": 1}, False)],
-    ids=["2 ranks, trained", "3 ranks, looping"],
+    [
+        (0, 2, {}, True),
+        pytest.param(COUNT, 2, {}, True, marks=pytest.mark.thorough),
+        (2 * COUNT, 3, {"step_node_budget": 1}, False),
+        pytest.param(3 * COUNT, 3, {"step_node_budget": 1}, False, marks=pytest.mark.thorough),
+    ],
+    ids=["2 ranks, trained", "2 ranks, trained, more of them", "3 ranks, looping", "3 ranks, looping, more of them"],
 )
 def test_programs_that_differ_between_ranks(first: int, world_size: int, fields: dict[str, Any], trains: bool) -> None:
     seeds = list(range(first, first + COUNT))

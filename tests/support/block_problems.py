@@ -38,10 +38,10 @@ def expected(by_hand: bool, checkpointing: str) -> dict[str, tuple[int, int]]:
     return EXPECTED[checkpointing]
 
 
-def variants(by_hand: bool, checkpointing: str) -> list[Variant]:
-    """Orders of batch and sequence, batches, and biases. With DTensor, every pair of their values occurs. The block
-    that is written by hand has other checkpointing and the same layouts, so two variants cover all values."""
-    layouts = [(0, 1, False), (1, 2, True)] if by_hand else [(0, 1, False), (0, 2, True), (1, 1, True), (1, 2, False)]
+def variants(by_hand: bool, checkpointing: str, pairs: bool = False) -> list[Variant]:
+    """Orders of batch and sequence, batches, and biases. Two variants cover all values. With ``pairs``, four variants
+    cover every pair of values."""
+    layouts = [(0, 1, False), (0, 2, True), (1, 1, True), (1, 2, False)] if pairs else [(0, 1, False), (1, 2, True)]
     return [Variant(*rest, checkpointing, by_hand) for rest in layouts]
 
 
@@ -54,17 +54,24 @@ GENERATED = {
 
 
 def problems(
-    rank: int, world_size: int, by_hand: bool, checkpointing: str, device: str = "cpu", generated: bool = False
+    rank: int,
+    world_size: int,
+    by_hand: bool,
+    checkpointing: str,
+    device: str = "cpu",
+    generated: bool = False,
+    pairs: bool = False,
+    kernels: bool = True,
 ) -> list[str]:
-    """The problems on this rank. With ``generated``, the variants in ``GENERATED`` run as Inductor's code. Otherwise an
-    interpreter runs the rewritten graphs of all ``variants``."""
+    """The problems on this rank. With ``generated``, the variants in ``GENERATED`` run as Inductor's code, with or
+    without C++ ``kernels``. Otherwise an interpreter runs the rewritten graphs of all ``variants``."""
     import overlap_inductor
     from overlap_inductor.report import publish as reporting
 
-    compile_anew()
+    compile_anew(kernels)
     mesh = dist.init_device_mesh(device, (world_size,), mesh_dim_names=("tp",))
     found = []
-    for variant in GENERATED[by_hand, checkpointing] if generated else variants(by_hand, checkpointing):
+    for variant in GENERATED[by_hand, checkpointing] if generated else variants(by_hand, checkpointing, pairs):
         torch._dynamo.reset()
         reporting.forget_reports()
         reports: list[OverlapReport] = []

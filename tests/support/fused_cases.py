@@ -14,6 +14,7 @@ from overlap_inductor.torch_compat.functional_collectives import all_to_all
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 from tests.support.ring_cases import evened
 from tests.support.ulysses import to_heads
+from tests.support.ulysses import to_tokens
 
 
 def cases(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
@@ -113,8 +114,8 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
 
 
 def exchanges(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """Functions with all-to-alls of equal slices, in the form that ``cases`` returns. ``chunked`` computes them, and
-    ``fused`` does not."""
+    """Functions with all-to-alls of equal slices, in the form that ``cases`` returns. ``chunked`` and ``fused`` compute
+    them, and the other schedules that turn a site into one op do not."""
     g, s = dist.group.WORLD, 24
     change_shards = torch.ops._dtensor.shard_dim_alltoall
     linear = torch.nn.functional.linear
@@ -144,6 +145,41 @@ def exchanges(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, .
             "exchange rows that a second matmul reads as columns": (
                 lambda x, a, b: (lambda y: (y @ a, b @ y.t()))(all_to_all(x, g)),
                 [(s * w, 16), (16, 24), (8, 16)],
+                1,
+            ),
+        },
+        factor,
+    )
+
+
+def contractions(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
+    """Functions with a matmul that contracts the dim that an all-to-all exchanges, in the form that ``cases`` returns.
+    Only ``fused`` computes them."""
+    g, s = dist.group.WORLD, 24
+    change_shards = torch.ops._dtensor.shard_dim_alltoall
+    linear = torch.nn.functional.linear
+
+    def in_two(x: torch.Tensor) -> torch.Tensor:
+        """``[ranks * s, 2, k] -> [s, 2 * ranks * k]``: the contracted dim is ``[2, ranks, k]``."""
+        return all_to_all(x, g).unflatten(0, (w, -1)).permute(1, 2, 0, 3).flatten(1)
+
+    return _larger(
+        {
+            "contract heads, batch 2, with bias": (
+                lambda x, a, b: linear(to_tokens(x, g).flatten(2, 3), a, b),
+                [(2, s * w, 2, 32), (24, 64 * w), (24,)],
+                1,
+            ),
+            "contract columns": (lambda x, a: change_shards(x, 1, 0, g.group_name) @ a, [(s * w, 64), (64 * w, 40)], 1),
+            "contract columns in two runs": (lambda x, a: in_two(x) @ a, [(s * w, 2, 32), (64 * w, 24)], 1),
+            "contract columns that are also read": (
+                lambda x, a: (lambda y: (y @ a, y + 1))(change_shards(x, 1, 0, g.group_name)),
+                [(s * w, 64), (64 * w, 24)],
+                1,
+            ),
+            "contract columns, and a weight's gradient": (
+                lambda x, a, h: (lambda y: (y @ a.t(), y.t() @ h))(change_shards(x, 1, 0, g.group_name)),
+                [(s * w, 64), (24, 64 * w), (s, 8)],
                 1,
             ),
         },

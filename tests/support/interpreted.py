@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Dynamo backend that runs the rewritten graph's own Python code. So tests can check the output of the pass without
-waiting for Inductor to generate and compile code."""
+"""A Dynamo backend that runs the nodes of the rewritten graph one after the other. So tests can check the output of the
+pass without waiting for Inductor, or for the graph module, to generate and compile code."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.fx.node import map_arg
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.inductor import post_grad
@@ -66,25 +69,59 @@ def _call_of(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     for node in gm.graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() == "control_deps":
             node.target = _subgraph_of
-    gm.recompile()
+    nodes = list(gm.graph.nodes)
+    read_last = _read_last(nodes)
 
     def run(args: list[Any]) -> Any:
-        inputs = list(args)
+        inputs = iter(list(args))
         args.clear()
-        return gm(*inputs)
+        return _run(gm, nodes, read_last, inputs)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
-def _subgraph_of(before: Any, subgraph: Callable[..., Any], *operands: Any) -> Any:
-    """Takes the place of a ``control_deps`` node. The graph's code already runs nodes in the demanded order, and some
+def _read_last(nodes: list[torch.fx.Node]) -> list[list[torch.fx.Node]]:
+    """For each node, the nodes whose values no later node reads."""
+    seen: set[torch.fx.Node] = set()
+    found: list[list[torch.fx.Node]] = []
+    for node in reversed(nodes):
+        last = [n for n in (node, *node.all_input_nodes) if n not in seen]
+        seen.update(last)
+        found.append(last)
+    return found[::-1]
+
+
+def _run(
+    gm: torch.fx.GraphModule, nodes: list[torch.fx.Node], read_last: list[list[torch.fx.Node]], inputs: Iterator[Any]
+) -> Any:
+    """Run the nodes in their order. As in generated code, a value is dropped after the last node that reads it."""
+    values: dict[torch.fx.Node, Any] = {}
+    for node, last in zip(nodes, read_last, strict=True):
+        if node.op == "placeholder":
+            values[node] = next(inputs)
+        elif node.op == "get_attr":
+            values[node] = operator.attrgetter(node.target)(gm)
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            if node.op == "output":
+                return args[0]
+            assert node.op == "call_function", node.format_node()
+            values[node] = node.target(*args, **kwargs)
+        for n in last:
+            del values[n]
+    raise AssertionError("the graph has no output")
+
+
+def _subgraph_of(before: Any, subgraph: torch.fx.GraphModule, *operands: Any) -> Any:
+    """Takes the place of a ``control_deps`` node. Nodes already run in the demanded order, and some
     torch versions have no kernel for ``control_deps``."""
-    return subgraph(*operands)
+    nodes = list(subgraph.graph.nodes)
+    return _run(subgraph, nodes, _read_last(nodes), iter(operands))
 
 
 def _number(function: Callable[..., Any]) -> Callable[..., int]:
-    """Wrap ``function`` in a function with a name, because the graph module prints the name."""
+    """Wrap ``function`` in a function with a name, because a printed graph names it."""
 
     def number(*numbers: int) -> int:
         return int(function(*numbers))
@@ -94,7 +131,7 @@ def _number(function: Callable[..., Any]) -> Callable[..., int]:
 
 def _bind_symbols(gm: torch.fx.GraphModule) -> None:
     """Replace each symbolic size in the arguments by a node that computes it. Inductor can print a symbol into its
-    code, but the graph's own code needs a number."""
+    code, but a node that runs by itself needs a number."""
     import sympy
 
     symbols = {

@@ -35,7 +35,7 @@ class Case:
         overlapped: sites that must be overlapped.
         shape: batch and tokens.
         trains: compare gradients, too.
-        generated: run Inductor's code; otherwise the rewritten graphs are interpreted.
+        generated: run Inductor's code, without C++ kernels; otherwise the rewritten graphs are interpreted.
     """
 
     family: str
@@ -55,7 +55,7 @@ def _problems(case: Case, folder: str) -> list[str]:
     model = hugging_face.load(case.family, folder, "cpu")
     reference = hugging_face.whole(case.family, folder, "cpu")
     ids = torch.randint(0, hugging_face.VOCABULARY, case.shape, generator=torch.Generator().manual_seed(1))
-    compile_anew()
+    compile_anew(kernels=False)
     torch._dynamo.reset()
     reporting.forget_reports()
     torch._dynamo.utils.counters.clear()

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from overlap_inductor.kernels import signals
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul
 from overlap_inductor.kernels.all_gather_matmul_slices import all_gather_matmul_slices
+from overlap_inductor.kernels.all_to_all_contraction import all_to_all_contraction
 from overlap_inductor.kernels.epilogue import function_of
 from overlap_inductor.kernels.matmul_all_reduce import matmul_all_reduce
 from overlap_inductor.kernels.matmul_reduce_scatter import matmul_reduce_scatter
@@ -160,6 +161,7 @@ GATHER = {
     "BATCH": 8,
     "THREADS": 256,
     "TRANSPOSED": True,
+    "SCATTERED": False,
     **NO_EPILOGUE,
 }
 SLICES = {
@@ -172,6 +174,7 @@ SLICES = {
     "COLUMNS": 1024,
     "THREADS": 256,
     "TRANSPOSED": True,
+    "SCATTERED": False,
     **NO_EPILOGUE,
 }
 
@@ -193,7 +196,20 @@ REDUCE = {
     "TRANSPOSED": True,
     **NO_EPILOGUE,
 }
-SCATTER = {"WORLD": 8, "STAGGER": 150, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True, "BIAS": False, **NO_EPILOGUE}
+SCATTER = {
+    "WORLD": 8,
+    "STAGGER": 150,
+    "BATCH": 8,
+    "THREADS": 256,
+    "TRANSPOSED": True,
+    "BIAS": False,
+    "EXCHANGES": False,
+    "BY_COLUMNS": False,
+    "EARLY": 0,
+    "COPY": 0,
+    **NO_EPILOGUE,
+}
+EXCHANGE = {**SCATTER, "EXCHANGES": True, "EARLY": 7, "COPY": 8192}
 
 
 @pytest.mark.parametrize(
@@ -211,6 +227,22 @@ SCATTER = {"WORLD": 8, "STAGGER": 150, "BATCH": 8, "THREADS": 256, "TRANSPOSED":
             id="all_gather_matmul_slices",
         ),
         pytest.param(matmul_reduce_scatter, {**SCATTER, "HALVES": False, "BIAS": True}, id="matmul_reduce_scatter"),
+        pytest.param(matmul_reduce_scatter, {**EXCHANGE, "HALVES": False, "BIAS": True}, id="matmul_all_to_all"),
+        pytest.param(
+            matmul_reduce_scatter,
+            {**EXCHANGE, "HALVES": False, "BY_COLUMNS": True},
+            id="matmul_all_to_all by columns",
+        ),
+        pytest.param(
+            all_gather_matmul,
+            {**GATHER, "SCATTERED": True, "KEEP": False, "HALVES": False, "BIASES": 1},
+            id="all_to_all_matmul",
+        ),
+        pytest.param(
+            all_gather_matmul_slices,
+            {**SLICES, "SCATTERED": True, "KEEP": False, "HALVES": False, "BIASES": 1},
+            id="all_to_all_matmul in slices",
+        ),
         pytest.param(matmul_all_reduce, {**REDUCE, "BIAS": True}, id="matmul_all_reduce"),
     ],
 )
@@ -231,6 +263,18 @@ def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path
     # If each thread read a flag by itself, only some threads of a block might see it. They would diverge and not meet
     # at a barrier.
     assert "ld.volatile" not in text
+
+
+def test_all_slices_of_a_contraction_share_a_loop(tmp_path: Path) -> None:
+    """With the planned parameters, there is one loop over K. This rank's own tensor map, or that of the workspace, is
+    selected before the loop and read where it is."""
+    left_out = ("SCATTERED", *NO_EPILOGUE)
+    constants = {name: value for name, value in GATHER.items() if name not in left_out}
+    constants |= {"PARTS": 4, "PUSHERS": 12, "KEEP": False, "HALVES": True, "BIAS": True}
+    text, machine, shared = _assembled(all_to_all_contraction, constants, (128, 256, 64), tmp_path, 4)
+    assert text.count("wgmma.mma_async") == 4 and shared <= 227 * 1024
+    assert ".local" not in text and "ld.volatile" not in text
+    assert not [line for loop in _multiplying(machine) for line in loop if "LDL" in line or "STL" in line]
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -346,6 +390,9 @@ def test_a_matmul_in_groups_stores_in_bulk_and_counts_after_a_fence(
         ),
         pytest.param(
             matmul_reduce_scatter, {**SCATTER, "HALVES": True}, r"atom\.global\.gpu\.acq_rel\.add", id="reduce-scatter"
+        ),
+        pytest.param(
+            matmul_reduce_scatter, {**EXCHANGE, "HALVES": True}, r"atom\.global\.gpu\.acq_rel\.add", id="all-to-all"
         ),
     ],
 )

@@ -19,6 +19,7 @@ from overlap_inductor.lowerings.chunked import gather_launch
 from overlap_inductor.lowerings.chunked import reduce_launch
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.fused import calls as fused
+from overlap_inductor.lowerings.fused import contraction
 from overlap_inductor.lowerings.fused.launch import Tail
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.one_op.vendor_matmul import Scales
@@ -315,6 +316,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     monkeypatch.setattr(reduce_launch, "launched", note)
     monkeypatch.setattr(exchange_launch, "launched", note)
     monkeypatch.setattr(fused, "launched", note)
+    monkeypatch.setattr(contraction, "launched", note)
     monkeypatch.setattr(small_message, "launched", note)
     return found
 
@@ -423,3 +425,20 @@ def test_the_key_of_a_small_message_holds_all_that_the_call_depends_on(calls: li
     small_message.matmul_all_reduce_norm(a, b, None, residual, weight, 1e-6, LAUNCH, p)
     assert len({(what[:4], tuple(addresses)) for what, addresses in calls}) == len(calls) == 6
     assert copies == [[bias.data_ptr()]] * 4 + [[]] * 2, "the vendor's library may copy a bias"
+
+
+def test_the_key_of_a_fused_exchange_holds_all_that_the_call_depends_on(calls: list[Call]) -> None:
+    a, b, bias = (torch.zeros(s) for s in ((8, 8), (8, 8), (8,)))
+    read = [t.data_ptr() for t in (a, b, bias)]
+    for parameters in (FusedParameters(2), FusedParameters(2)):
+        for flag in (False, True):
+            out = fused.matmul_all_to_all(a, b, LAUNCH, parameters, bias, flag)
+            assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
+            (out,) = fused.all_to_all_matmuls(a, [b], LAUNCH, parameters, [bias], flag)
+            assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
+            out = contraction.all_to_all_contraction_matmul(a, b, LAUNCH, parameters, bias, flag)
+            assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
+    # (The result of a later call may have the address of an earlier one.)
+    assert len({what[:-1] for what, _ in calls}) == len(calls) == 12 and not any(copies)
+    fused.all_to_all_matmuls(a, [b], LAUNCH, FusedParameters(2, copies_from=a.nbytes // LAUNCH.world_size), [bias])
+    assert copies.pop() == [a.data_ptr()], "copy engines read all slices"

@@ -33,8 +33,8 @@ SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One block. ``kind``: file | runs | runs in the checkout | output; ``start``, ``end``: where its content stands in
-    the text."""
+    """One block. ``kind``: file | runs | runs in the checkout | output. ``start`` and ``end`` are the positions of its
+    content in the text."""
 
     kind: str
     name: str
@@ -57,8 +57,9 @@ def samples(text: str) -> list[Sample]:
     return found
 
 
-def run(found: Iterable[Sample], folder: Path) -> list[tuple[Sample, str]]:
-    """Run the blocks in ``folder``. Returns each output block with the output of this run.
+def run(found: Iterable[Sample], folder: Path, programs: Path | None = None) -> list[tuple[Sample, str]]:
+    """Run the blocks in ``folder``. Returns each output block with the output of this run. ``programs``: a folder whose
+    ``python`` and ``overlap-inductor`` are used.
 
     Raises:
         SampleError: a block failed; the text has its output.
@@ -70,14 +71,15 @@ def run(found: Iterable[Sample], folder: Path) -> list[tuple[Sample, str]]:
         elif sample.kind == "output":
             outputs.append((sample, last))
         else:
-            last = _run(sample, folder if sample.kind == "runs" else ROOT)
+            last = _run(sample, folder if sample.kind == "runs" else ROOT, programs)
     return outputs
 
 
-def _run(sample: Sample, folder: Path) -> str:
-    command = [sys.executable, "-c"] if sample.language == "python" else ["bash", "-euo", "pipefail", "-c"]
+def _run(sample: Sample, folder: Path, programs: Path | None) -> str:
+    command = ["python", "-c"] if sample.language == "python" else ["bash", "-euo", "pipefail", "-c"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OVERLAP_INDUCTOR")}
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
+    first = [str(path) for path in (programs, Path(sys.executable).parent) if path is not None]
+    environment["PATH"] = os.pathsep.join([*first, environment.get("PATH", "")])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH", "")]))
     try:
         done = subprocess.run(

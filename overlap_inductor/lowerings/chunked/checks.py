@@ -23,7 +23,7 @@ def check(
     parameters: ChunkedParameters,
 ) -> None:
     """Raise ``UnsupportedError`` if the schedule does not support a dtype, size or layout of a call, or if the site's
-    slot is too small for it. ``a``: left operand, or what is sent; ``rows``: rows of a shard."""
+    slot is too small for the call. ``a``: left operand, or what is sent. ``rows``: rows of a shard."""
     for matmul in matmuls:
         b = matmul.b
         reason = chunked_plan.why_not(a.dtype, a.shape[1], matmul.columns, matmul.scales is not None)

@@ -17,6 +17,7 @@ import torch
 
 from overlap_inductor.lowerings.fused.gather import gathered
 from overlap_inductor.lowerings.fused.gather import operands
+from overlap_inductor.lowerings.fused.gather import own_shard
 from overlap_inductor.lowerings.fused.gather import prepare_gather
 from overlap_inductor.lowerings.fused.launch import NO_TAIL
 from overlap_inductor.lowerings.fused.launch import Tail
@@ -25,6 +26,7 @@ from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.fused.parameters import copiers
 from overlap_inductor.lowerings.fused.parameters import slices_of
 from overlap_inductor.lowerings.fused.reduce import prepare_all_reduce
+from overlap_inductor.lowerings.fused.reduce import prepare_all_to_all
 from overlap_inductor.lowerings.fused.reduce import prepare_reduce_scatter
 from overlap_inductor.lowerings.fused.reduce import product_rows
 from overlap_inductor.runtime.replay import launched
@@ -78,16 +80,57 @@ def all_gather_matmuls(
         UnsupportedError: the kernel does not support a dtype or layout, or the slot is too small.
         TransferError: an earlier call of the group gave up waiting, or was aborted.
     """
+    return _multiplied("all_gather_matmul", a, rhs, launch, parameters, biases, keep, tail)
+
+
+def all_to_all_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    launch: Launch,
+    parameters: FusedParameters,
+    bias: torch.Tensor | None = None,
+    keep: bool = False,
+) -> torch.Tensor:
+    """``all_to_all_matmuls`` with one weight."""
+    return all_to_all_matmuls(a, [b], launch, parameters, [bias], keep)[0]
+
+
+def all_to_all_matmuls(
+    a: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    launch: Launch,
+    parameters: FusedParameters,
+    biases: Sequence[torch.Tensor | None],
+    keep: bool = False,
+    tail: Tail = NO_TAIL,
+) -> list[torch.Tensor]:
+    """``all_to_all(a) @ b + bias`` for each weight: as ``all_gather_matmuls``, but ``a [world_size * rows, K]`` has a
+    shard for each rank."""
+    return _multiplied("all_to_all_matmul", a, rhs, launch, parameters, biases, keep, tail)
+
+
+def _multiplied(
+    pattern: str,
+    a: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    launch: Launch,
+    parameters: FusedParameters,
+    biases: Sequence[torch.Tensor | None],
+    keep: bool,
+    tail: Tail,
+) -> list[torch.Tensor]:
+    """``all_gather_matmuls`` or ``all_to_all_matmuls``."""
     launch.faults.check()
-    results = [rows_like(a, launch.world_size * a.shape[0], b.shape[1], a.dtype) for b in rhs]
+    own = own_shard(pattern, a, launch)
+    results = [rows_like(a, launch.world_size * own.shape[0], b.shape[1], a.dtype) for b in rhs]
     # (Results are contiguous, and the operands determine their sizes: only their addresses may change.)
-    what = ("fused", "all_gather_matmul", parameters, keep, tail.epilogues, *[r.data_ptr() for r in results])
-    copied = [a] if a.nbytes >= parameters.copies_from else []
+    what = ("fused", pattern, parameters, keep, tail.epilogues, *[r.data_ptr() for r in results])
+    copied = [a] if own.nbytes >= parameters.copies_from else []
     launched(
         launch,
         what,
         [a, *rhs, *biases, *tail.extras],
-        lambda: _gather(a, rhs, results, launch, parameters, biases, keep, tail),
+        lambda: _gather(pattern, a, own, rhs, results, launch, parameters, biases, keep, tail),
         parameters.replays,
         copied,
     )
@@ -95,7 +138,9 @@ def all_gather_matmuls(
 
 
 def _gather(
+    pattern: str,
     a: torch.Tensor,
+    own: torch.Tensor,
     rhs: Sequence[torch.Tensor],
     results: Sequence[torch.Tensor],
     launch: Launch,
@@ -105,45 +150,55 @@ def _gather(
     tail: Tail,
 ) -> None:
     """The launches of one call, into ``results``, each ``[world_size * rows, N]``. Raises ``UnsupportedError``."""
-    slices = slices_of(launch.world_size, a, rhs, parameters)
-    copied = slices == 1 and a.nbytes >= parameters.copies_from
-    key = key_of("all_gather_matmul", a, rhs, biases, tail, parameters, keep)
+    slices = slices_of(launch.world_size, own, rhs, parameters)
+    copied = slices == 1 and own.nbytes >= parameters.copies_from
+    key = key_of(pattern, a, rhs, biases, tail, parameters, keep)
     kernel = launch.prepared.get(key)
     if kernel is None:
-        kernel = prepare_gather(a, rhs, results, launch, parameters, biases, keep, tail, copied, slices)
+        kernel = prepare_gather(pattern, a, own, rhs, results, launch, parameters, biases, keep, tail, copied, slices)
         if keep:
             end_kernel(launch)
         launch.remember(key, kernel)
-    given = operands(a, rhs, results, biases, tail)
+    given = operands(a, own, rhs, results, biases, tail)
     if not copied:
         kernel(*given)
     else:
-        _with_copies(a, launch, parameters, lambda: kernel(*given), keep)
+        with_copies(a, own, len(own), launch, parameters, lambda: kernel(*given), keep)
         # (With ``keep``, ``end`` does this once all of the call's results exist.)
         for result in results if not keep else ():
             spoil_kernel(launch, result)(result)
 
 
-def _with_copies(a: torch.Tensor, launch: Launch, p: FusedParameters, multiply: Callable[[], None], keep: bool) -> None:
-    """A transport of ``copiers`` sends the shard while ``multiply`` multiplies the rows that have arrived.
+def with_copies(
+    a: torch.Tensor,
+    own: torch.Tensor,
+    part_rows: int,
+    launch: Launch,
+    p: FusedParameters,
+    multiply: Callable[[], None],
+    keep: bool,
+) -> None:
+    """A transport of ``copiers`` sends the shard, or each peer's, in bands of ``part_rows`` rows. In the meantime,
+    ``multiply`` multiplies the rows that have arrived.
 
     The kernel of ``multiply`` occupies every SM, so nothing that the copies wait for may need an SM while it runs. The
     wait for permission to write therefore ends before that kernel starts, on the current stream, and the flags are
     written by copies, too. So a rank's shard is sent whatever its kernel waits for.
     """
-    side, key = side_stream(a.device), ("send", p.copier, a.shape, a.dtype)
+    side, key = side_stream(a.device), ("send", p.copier, a.shape, a.dtype, part_rows)
     send = launch.prepared.get(key)
     if send is None:
         transport = transport_named(PeerCopies, p.copier or copiers()[0].name)
-        transfer = Transfer(a.shape[0], a.shape[1], a.shape[0], scattered=False)
-        send = transport.prepare(launch, transfer, range(launch.world_size - 1), a, Share())
+        exchanged = own is not a
+        transfer = Transfer(len(own), own.shape[1], part_rows, scattered=exchanged, read_in_order=exchanged)
+        send = transport.prepare(launch, transfer, range((launch.world_size - 1) * transfer.parts), a, Share())
         launch.remember(key, send)
     credit_kernel(launch)()
     with one_call(launch, side):
         with side:
             send(a)
             if keep:
-                gathered(a, launch)[launch.rank * len(a) : (launch.rank + 1) * len(a)].copy_(a)
+                gathered(own, launch)[launch.rank * len(own) : (launch.rank + 1) * len(own)].copy_(own)
         multiply()
 
 
@@ -192,6 +247,43 @@ def matmul_reduce_scatter(
 
     what = ("fused", "matmul_reduce_scatter", parameters, average, tail.epilogues, out.data_ptr())
     launched(launch, what, [a, b, bias, *tail.extras], start, parameters.replays)
+    return out
+
+
+def matmul_all_to_all(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    launch: Launch,
+    parameters: FusedParameters,
+    bias: torch.Tensor | None = None,
+    by_columns: bool = False,
+) -> torch.Tensor:
+    """``all_to_all(a @ b + bias)`` of rows, or ``by_columns`` of columns.
+
+    Args:
+        a: ``[world_size * rows, K]``, with a slice of rows for each rank; ``[rows, K]`` if the slices are columns.
+            Otherwise as in ``matmul_reduce_scatter``, like ``b`` and ``bias``.
+
+    Returns:
+        ``[world_size * rows, width]``: a slice from each rank, in the order of ranks.
+
+    Raises:
+        UnsupportedError, TransferError: as ``all_gather_matmul``.
+    """
+    launch.faults.check()
+    cut = launch.world_size if by_columns else 1
+    out = rows_like(a, a.shape[0] * cut, b.shape[1] // cut, a.dtype)
+
+    def start() -> None:
+        key = key_of("matmul_all_to_all", a, [b], [bias], NO_TAIL, parameters, by_columns)
+        kernel = launch.prepared.get(key)
+        if kernel is None:
+            kernel = prepare_all_to_all(a, b, out, launch, parameters, bias, by_columns)
+            launch.remember(key, kernel)
+        kernel(a, b, out, out if bias is None else bias)
+
+    what = ("fused", "matmul_all_to_all", parameters, by_columns, out.data_ptr())
+    launched(launch, what, [a, b, bias], start, parameters.replays)
     return out
 
 

@@ -12,6 +12,7 @@ from overlap_inductor.facts.cost_model import collective_seconds
 from overlap_inductor.facts.cost_model import copy_seconds
 from overlap_inductor.facts.cost_model import kind_of
 from overlap_inductor.facts.cost_model import matmul_seconds
+from overlap_inductor.facts.cost_model import receive_seconds
 from overlap_inductor.facts.machine import Machine
 
 
@@ -25,13 +26,14 @@ class FusedCost:
             measured on 2 GPUs, each in the place of one rank of 8 (``bench.mirrored``), and raised by a tenth for
             contention. It was not measured on 8 GPUs.
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
-        ranks: largest measured group.
+        ranks / exchange_ranks: largest measured group, and largest group in which all-to-alls were measured (1: none).
     """
 
     exposed: tuple[float, float, float, float] = (0.05, 0.12, 0.16, 0.15)
     leg_seconds: float = 15e-6
     leg_peer_seconds: float = 8e-6
     ranks: int = 8
+    exchange_ranks: int = 1
 
 
 COST = FusedCost()
@@ -39,10 +41,12 @@ COST = FusedCost()
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
     """Seconds of one fused kernel. They sum the longer of matmul and transfer, an exposed fraction of the shorter, and
-    a fixed cost for each leg. The copy of the gathered tensor is added if it is used."""
+    a fixed cost for each leg. The copy of the gathered tensor is added if it is used, and the copy of what an
+    all-to-all delivers after the matmul."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + copy_seconds(sizes, machine)
+    exposed += receive_seconds(sizes, machine)
     return (
         max(matmul, wire) + exposed + sizes.legs * (COST.leg_seconds + (sizes.world_size - 1) * COST.leg_peer_seconds)
     )
@@ -57,5 +61,6 @@ def pays(sizes: SiteSizes, machine: Machine) -> bool:
     if sizes.tiles < machine.least_tiles:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
-    margin = MARGIN if sizes.world_size <= COST.ranks else MARGIN_UNMEASURED
+    measured = sizes.world_size <= (COST.exchange_ranks if sizes.exchanges else COST.ranks)
+    margin = MARGIN if measured else MARGIN_UNMEASURED
     return seconds(sizes, machine) * margin < keep

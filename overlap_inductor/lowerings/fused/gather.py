@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares the all-gather kernels of schedule ``fused``; ``gathered`` returns the gathered tensor that a kernel leaves
-in the workspace."""
+"""Prepares the kernels of schedule ``fused`` that multiply what arrives: after an all-gather, or after an all-to-all of
+rows. ``gathered`` returns the gathered tensor that a kernel leaves in the workspace."""
 
 from __future__ import annotations
 
@@ -40,21 +40,25 @@ VARYING = ("own_desc", "a", *(name.format(i) for i in range(MOST_WEIGHTS) for na
 
 def operands(
     a: torch.Tensor,
+    own: torch.Tensor,
     rhs: Sequence[torch.Tensor],
     results: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     tail: Tail,
 ) -> list[torch.Tensor | None]:
-    """The operands of a launch, in the order of ``VARYING``. For a weight without a bias, its result is passed as the
+    """The operands of a launch, in the order of ``VARYING``. ``a``: what is sent. ``own``: the shard of it that this
+    rank multiplies itself. For a weight without a bias, its result is passed as the
     bias, which the kernel then does not read."""
-    found: list[torch.Tensor | None] = [a, a]
+    found: list[torch.Tensor | None] = [own, a]
     for b, result, bias in zip(rhs, results, biases, strict=True):
         found += [b, result, result, result if bias is None else bias]
     return [*found, *[None] * (len(WEIGHT) * (MOST_WEIGHTS - len(rhs))), *tail.operands]
 
 
 def prepare_gather(
+    pattern: str,
     a: torch.Tensor,
+    own: torch.Tensor,
     rhs: Sequence[torch.Tensor],
     results: Sequence[torch.Tensor],
     launch: Launch,
@@ -65,10 +69,12 @@ def prepare_gather(
     copied: bool,
     slices: int,
 ) -> PreparedKernel:
-    """Prepare the kernel that is launched with ``operands``: fp16 or bf16, ``a [rows, K]``, for each weight
+    """Prepare the kernel that is launched with ``operands``: fp16 or bf16, ``own [rows, K]``, for each weight
     ``b [K, N]``, ``result [world_size * rows, N]`` and ``bias [N]``.
 
     Args:
+        pattern: one of ``parameters.GATHERS``.
+        a: ``own`` itself in an all-gather. In an all-to-all ``[world_size * rows, K]``, a shard for each rank.
         keep: the call does not end with the kernel.
         copied: a transport of ``copiers`` sends the shard.
         slices: number of slices along K in which the kernel's own blocks push the shard.
@@ -77,7 +83,7 @@ def prepare_gather(
         UnsupportedError: the kernel does not support its operands, or the slot is too small.
     """
     world_size = launch.world_size
-    rows, inner = a.shape
+    rows, inner = own.shape
     # (Copies send a shard as one band: an additional copy costs more than waiting for the whole shard.)
     part_rows = -(-rows // p.block_m) * p.block_m if copied else band_rows(rows, world_size, p)
     transposed = {lies_transposed(b) for b in rhs}
@@ -87,17 +93,17 @@ def prepare_gather(
             f" {[list(b.stride()) for b in rhs]}"
         )
     tail.check(results)
-    varying: dict[str, Any] = dict(zip(VARYING, operands(a, rhs, results, biases, tail), strict=True))
-    varying["own_desc"] = TensorDescriptor.from_tensor(a, [p.block_m, p.block_k])
+    varying: dict[str, Any] = dict(zip(VARYING, operands(a, own, rhs, results, biases, tail), strict=True))
+    varying["own_desc"] = TensorDescriptor.from_tensor(own, [p.block_m, p.block_k])
     for i, (b, result, bias) in enumerate(zip(rhs, results, biases, strict=True)):
-        check(a, b, bias, needed("all_gather_matmul", world_size, rows, inner, b.shape[1], a.element_size(), p), launch)
+        check(own, b, bias, needed(pattern, world_size, rows, inner, b.shape[1], a.element_size(), p), launch)
         varying[f"b{i}_desc"] = right_descriptor(b, p.block_n, p.block_k)[0]
         varying[f"c{i}_desc"] = TensorDescriptor.from_tensor(
             result, [p.block_m, p.block_n // 2 if p.halves else p.block_n]
         )
     fixed: dict[str, Any] = {
         **{f"columns{i}": rhs[i].shape[1] if i < len(rhs) else None for i in range(MOST_WEIGHTS)},
-        "gathered_desc": TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
+        "gathered_desc": TensorDescriptor.from_tensor(gathered(own, launch), [p.block_m, p.block_k]),
         "rows": rows,
         "inner": inner,
         "part_rows": part_rows,
@@ -114,6 +120,7 @@ def prepare_gather(
         "BIASES": sum(1 << i for i, bias in enumerate(biases) if bias is not None),
         "EPILOGUE": tail.function,
         "KEEP": keep,
+        "SCATTERED": pattern == "all_to_all_matmul",
     }
     row_bytes = inner * a.element_size()
     if slices > 1:
@@ -122,7 +129,7 @@ def prepare_gather(
     else:
         kernel = all_gather_matmul
         fixed |= {
-            "shard_vectors": a.nbytes // 16,
+            "shard_vectors": own.nbytes // 16,
             "part_vectors": part_rows * row_bytes // 16,
             "SENDS": not copied,
             "PUSHERS": p.pushers,
@@ -153,8 +160,21 @@ def _slices(inner: int, row_bytes: int, itemsize: int, slices: int, p: FusedPara
     }
 
 
-def gathered(a: torch.Tensor, launch: Launch) -> torch.Tensor:
-    """The workspace of an ``all_gather_matmul`` of shard ``a [rows, K]``, as ``[world_size * rows, K]``. It holds the
-    whole gathered tensor only from a call with ``keep`` until ``end``."""
-    rows, inner = a.shape
-    return launch.slot.data.local[: launch.world_size * a.nbytes].view(a.dtype).view(launch.world_size * rows, inner)
+def gathered(own: torch.Tensor, launch: Launch) -> torch.Tensor:
+    """The workspace of a call whose own shard is ``own [rows, K]``, as ``[world_size * rows, K]``. It holds the whole
+    gathered tensor only from a call with ``keep`` until ``end``."""
+    rows, inner = own.shape
+    return (
+        launch.slot.data.local[: launch.world_size * own.nbytes].view(own.dtype).view(launch.world_size * rows, inner)
+    )
+
+
+def own_shard(pattern: str, a: torch.Tensor, launch: Launch) -> torch.Tensor:
+    """The shard ``[rows, K]`` of what is sent, ``a``, that this rank multiplies itself (a view). Raises
+    ``UnsupportedError`` if the shards of an all-to-all are not equal."""
+    if pattern != "all_to_all_matmul":
+        return a
+    if len(a) % launch.world_size:
+        raise UnsupportedError(f"{len(a)} rows cannot be cut into {launch.world_size} equal slices")
+    rows = len(a) // launch.world_size
+    return a[launch.rank * rows : (launch.rank + 1) * rows]

@@ -82,8 +82,8 @@ def key_of(
     flag: bool,
 ) -> tuple[object, ...]:
     """All facts about a call on which its prepared kernel depends. ``flag``: ``keep`` of a gather, ``average`` of a
-    reduction. Raises ``UnsupportedError`` if ``a`` is not
-    contiguous, or if a matmul's operand is not aligned to 16 bytes."""
+    reduction, ``by_columns`` of an all-to-all. Raises ``UnsupportedError`` if ``a`` is not contiguous, or if a matmul's
+    operand is not aligned to 16 bytes."""
     if not a.is_contiguous() or a.data_ptr() % 16:
         raise UnsupportedError(
             f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous and"

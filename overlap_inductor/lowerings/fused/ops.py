@@ -18,6 +18,8 @@ from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.fused import parameters as fused_plan
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.library import define
+from overlap_inductor.lowerings.one_op.exchange_ops import define_contraction
+from overlap_inductor.lowerings.one_op.exchange_ops import define_exchanges
 from overlap_inductor.lowerings.one_op.operands import bias_row
 from overlap_inductor.lowerings.one_op.operands import left_operand
 from overlap_inductor.lowerings.one_op.operands import right_operand
@@ -48,6 +50,7 @@ def _kernels() -> ModuleType:
 
 
 def _gather(
+    pattern: str,
     shard: torch.Tensor,
     rhs: Sequence[torch.Tensor],
     biases: Optional,
@@ -57,10 +60,12 @@ def _gather(
     epilogues: Epilogues = (),
     extras: Sequence[torch.Tensor] = (),
 ) -> Tensors:
+    """``pattern``: one of ``fused_plan.GATHERS``. ``shard``: what is sent; in an all-to-all it has a slice for each
+    rank."""
     fused = _kernels()
     if len(rhs) == 1 and not epilogues and not gathered_used:
-        b = right_operand(rhs[0])
-        return [fused.all_gather_matmul(left_operand(shard), b, launch, parameters, bias_row(biases[0], b.shape[1]))]
+        a, b = left_operand(shard), right_operand(rhs[0])
+        return [getattr(fused, pattern)(a, b, launch, parameters, bias_row(biases[0], b.shape[1]))]
     if not epilogues:
         epilogues = (None,) * len(rhs)
     of_each = extras_of(epilogues, [e.contiguous() for e in extras])
@@ -70,13 +75,12 @@ def _gather(
     keep = gathered_used or len(launched) < len(rhs)
     rows = [bias_row(biases[i], rhs[i].shape[1]) for i in launched]
     tail = fused.Tail(tuple(epilogues[i] for i in launched), [e for i in launched for e in of_each[i]])
-    made = dict(
-        zip(launched, fused.all_gather_matmuls(shard, [rhs[i] for i in launched], launch, parameters, rows, keep, tail))
-    )
+    multiplied, weights = getattr(fused, f"{pattern}s"), [rhs[i] for i in launched]
+    made = dict(zip(launched, multiplied(shard, weights, launch, parameters, rows, keep, tail)))
     if not keep:
         return list(made.values())
     try:
-        gathered = fused.gathered(shard, launch)
+        gathered = fused.gathered(fused.own_shard(pattern, shard, launch), launch)
         outs = []
         for i, (b, bias) in enumerate(zip(rhs, biases, strict=True)):
             outs.append(made[i] if i in made else applied(epilogues[i], product(gathered, b, bias), of_each[i]))
@@ -108,6 +112,43 @@ def _reduce(
     )
 
 
+def _send(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    columns: bool,
+    launch: Launch,
+    parameters: FusedParameters,
+) -> torch.Tensor:
+    row = bias_row(bias, rhs.shape[1])
+    return _kernels().matmul_all_to_all(left_operand(lhs), right_operand(rhs), launch, parameters, row, columns)
+
+
+def _contract(
+    sent: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    received_used: bool,
+    launch: Launch,
+    parameters: FusedParameters,
+) -> Tensors:
+    from overlap_inductor.lowerings.fused.contraction import all_to_all_contraction_matmul
+
+    fused, sent, rhs = _kernels(), left_operand(sent), right_operand(rhs)
+    row = bias_row(bias, rhs.shape[1])
+    out = all_to_all_contraction_matmul(sent, rhs, launch, parameters, row, received_used)
+    if not received_used:
+        return [out]
+    try:
+        received = fused.gathered(fused.own_shard("all_to_all_matmul", sent, launch), launch).clone()
+    except BaseException:
+        # Otherwise the peers would wait for permission to write into this workspace.
+        fused.end(launch)
+        raise
+    fused.end(launch, [out, received])
+    return [out, received]
+
+
 def _gather_epilogue(
     chain: torch.Tensor,
     shard: torch.Tensor,
@@ -127,7 +168,7 @@ def _gather_epilogue(
         outs = [applied(*one) for one in zip(parsed, outs, extras_of(parsed, extras), strict=True)]
         return [*outs, gathered] if gathered_used else outs, token
     with call_order(shard.device):
-        return _gather(shard, rhs, biases, gathered_used, *found, parsed, extras), token
+        return _gather("all_gather_matmul", shard, rhs, biases, gathered_used, *found, parsed, extras), token
 
 
 def _gather_epilogue_fake(
@@ -186,8 +227,10 @@ def _reduce_epilogue_fake(
     return lhs.new_empty(rows, rhs.shape[1]), chain.new_empty(1)
 
 
-define_gather("fused", fused_plan, _gather)
+define_gather("fused", fused_plan, functools.partial(_gather, "all_gather_matmul"))
 define_reductions("fused", fused_plan, _reduce)
+define_exchanges("fused", fused_plan, _send, functools.partial(_gather, "all_to_all_matmul"))
+define_contraction("fused", fused_plan, _contract)
 # The same ops, followed by pointwise ops. ``epilogues``: ``epilogue_program.to_text`` of a list with the epilogue of
 # each result (``None`` for a result without one). ``extras``: the tensors that the epilogues read.
 define(

@@ -52,7 +52,9 @@ class FusedParameters:
         slices_pushers: number of blocks that push the slices.
         column_tiles: number of tiles across the columns of all weights of a gather. Ranks may have different numbers of
             columns, but must use the same number here. 0: count the tiles of this rank's weights.
-        stagger_ns: nanoseconds between the starts of neighbouring blocks (reduce-scatter).
+        stagger_ns: nanoseconds between the starts of neighbouring blocks (reduce-scatter, all-to-all after a matmul).
+        early: most pieces of what has arrived that a block copies after each of its own tiles (all-to-all after a
+            matmul). A piece has the size of a tile. -1: one for each peer, so that the copies end with the own tiles.
         halves: tiles are stored in two halves, which leaves shared memory for one more stage.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
         replays: repeated calls are one launch of a CUDA graph (``runtime.replay``).
@@ -81,6 +83,7 @@ class FusedParameters:
     warps: int = 8
     stages: int = 3
     stagger_ns: int = 0
+    early: int = -1
     halves: bool = False
     copier: str = ""
     min_rows: int = 0
@@ -97,23 +100,33 @@ class FusedParameters:
             raise ValueError(f"parameters of schedule fused: {', '.join(wrong)}")
 
 
+_GATHER: Mapping[str, Any] = {
+    "parts": 4,
+    "parts_from": 4096,
+    "pushers": 12,
+    "slices": 4,
+    "slices_tiles": 132,
+    "stages": 4,
+    "halves": True,
+}
 TUNED: Mapping[str, Mapping[str, Any]] = {
-    "all_gather_matmul": {
-        "parts": 4,
-        "parts_from": 4096,
-        "pushers": 12,
-        "slices": 4,
-        "slices_tiles": 132,
-        "stages": 4,
-        "halves": True,
-    },
+    "all_gather_matmul": _GATHER,
+    "all_to_all_matmul": _GATHER,
     "matmul_reduce_scatter": {"stagger_ns": 150, "stages": 4, "halves": True},
+    "matmul_all_to_all": {"stagger_ns": 150, "stages": 4, "halves": True},
     "matmul_all_reduce": {"parts": 0, "pushers": 0, "stages": 4, "halves": True},
 }
 """By pattern, the best of the values tried on 2 and 4 H200s (bench/results/fused.jsonl, operators.jsonl). They were
-also tried on 2 H200s that each took the place of one rank of 4 or of 8 (bench/results/mirrored.jsonl)."""
+also tried on 2 H200s that each took the place of one rank of 4 or of 8 (bench/results/mirrored.jsonl). The all-to-alls
+have the values of the gather and of the reduce-scatter, whose kernels they share; they were not tried."""
+EXCHANGES = ("matmul_all_to_all", "all_to_all_matmul")
+GATHERS = ("all_gather_matmul", "all_to_all_matmul")
+"""The patterns whose rows are multiplied after they have arrived."""
 
 
+CONTRACTED = 64
+"""A slice of a contracted dim must be a multiple of this many elements: a block of K (``block_k``) belongs to one
+source."""
 MOST_WEIGHTS = 4
 """Most weights that one launch multiplies a gathered tensor by: q, k, v and a gate. The vendor's matmul takes any
 others."""
@@ -127,9 +140,9 @@ def copiers() -> list[PeerCopies]:
 
 def transports_of(pattern: str) -> tuple[str, ...]:
     """The transports that a user may choose for ``pattern``. The kernel's own SMs store the tiles of a reduction,
-    either in the matmul's epilogue or in blocks that run next to the matmul's blocks. For a gather, the SMs or one of
-    ``copiers`` may send the shard."""
-    return (sm_push.NAME, *(t.name for t in copiers() if pattern == "all_gather_matmul"))
+    either in the matmul's epilogue or in blocks that run next to the matmul's blocks. For ``GATHERS``, the SMs or one
+    of ``copiers`` may send the shard."""
+    return (sm_push.NAME, *(t.name for t in copiers() if pattern in GATHERS))
 
 
 def automatic(pattern: str) -> tuple[str, ...]:
@@ -140,7 +153,7 @@ def automatic(pattern: str) -> tuple[str, ...]:
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     """The tuned parameters of a pattern, for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
-    if pattern != "all_gather_matmul" or transport == sm_push.NAME:
+    if pattern not in GATHERS or transport == sm_push.NAME:
         return {**TUNED[pattern]}
     if transport == "auto":
         return {**TUNED[pattern], "copies_from": COPIES_FROM}
@@ -194,7 +207,10 @@ def needed(
     ``itemsize``: bytes of an element that is sent."""
     # (Fewer rows never need more, so the need at the most rows is enough for all calls.)
     parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
-    if pattern == "all_gather_matmul":
+    if pattern in EXCHANGES:
+        # (If K or columns are cut, a shard has more rows than are given here, so it may have all parts.)
+        parts = parameters.parts or world_size
+    if pattern in GATHERS:
         return world_size * rows * inner * itemsize, parts * parameters.slices
     whole_rows = world_size * -(-rows // parameters.block_m) * parameters.block_m
     legs = 2 if pattern == "matmul_all_reduce" else 1

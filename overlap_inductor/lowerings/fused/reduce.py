@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares the reduction kernels of schedule ``fused``."""
+"""Prepares the kernels of schedule ``fused`` that send what they have multiplied: reductions, and the all-to-all after
+a matmul."""
 
 from __future__ import annotations
 
@@ -14,20 +15,25 @@ from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.matmul_all_reduce import matmul_all_reduce
 from overlap_inductor.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from overlap_inductor.lowerings.fused.launch import EXTRAS
+from overlap_inductor.lowerings.fused.launch import NO_TAIL
 from overlap_inductor.lowerings.fused.launch import Tail
 from overlap_inductor.lowerings.fused.launch import check
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.fused.parameters import band_rows
 from overlap_inductor.lowerings.fused.parameters import needed
 from overlap_inductor.lowerings.fused.parameters import pushers_of
+from overlap_inductor.lowerings.fused.parameters import why_not
 from overlap_inductor.lowerings.one_op.descriptors import TILES_A_BATCH
 from overlap_inductor.lowerings.one_op.descriptors import right_descriptor
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.call_arguments import call_arguments
+from overlap_inductor.transports.sm_push import COPY_WORDS
 
 MOST_RANKS = 63
 """Largest group: a block remembers each peer's credit in one bit of a signed 64-bit number."""
+NO_EXCHANGE = {"copies": 0, "EXCHANGES": False, "BY_COLUMNS": False, "EARLY": 0, "COPY": 0}
+"""The arguments of ``matmul_reduce_scatter`` that only an all-to-all uses."""
 SLAB = 32
 """Rows of a tile that a block of an all-reduce sums or copies at once."""
 
@@ -50,9 +56,13 @@ def _arguments(
     bias: torch.Tensor | None,
     average: bool,
     tail: Tail,
+    by_columns: bool = False,
 ) -> _Arguments:
-    """Raises ``UnsupportedError`` if the kernel does not support its operands."""
+    """``by_columns``: the shards are columns of the product, not rows. Raises ``UnsupportedError`` if the kernel does
+    not support its operands."""
     world_size, slot, (all_rows, inner), columns = launch.world_size, launch.slot, a.shape, b.shape[1]
+    if by_columns:
+        all_rows, columns = all_rows * world_size, columns // world_size
     if world_size > MOST_RANKS:
         raise UnsupportedError(
             f"the group has {world_size} ranks; expected at most {MOST_RANKS}, whose credits a block keeps"
@@ -111,16 +121,53 @@ def prepare_reduce_scatter(
     if a.shape[0] % launch.world_size:
         raise UnsupportedError(f"{a.shape[0]} rows cannot be cut into {launch.world_size} equal shards")
     found = _arguments(matmul_reduce_scatter, "matmul_reduce_scatter", a, b, out, launch, p, bias, average, tail)
-    fixed = {**found.fixed, "STAGGER": p.stagger_ns, "BATCH": TILES_A_BATCH}
+    return _prepared(found, NO_EXCHANGE, a.device, p)
+
+
+def _prepared(found: _Arguments, exchange: dict[str, Any], device: torch.device, p: FusedParameters) -> PreparedKernel:
+    fixed = {**found.fixed, **exchange, "STAGGER": p.stagger_ns, "BATCH": TILES_A_BATCH}
     return PreparedKernel(
         matmul_reduce_scatter,
         p.blocks,
         found.varying,
         fixed,
-        scratch=a.device,
+        scratch=device,
         num_warps=p.warps,
         num_stages=p.stages,
     )
+
+
+def prepare_all_to_all(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    launch: Launch,
+    p: FusedParameters,
+    bias: torch.Tensor | None,
+    by_columns: bool,
+) -> Callable[..., None]:
+    """Prepare the kernel. The returned function launches it with ``(a, b, out, bias)``, in this order.
+
+    Without a bias, pass ``out`` in its place. ``a [world_size * rows, K]``, ``b [K, N]``, ``out [world_size * rows,
+    N]``. With ``by_columns`` ``a [rows, K]``, ``b [K, world_size * N]``.
+
+    Raises:
+        UnsupportedError: the kernel does not support its operands, or the slot is too small.
+    """
+    world_size = launch.world_size
+    cut, what = (b.shape[1], "columns") if by_columns else (a.shape[0], "rows")
+    if cut % world_size:
+        raise UnsupportedError(f"{cut} {what} cannot be cut into {world_size} equal slices")
+    if (reason := why_not(a.dtype, a.shape[1], out.shape[1])) is not None:
+        raise UnsupportedError(reason)
+    found = _arguments(
+        matmul_reduce_scatter, "matmul_all_to_all", a, b, out, launch, p, bias, False, NO_TAIL, by_columns
+    )
+    tiles = found.fixed["part_rows"] // p.block_m * -(-out.shape[1] // p.block_n)
+    early = world_size - 1 if p.early < 0 else p.early
+    exchange = {"copies": tiles, "EXCHANGES": True, "BY_COLUMNS": by_columns, "EARLY": early, "COPY": COPY_WORDS}
+    kernel = _prepared(found, exchange, a.device, p)
+    return lambda a, b, out, bias: kernel(a, b, out, bias, *NO_TAIL.operands)
 
 
 def prepare_all_reduce(

@@ -18,6 +18,8 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.lowerings.fused import cost
 from overlap_inductor.lowerings.fused import parameters
+from overlap_inductor.lowerings.fused.parameters import EXCHANGES
+from overlap_inductor.lowerings.fused.parameters import GATHERS
 from overlap_inductor.lowerings.fused.parameters import column_tiles
 from overlap_inductor.lowerings.fused.parameters import in_one_launch
 from overlap_inductor.lowerings.fused.parameters import parameters_of
@@ -52,7 +54,7 @@ class FusedSchedule(TableSchedule):
 
     def settings_for(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         settings = super().settings_for(site, config)
-        if site.facts.pattern != GATHER:
+        if site.facts.pattern not in GATHERS:
             return settings
         # The number of slices in which a shard is pushed depends on the tiles of all weights. A rank's weights may have
         # more or fewer columns than its peers', so the plan holds a number of tiles from rounded sizes.
@@ -86,7 +88,7 @@ FUSED = FusedSchedule(
     name="fused",
     called="in a fused kernel",
     noun="fused kernel",
-    patterns=("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", TABLES),
+    patterns=("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", *EXCHANGES, TABLES),
     plan=parameters,
     parameters=parameters.FusedParameters,
     cost=cost.seconds,
@@ -95,5 +97,6 @@ FUSED = FusedSchedule(
     needed=parameters.needed,
     replays=True,
     called_by_others=True,
+    contracts=parameters.CONTRACTED,
     ops=("overlap_inductor.lowerings.fused.ops", "overlap_inductor.lowerings.fused.table_ops"),
 )

@@ -37,7 +37,7 @@ class GatherRows:
         if len({m.kind in SCALED for m in site.matmuls}) > 1:
             return site
         able = [
-            c for c in nodes.consumers if c.matmul.kind in PLAIN and _one_bias_row(c.matmul) and _gathers_rows(c, nodes)
+            c for c in nodes.consumers if c.matmul.kind in PLAIN and one_bias_row(c.matmul) and _gathers_rows(c, nodes)
         ]
         able = [c for c in able if _one_shape([able[0], c])]
         return replace(site, nodes=replace(nodes, consumers=able)) if 0 < len(able) < len(nodes.consumers) else site
@@ -45,7 +45,7 @@ class GatherRows:
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, GatherNodes)
         return (
-            all(map(_one_bias_row, site.matmuls))
+            all(map(one_bias_row, site.matmuls))
             and all(_gathers_rows(c, nodes) for c in nodes.consumers)
             and _one_shape(nodes.consumers)
         )
@@ -61,6 +61,9 @@ class GatherRows:
         return int(left.shape[1]), int(right.shape[1])
 
     def why_no_sum(self, site: OverlapSite, noun: str, sums: bool) -> str | None:
+        return None
+
+    def why_no_contraction(self, site: OverlapSite, noun: str, contracts: int) -> str | None:
         return None
 
     def why_not_scaled(self, site: OverlapSite) -> str | None:
@@ -97,12 +100,12 @@ def right_operands(emit: StepEmitter, nodes: GatherNodes) -> list[fx.Node]:
 
 
 def placed(emit: StepEmitter, consumer: GatherConsumer, result: fx.Node) -> fx.Node:
-    """The matmul's result as the graph reads it. ``result``: the op's, with its rows in the ranks' order."""
+    """The matmul's result as the graph reads it. ``result``: the op's result, with its rows in the ranks' order."""
     result = emit.cut_to_size(rows_in_place(emit, result, consumer.sharded, from_ranks=True), 0, consumer.sharded)
     return result if consumer.role == "M" else emit.contiguous(transposed(emit, result))
 
 
-def _one_bias_row(matmul: MatmulNode) -> bool:
+def one_bias_row(matmul: MatmulNode) -> bool:
     return matmul.bias is None or len(tools.shape(matmul.bias)) == 1
 
 

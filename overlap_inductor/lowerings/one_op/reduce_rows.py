@@ -57,6 +57,9 @@ class ReduceRows:
             return f"matmuls of {' and '.join(sorted(dtypes))} are added into one reduction; expected one dtype"
         return None
 
+    def why_no_contraction(self, site: OverlapSite, noun: str, contracts: int) -> str | None:
+        return None
+
     def why_not_scaled(self, site: OverlapSite) -> str | None:
         moved = tools.dtype(site.collectives[0].input)
         if moved not in (torch.bfloat16, torch.float16):

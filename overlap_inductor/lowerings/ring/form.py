@@ -57,7 +57,7 @@ class RingForm(Protocol):
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int | None:
         """Estimated number of FX nodes that the unrolled steps add; ``None`` if only a looping op can compute the site.
-        The number of pointwise ops may differ between ranks, so they are counted in multiples of 8 (see
+        The number of pointwise ops may differ between ranks, so it is rounded down to a multiple of 8 (see
         ``schedule.fit_budget``)."""
         ...
 
@@ -70,14 +70,14 @@ class RingForm(Protocol):
         ...
 
     def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:
-        """Write the site as unrolled steps. Returns as ``SiteSchedule.rewrite``."""
+        """Write the site as unrolled steps. Returns what ``SiteSchedule.rewrite`` returns."""
         ...
 
     def looping(
         self, emit: StepEmitter, site: OverlapSite, parts: int, route: str, floor: int
     ) -> tuple[fx.Node, Replaced]:
-        """Write the site as one looping op. Returns as ``SiteSchedule.rewrite``. ``floor``: below this token count, the
-        op runs the plain collective instead of the ring."""
+        """Write the site as one looping op. Returns what ``SiteSchedule.rewrite`` returns. ``floor``: below this token
+        count, the op runs the plain collective instead of the ring."""
         ...
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:

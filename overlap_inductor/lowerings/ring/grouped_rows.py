@@ -49,7 +49,7 @@ class _Shared:
 
 
 class GroupedRows:
-    """Writes pieces of one grouped matmul. What all pieces share is written at the first one."""
+    """Writes pieces of one grouped matmul. Nodes that all pieces share are written with the first piece."""
 
     def __init__(self, emit: StepEmitter, matmul: GroupedMatmul) -> None:
         self.emit, self.matmul = emit, matmul
@@ -66,7 +66,8 @@ class GroupedRows:
         ends = emit.call(torch.ops.prims.convert_element_type.default, matmul.ends, tools.dtype(places))
         weights = {}
         for rhs in (n.args[1] for n in self._steps if is_grouped(n)):
-            # Without ``after``, Inductor may compute weights again for each piece, for example a cast of all weights.
+            # Without this edge, Inductor may compute the weights again for each piece, for example a cast of all
+            # weights.
             weights[rhs] = emit.call(overlap.after.default, rhs, emit.chain) if _is_computed(rhs) else rhs
         return _Shared(places, ends, weights)
 
@@ -111,7 +112,7 @@ class GroupedRows:
         return tools.shape(self.matmul.index.args[0])[0]
 
     def _computed_once(self, node: fx.Node) -> fx.Node:
-        """``node``; if it is a vector or one column, written to memory once. If it were not, each piece might compute
+        """``node``. If it is a vector or one column, it is written to memory once. Without this, each piece might compute
         all of it again, for example the softmax of the router."""
         shape = tools.shape(node)
         if len(shape) > 1 and not same_size(shape[1], 1):
@@ -122,7 +123,7 @@ class GroupedRows:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether ``node`` is neither an input or a constant of the graph, nor a view of one."""
+    """False if ``node`` is an input or a constant of the graph, or a view of one; else true."""
     while True:
         piece = piece_of(node)
         if piece is not None:
@@ -134,7 +135,7 @@ def _is_computed(node: fx.Node) -> bool:
 
 
 def places_from_zero(emit: StepEmitter, matmul: GroupedMatmul) -> fx.Node:
-    """The places of a grouped matmul's rows in the shape of its rows, none of them negative."""
+    """The places of a grouped matmul's rows, in the shape of these rows. None of them is negative."""
     places = matmul.places
     if not matmul.counts_from_zero:
         rows = tools.shape(matmul.index.args[0])[0]

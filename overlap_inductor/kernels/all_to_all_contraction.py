@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``fused``: ``all_to_all(a) @ b`` in one persistent kernel, for a matmul that contracts the exchanged dim. An
+example is the output projection of Ulysses attention. There each peer sends its own heads of this rank's tokens.
+
+A tile of the result is a sum over the sources. A block begins with this rank's own part of K, which it reads in place.
+Then it adds the parts of ranks ``rank + 1``, ``rank + 2``, ... as they arrive. The sum is kept in fp32 and rounded
+once. The rows are cut into bands. All ranks send band 0 to all peers, then band 1, and the tiles of band 0 come first.
+So later bands arrive while the tiles of earlier bands are multiplied. If the transfers keep up, blocks wait only for
+the first band.
+
+The first ``PUSHERS`` blocks push before they multiply (``push``). A block whose next rows have not arrived pushes
+instead of waiting, as long as there are pieces to push. Without ``SENDS`` no block pushes: the rows are sent by a
+transport that needs no SM (``copy_engine``).
+
+A wait interrupts the pipelined loads of a loop. So only a block's first tile of a band has a loop for each source. For
+the block's other tiles of the band, all sources have arrived, and one loop reads the parts of all peers.
+
+Forward progress, memory ordering, CUDA graphs: as in ``all_gather_matmul``. Each wait for a source is followed by a
+``load_fence``. For later tiles of the band the block does not wait again: the fences of the first tile precede the
+later tiles' loads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from overlap_inductor.kernels.all_gather_matmul import last_block_ends
+from overlap_inductor.kernels.push import push_piece
+from overlap_inductor.kernels.push import push_until
+from overlap_inductor.kernels.signals import WAIT_KINDS
+from overlap_inductor.kernels.signals import WAIT_PART
+from overlap_inductor.kernels.signals import load_fence
+from overlap_inductor.kernels.signals import signal_flag
+from overlap_inductor.kernels.signals import unless_aborted
+from overlap_inductor.kernels.signals import wait_at_least
+from overlap_inductor.kernels.tile_order import claim
+from overlap_inductor.kernels.tile_order import claimed
+from overlap_inductor.kernels.tile_order import own_tile
+from overlap_inductor.kernels.tile_order import store_tile
+
+
+@triton.jit(do_not_specialize=["rank", "site", "rows", "shard_vectors"])
+def all_to_all_contraction(
+    own_desc, a, b_desc, c_desc, c, bias, gathered_desc, peer_data, peer_flags, flags, queues, calls, stop, patience,
+    site, rank, rows, inner, columns, shard_vectors, part_rows, part_vectors, signals,
+    WORLD: tl.constexpr, PARTS: tl.constexpr, SENDS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr,
+    BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
+    KEEP: tl.constexpr,
+):  # fmt: skip
+    """``c[rows, columns] = sum over sources s of received[s] @ b[s * inner : (s + 1) * inner] + bias``. Grid: any
+    number of blocks, ideally one per SM.
+
+    Args:
+        own_desc: the shard that this rank sends to itself, ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
+        a, shard_vectors: the address of ``[WORLD, rows, inner]``, a shard for each rank, and a shard's size in 16-byte
+            words.
+        b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``; K is ``WORLD * inner``, in the order of ranks.
+        c_desc: ``[rows, columns]``, fp16 or bf16, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide with ``HALVES``.
+        c: any address of that dtype.
+        gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. The rows of this
+            rank's own shard are not read.
+        inner: K of a shard, a multiple of ``BLOCK_K``: a block of ``b`` belongs to one source.
+        peer_data, peer_flags, flags, queues, calls, site, part_rows, part_vectors, BATCH, KEEP: as in
+            ``all_gather_matmul``.
+    """
+    call = tl.load(calls)
+    words = a.to(tl.pointer_type(tl.int32), bitcast=True)
+    # Written as products of four: so the compiler knows that masks end between 16-byte words.
+    shard_words = shard_vectors * 4
+    part_words = part_vectors * 4
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    tiles_part = part_rows // BLOCK_M
+    steps = inner // BLOCK_K
+    if SENDS:
+        sending = tl.program_id(0) < PUSHERS
+        while sending:
+            sending = push_piece(
+                words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience,
+                signals, WORLD, PARTS, PIECES, BLOCK, KEEP, True,
+            )  # fmt: skip
+
+    turn = claimed(claim(queues + 1, THREADS))
+    seen = -1
+    while turn < tiles_m * tiles_n:
+        for _ in range(BATCH):
+            if turn < tiles_m * tiles_n:
+                m, n = own_tile(turn, tiles_m, tiles_part, tiles_n, GROUP_M)
+                part = m // tiles_part
+                total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                # One loop over K reads this rank's own part. Then follows one loop for each peer. If all peers are
+                # known to have arrived, one loop reads the parts of all of them.
+                for i in range(tl.where(part == seen, 2, WORLD)):
+                    first = i
+                    last = tl.where((part == seen) & (i > 0), WORLD, i + 1)
+                    if (i > 0) & (part != seen):
+                        source = (rank + i) % WORLD
+                        flag = signal_flag(flags, source, part, signals, WORLD)
+                        if SENDS:
+                            push_until(
+                                flag, call + 1, words, peer_data, peer_flags, flags, queues, call, shard_words,
+                                part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP,
+                                True,
+                            )  # fmt: skip
+                        wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, source)
+                        load_fence()
+                    a_desc = gathered_desc
+                    if i == 0:
+                        a_desc = own_desc
+                    for step in tl.range(first * steps, last * steps):
+                        ahead = step // steps
+                        source = (rank + ahead) % WORLD
+                        k = (step - ahead * steps) * BLOCK_K
+                        row = m * BLOCK_M + tl.where(ahead > 0, source * rows, 0)
+                        if TRANSPOSED:
+                            right = b_desc.load([n * BLOCK_N, source * inner + k]).T
+                        else:
+                            right = b_desc.load([source * inner + k, n * BLOCK_N])
+                        total = tl.dot(a_desc.load([row, k]), right, total)
+                seen = part
+                total *= unless_aborted(1.0, stop)
+                if BIAS:
+                    at = n * BLOCK_N + tl.arange(0, BLOCK_N)
+                    total += tl.load(bias + at, mask=at < columns, other=0.0).to(tl.float32)[None, :]
+                following = claim(queues + 1, THREADS)
+                store_tile(c_desc, m * BLOCK_M, n * BLOCK_N, total.to(c.dtype.element_ty), HALVES)
+                turn = claimed(following)
+
+    if SENDS:
+        sending = True
+        while sending:
+            sending = push_piece(
+                words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience,
+                signals, WORLD, PARTS, PIECES, BLOCK, KEEP, True,
+            )  # fmt: skip
+
+    last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD, KEEP)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copy out of the workspace what the peers have sent. A kernel of schedule ``fused`` that also sends does this.
+
+A peer's slice is cut into parts, and a part into pieces. Blocks claim the pieces from a queue. The sender of a part
+sets the part's flag (``signals.signal_flag``).
+
+Memory ordering: the block waits for the part's flag by an acquire, a barrier follows, and its loads bypass L1.
+
+Forward progress: a block claims a piece here only when blocks of its rank have claimed everything that the rank sends.
+The block has also counted what it has stored itself. So a wait for a peer depends on nothing that this block holds
+back.
+
+CUDA graphs: ``call`` is read from device memory by the kernel that copies.
+
+If the group was aborted, the copied words become NaN in every float format, because a replay of a CUDA graph cannot
+raise an error.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from overlap_inductor.kernels.signals import WAIT_KINDS
+from overlap_inductor.kernels.signals import WAIT_RESULT
+from overlap_inductor.kernels.signals import has_come
+from overlap_inductor.kernels.signals import look
+from overlap_inductor.kernels.signals import signal_flag
+from overlap_inductor.kernels.signals import wait_at_least
+
+
+@triton.jit
+def _part_of(i, rank, copies, WORLD: tl.constexpr):
+    """``(source, part)`` of piece ``i``. Part 0 of all peers comes first. Within a part, the peers come in the order in
+    which they store to this rank: rank ``r`` stores to rank ``r + 1`` first."""
+    whole = (WORLD - 1) * copies
+    return (rank + WORLD - 1 - i % whole // copies) % WORLD, i // whole
+
+
+@triton.jit
+def may_receive(queue, flags, call, rank, signals, parts, copies, WORLD: tl.constexpr):
+    """Whether a piece is left, and the next piece's part has arrived. Another block may claim that piece first."""
+    i = tl.atomic_add(queue, 0, sem="relaxed")
+    left = i < (WORLD - 1) * parts * copies
+    source, part = _part_of(tl.where(left, i, 0), rank, copies, WORLD)
+    return left & has_come(signal_flag(flags, source, part, signals, WORLD), call + 1)
+
+
+@triton.jit
+def receive_piece(
+    result, staging, queue, flags, call, stop, patience, site, rank, signals,
+    parts, copies, slot_words, staged_words, part_words,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Claim one piece, wait for its part and copy it. Returns whether a piece was left.
+
+    Args:
+        result: int32 words of the result: slots of ``slot_words`` words, in the order of ranks.
+        staging: int32 words of this rank's workspace: slots of ``staged_words`` words, at least ``slot_words``.
+        queue: the word that counts claimed pieces.
+        parts, part_words: parts of a slot, and words of a part. The last part may be shorter.
+        copies: pieces of a part.
+        BLOCK: words that a block copies at once.
+    """
+    i = tl.atomic_add(queue, 1, sem="relaxed")
+    there = i < (WORLD - 1) * parts * copies
+    if there:
+        source, part = _part_of(i, rank, copies, WORLD)
+        flag = signal_flag(flags, source, part, signals, WORLD)
+        wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_RESULT, source)
+        aborted = look(stop)
+        came = staging + tl.cast(source, tl.int64) * staged_words
+        to = result + tl.cast(source, tl.int64) * slot_words
+        size = tl.cdiv(tl.cdiv(part_words, copies), BLOCK) * BLOCK
+        first = part * part_words + i % copies * size
+        last = tl.minimum(first + size, tl.minimum((part + 1) * part_words, slot_words))
+        for start in range(first, last, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            words = tl.load(came + at, mask=at < last, cache_modifier=".cg")
+            tl.store(to + at, tl.where(aborted == 0, words, -1), mask=at < last)
+    return there

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``fused`` launches ``all_to_all(a) @ b`` with the exchanged dim contracted
+(``kernels.all_to_all_contraction``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.kernels.all_to_all_contraction import all_to_all_contraction
+from overlap_inductor.lowerings.fused.calls import with_copies
+from overlap_inductor.lowerings.fused.gather import COPY_WORDS
+from overlap_inductor.lowerings.fused.gather import gathered
+from overlap_inductor.lowerings.fused.gather import own_shard
+from overlap_inductor.lowerings.fused.launch import NO_TAIL
+from overlap_inductor.lowerings.fused.launch import key_of
+from overlap_inductor.lowerings.fused.parameters import FusedParameters
+from overlap_inductor.lowerings.fused.parameters import band_rows
+from overlap_inductor.lowerings.fused.parameters import needed
+from overlap_inductor.lowerings.one_op.descriptors import TILES_A_BATCH
+from overlap_inductor.lowerings.one_op.descriptors import right_descriptor
+from overlap_inductor.lowerings.one_op.operands import check_operands
+from overlap_inductor.runtime.replay import launched
+from overlap_inductor.runtime.workspace import Launch
+from overlap_inductor.torch_compat.memory import rows_like
+from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+from overlap_inductor.transports.call_arguments import call_arguments
+from overlap_inductor.transports.credits import end_kernel
+from overlap_inductor.transports.credits import spoil_kernel
+
+PATTERN = "all_to_all_matmul"
+
+
+def all_to_all_contraction_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    launch: Launch,
+    parameters: FusedParameters,
+    bias: torch.Tensor | None = None,
+    keep: bool = False,
+) -> torch.Tensor:
+    """``sum over sources s of received[s] @ b[s] + bias``, with ``received = all_to_all(a)``.
+
+    Args:
+        a: ``[world_size * rows, k]``, a shard for each rank, fp16 or bf16, contiguous and aligned to 16 bytes.
+        b: ``[world_size * k, N]``, its rows in the order of ranks. Row-major or column-major, with rows or columns of
+            whole 16-byte words.
+        bias: ``[N]``.
+        keep: as in ``calls.all_gather_matmuls``.
+
+    Returns:
+        ``[rows, N]``, summed in fp32 and rounded once.
+
+    Raises:
+        UnsupportedError, TransferError: as ``calls.all_gather_matmul``.
+    """
+    launch.faults.check()
+    own = own_shard(PATTERN, a, launch)
+    out = rows_like(a, own.shape[0], b.shape[1], a.dtype)
+    copied = own.nbytes >= parameters.copies_from
+
+    def start() -> None:
+        key = ("contraction", *key_of(PATTERN, a, [b], [bias], NO_TAIL, parameters, keep))
+        kernel = launch.prepared.get(key)
+        if kernel is None:
+            kernel = _prepared(a, own, b, out, launch, parameters, bias, keep, copied)
+            if keep:
+                end_kernel(launch)
+            launch.remember(key, kernel)
+        given = (own, a, b, out, out, out if bias is None else bias)
+        if not copied:
+            kernel(*given)
+            return
+        part_rows = band_rows(len(own), launch.world_size, parameters)
+        with_copies(a, own, part_rows, launch, parameters, lambda: kernel(*given), keep)
+        if not keep:
+            spoil_kernel(launch, out)(out)
+
+    what = ("fused", "contraction", parameters, keep, out.data_ptr())
+    launched(launch, what, [a, b, bias], start, parameters.replays, [a] if copied else [])
+    return out
+
+
+def _prepared(
+    a: torch.Tensor,
+    own: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    launch: Launch,
+    p: FusedParameters,
+    bias: torch.Tensor | None,
+    keep: bool,
+    copied: bool,
+) -> PreparedKernel:
+    world_size, (rows, inner), columns = launch.world_size, own.shape, b.shape[1]
+    whole = own.new_empty(0, world_size * inner)
+    if inner % p.block_k or len(b) != world_size * inner:
+        raise UnsupportedError(
+            f"{len(b)} rows of the right operand are contracted with {world_size} slices of {inner}; expected slices of"
+            f" whole blocks of {p.block_k}"
+        )
+    check_operands(whole, b, bias)
+    launch.check_room(*needed(PATTERN, world_size, rows, inner, columns, a.element_size(), p))
+    part_rows = band_rows(rows, world_size, p)
+    right, transposed = right_descriptor(b, p.block_n, p.block_k)
+    block = [p.block_m, p.block_k]
+    varying = {
+        "own_desc": TensorDescriptor.from_tensor(own, block),
+        "a": a,
+        "b_desc": right,
+        "c_desc": TensorDescriptor.from_tensor(out, [p.block_m, p.block_n // 2 if p.halves else p.block_n]),
+        "c": out,
+        "bias": out if bias is None else bias,
+    }
+    fixed: dict[str, Any] = {
+        **call_arguments(all_to_all_contraction, launch),
+        "gathered_desc": TensorDescriptor.from_tensor(gathered(own, launch), block),
+        "rows": rows,
+        "inner": inner,
+        "columns": columns,
+        "shard_vectors": own.nbytes // 16,
+        "part_rows": part_rows,
+        "part_vectors": part_rows * inner * a.element_size() // 16,
+        "PARTS": -(-rows // part_rows),
+        "SENDS": not copied,
+        "PIECES": p.pieces,
+        "PUSHERS": p.pushers,
+        "BLOCK_M": p.block_m,
+        "BLOCK_N": p.block_n,
+        "BLOCK_K": p.block_k,
+        "GROUP_M": p.group_m,
+        "BLOCK": COPY_WORDS,
+        "BATCH": TILES_A_BATCH,
+        "THREADS": 32 * p.warps,
+        "HALVES": p.halves,
+        "TRANSPOSED": transposed,
+        "BIAS": bias is not None,
+        "KEEP": keep,
+    }
+    kernel = all_to_all_contraction
+    return PreparedKernel(kernel, p.blocks, varying, fixed, num_warps=p.warps, num_stages=p.stages)

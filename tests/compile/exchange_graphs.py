@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs of one all-to-all beside matmuls, for tests of schedules ``fused`` and ``chunked``."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from tests.compile import scaled_graphs
+from tests.compile.fused_graphs import BF16
+from tests.compile.fused_graphs import operand
+from tests.compile.scaled_graphs import weight
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
+from tests.support.hand_graph import c10d
+
+
+def exchange(made: HandGraph, x: fx.Node, extra: int = 0) -> fx.Node:
+    """An all-to-all of equal parts of dim 0. ``extra``: rows that the first part has more than the last one."""
+    part = x.meta["val"].shape[0] // made.world_size
+    parts = [part] * made.world_size
+    parts[0], parts[-1] = part + extra, part - extra
+    return made.wait(made.call(c10d.all_to_all_single.default, x, parts, parts, made.group))
+
+
+def sent_rows(rows: int = 24, inner: int = 16, columns: int = 40, dtype: torch.dtype = BF16) -> HandGraph:
+    made = HandGraph()
+    x = operand(made, rows * made.world_size, inner, "x", dtype)
+    return made.output(exchange(made, made.mm(x, operand(made, inner, columns, dtype=dtype))))
+
+
+def sent_heads(width: int = 8) -> HandGraph:
+    """The heads of a batch of two sequences are exchanged, with a bias."""
+    made = HandGraph()
+    columns, ranks = 2 * width * made.world_size, made.world_size
+    pair = operand(made, 48, 16, "x"), operand(made, 16, columns)
+    heads = made.call(aten.addmm.default, made.input(columns, name="bias", dtype=BF16), *pair)
+    heads = made.call(aten.permute.default, made.view(heads, 2, 24, ranks, 2, width), [2, 1, 0, 3, 4])
+    sent = made.call(aten.clone.default, heads, memory_format=torch.contiguous_format)
+    return made.output(exchange(made, made.view(sent, 48 * ranks, 2 * width)))
+
+
+def received_rows(rows: int = 24, inner: int = 16, columns: int = 40) -> HandGraph:
+    """A matmul of what arrives, a second one whose rows are transposed, and another reader."""
+    made = HandGraph()
+    x = exchange(made, operand(made, rows * made.world_size, inner, "x"))
+    plain = made.mm(x, operand(made, inner, columns))
+    turned = made.mm(operand(made, 8, inner, "v"), made.call(aten.permute.default, x, [1, 0]))
+    return made.output(plain, turned, made.call(aten.add.Tensor, x, 1))
+
+
+def uneven() -> HandGraph:
+    made = HandGraph()
+    product = made.mm(operand(made, 48, 16, "x"), operand(made, 16, 40))
+    return made.output(exchange(made, product, extra=8))
+
+
+def uneven_received() -> HandGraph:
+    made = HandGraph()
+    return made.output(made.mm(exchange(made, operand(made, 48, 16, "x"), extra=8), operand(made, 16, 40)))
+
+
+def summed() -> HandGraph:
+    made = HandGraph()
+    pairs = [(operand(made, 48, 16, f"x{i}"), operand(made, 16, 40, f"w{i}")) for i in range(2)]
+    return made.output(exchange(made, made.call(aten.add.Tensor, *(made.mm(*pair) for pair in pairs))))
+
+
+def contracted(inner: int = 16) -> HandGraph:
+    """The exchanged heads are contracted, as in the output projection of Ulysses attention."""
+    made = HandGraph()
+    ranks = made.world_size
+    x = made.view(exchange(made, operand(made, 24 * ranks, inner, "x")), ranks, 24, inner)
+    x = made.view(made.call(aten.permute.default, x, [1, 0, 2]), 24, ranks * inner)
+    return made.output(made.mm(x, operand(made, ranks * inner, 40)))
+
+
+def contracted_heads() -> HandGraph:
+    """The output projection of Ulysses attention, batch 2, with a bias; another node reads what arrives."""
+    made = HandGraph()
+    ranks = made.world_size
+    x = made.view(operand(made, 2 * ranks * 24, 128, "x"), 2, ranks, 24, 2, 64)
+    x = made.call(aten.permute.default, x, [1, 3, 0, 2, 4])
+    x = made.view(made.call(aten.clone.default, x, memory_format=torch.contiguous_format), ranks * 2 * 2, 24 * 64)
+    x = made.view(exchange(made, x), ranks * 2, 2, 24, 64)
+    x = made.call(aten.clone.default, made.call(aten.permute.default, x, [1, 2, 0, 3]))
+    x = made.view(x, 48, ranks * 128)
+    projected = made.call(
+        aten.addmm.default, made.input(40, name="bias", dtype=BF16), x, operand(made, ranks * 128, 40)
+    )
+    return made.output(projected, made.call(aten.relu.default, x))
+
+
+def activated() -> HandGraph:
+    made = HandGraph()
+    product = made.mm(operand(made, 48, 16, "x"), operand(made, 16, 40))
+    return made.output(exchange(made, made.call(aten.relu.default, product)))
+
+
+def one_bias_for_all_columns() -> HandGraph:
+    made = HandGraph()
+    pair = operand(made, 48, 16, "x"), operand(made, 16, 32)
+    product = made.call(aten.addmm.default, made.input(1, name="bias", dtype=BF16), *pair)
+    product = made.call(aten.permute.default, made.view(product, 48, 2, 16), [1, 0, 2])
+    return made.output(exchange(made, made.view(product, 96, 16)))
+
+
+def sent_as_other_floats() -> HandGraph:
+    made = HandGraph()
+    arrived = exchange(made, made.call(aten.view.dtype, operand(made, 48, 16, "x"), torch.float16))
+    return made.output(made.mm(made.call(aten.view.dtype, arrived, BF16), operand(made, 16, 40)))
+
+
+def scaled() -> HandGraph:
+    made = HandGraph()
+    return made.output(exchange(made, scaled_graphs.multiply(made, scaled_graphs.fp8(made, 64, 32), weight(made))))

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the projections before and after Ulysses attention on GPUs: as written, and in each schedule that can compute
+them. ``tests.gpu.check_fused`` runs this. (``bench.operators`` times exchanges of rows.)"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import overlap_inductor
+from tests.gpu.fused_epilogues import half
+from tests.gpu.fused_epilogues import medians
+from tests.support.ulysses import to_heads
+from tests.support.ulysses import to_tokens
+
+HEAD = 128
+
+
+def _to_heads(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    return to_heads(F.linear(x, a).unflatten(-1, (-1, HEAD)), dist.group.WORLD)
+
+
+def _from_heads(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    return F.linear(to_tokens(x, dist.group.WORLD).flatten(2, 3), a)
+
+
+def _compiled(function: Callable[..., Any], **switches: Any) -> Callable[..., Any]:
+    """``function`` compiled with these switches. It has a code object of its own, so it shares no entry of Dynamo's
+    cache."""
+    namespace = {"function": function}
+    exec("def overlapped(*args): return function(*args)", namespace)
+    made = torch.compile(namespace["overlapped"], dynamic=False)
+
+    def call(*args: Any) -> Any:
+        with overlap_inductor.overlap(**switches):
+            return made(*args)
+
+    return call
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "keep": {"mode": "off"},
+    "fused": {"schedule": "fused", "mode": "strict"},
+    "fused/sm_push": {"schedule": "fused", "transport": "sm_push", "mode": "strict"},
+    "ring": {"schedule": "ring", "mode": "strict"},
+}
+
+
+def exchange_times(world_size: int) -> dict[str, dict[str, float]]:
+    """Microseconds (medians on this rank) of a projection with its exchange, by way. ``matmul`` and ``exchange`` are
+    the parts alone. The exchange has the plan's bytes and no permute. Every result must agree with ``keep``.
+
+    Names: tokens of all ranks and hidden size.
+    """
+    found = {}
+    for hidden in (4096, 8192):
+        for tokens in (8192, 16384):
+            own, heads = tokens // world_size, hidden // HEAD
+            weight = half(hidden, hidden, scale=hidden**-0.5)
+            rows = half(own, hidden)
+            cases = {
+                "to heads": (_to_heads, half(1, own, hidden), WAYS | {"chunked": {"schedule": "chunked"}}),
+                "from heads": (_from_heads, half(1, tokens, heads // world_size, HEAD), WAYS),
+            }
+            for name, (function, x, ways) in cases.items():
+                torch._dynamo.reset()
+                calls = {
+                    way: functools.partial(_compiled(function, **switches), x, weight) for way, switches in ways.items()
+                }
+                expected = calls["keep"]().float()
+                for way, call in calls.items():
+                    assert (call().float() - expected).abs().max() < 2e-2 * expected.abs().max(), f"{name} {way}"
+                calls["matmul"] = functools.partial(F.linear, rows, weight)
+                calls["exchange"] = functools.partial(dist.all_to_all_single, torch.empty_like(rows), rows)
+                found[f"{name} {tokens} {hidden}"] = medians(calls)
+    return found
