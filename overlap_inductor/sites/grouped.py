@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GroupedMatmul`` treats three things as one matmul: a grouped matmul, the ops before and after it that compute each
-row by itself, and the index that restores the tokens' order.
+"""``GroupedMatmul`` treats three things as one matmul: a grouped matmul, the ops around it that compute each row by
+itself, and the index that restores the tokens' order.
 
 A mixture of experts sorts its ``(token, expert)`` pairs by expert, so that one grouped matmul multiplies all of them.
 Afterwards an index brings the rows back. A region (``passes.find_region``) takes these nodes together as one of

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture-of-experts models of ``transformers`` under their expert-parallel plan: the experts' all-reduces are sites
-of both grouped matmuls, all ranks agree although each rank's graph holds its rank, and logits agree with fp64."""
+"""Mixture-of-experts models of ``transformers`` under their expert-parallel plan. The experts' all-reduces are sites
+of both grouped matmuls. All ranks agree, although each rank's graph holds its rank. Logits agree with fp64."""
 
 from __future__ import annotations
 

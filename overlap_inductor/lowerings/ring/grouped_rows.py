@@ -112,8 +112,8 @@ class GroupedRows:
         return tools.shape(self.matmul.index.args[0])[0]
 
     def _computed_once(self, node: fx.Node) -> fx.Node:
-        """``node``. If it is a vector or one column, it is written to memory once. Without this, each piece might compute
-        all of it again, for example the softmax of the router."""
+        """``node``. If it is a vector or one column, it is written to memory once. Without this, each piece might
+        compute all of it again, for example the softmax of the router."""
         shape = tools.shape(node)
         if len(shape) > 1 and not same_size(shape[1], 1):
             return node
