@@ -81,14 +81,21 @@ class Experts(torch.nn.Module):
         ends = torch.cumsum(counts, 0, dtype=torch.int32)
         masked = (ordered >= self.local).unsqueeze(-1)
         rows = x[order // self.sizes.chosen].masked_fill(masked, 0.0)
-        gate, values = torch._grouped_mm(rows, up, offs=ends).masked_fill(masked, 0.0).chunk(2, -1)
-        y = torch._grouped_mm(F.silu(gate) * values, down, offs=ends).masked_fill(masked, 0.0)
+        y = self._computed(rows, ordered, [up, down], ends, masked).masked_fill(masked, 0.0)
         if not self.late:
             y = y * weights.reshape(-1)[order].unsqueeze(-1)
         y = y[self._back(order)].view(x.shape[0], self.sizes.chosen, self.sizes.hidden)
         if self.late:
             y = y * weights.unsqueeze(-1)
         return self.reduce(y.sum(1))
+
+    def _computed(
+        self, rows: torch.Tensor, ids: torch.Tensor, weights: Weights, ends: torch.Tensor, masked: torch.Tensor
+    ) -> torch.Tensor:
+        """The rows that this rank's experts compute from ``rows``, which are in the order of their experts ``ids``."""
+        up, down = weights
+        gate, values = torch._grouped_mm(rows, up, offs=ends).masked_fill(masked, 0.0).chunk(2, -1)
+        return torch._grouped_mm(F.silu(gate) * values, down, offs=ends)
 
     def _back(self, order: torch.Tensor) -> torch.Tensor:
         if self.places == "argsort":
@@ -101,10 +108,14 @@ class Experts(torch.nn.Module):
         """The result of all experts, computed without a grouped matmul, in the dtype of ``x``."""
         result = torch.zeros_like(x)
         for expert, (up, down) in enumerate(zip(self.all_up.to(x.dtype), self.all_down.to(x.dtype), strict=True)):
-            gate, values = (x @ up).chunk(2, -1)
             share = (weights * (ids == expert)).sum(1, keepdim=True)
-            result += (F.silu(gate) * values) @ down * share
+            result += self._expert(x, expert, up, down) * share
         return result
+
+    def _expert(self, x: torch.Tensor, expert: int, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        """The rows that ``expert``, whose weights are ``up`` and ``down``, computes from ``x``."""
+        gate, values = (x @ up).chunk(2, -1)
+        return (F.silu(gate) * values) @ down
 
 
 class DispatchedExperts(torch.nn.Module):

@@ -39,9 +39,9 @@ from torch import fx
 
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import matmuls
-from overlap_inductor.sites.grouped import is_grouped_operator
 from overlap_inductor.sites.placement import movable
 from overlap_inductor.sites.placement import needed_behind
+from overlap_inductor.sites.row_steps import is_grouped_operator
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.step_values import evaluated
 from overlap_inductor.torch_compat.step_values import mark

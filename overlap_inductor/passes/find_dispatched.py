@@ -20,10 +20,10 @@ from overlap_inductor.sites import permutations
 from overlap_inductor.sites.all_to_all import Splits
 from overlap_inductor.sites.all_to_all import changes_shards
 from overlap_inductor.sites.dispatched_nodes import DispatchedNodes
-from overlap_inductor.sites.grouped import cut_by_rows
-from overlap_inductor.sites.grouped import is_grouped
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.sites.row_steps import is_grouped
+from overlap_inductor.sites.row_steps import is_pointwise_on_rows
 from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
@@ -100,11 +100,7 @@ def _by_rows(node: fx.Node, indexed: fx.Node, found: set[fx.Node]) -> bool:
         return False
     if is_grouped(node):
         return node.args[0] in found and node.args[1] not in found
-    if not tools.is_pointwise(node) or tools.is_bitcast(node) or operators.is_mutable(node):
-        return False
-    if not all(map(tools.is_tensor, node.all_input_nodes)):
-        return False  # The node reads a size that the graph computes. A program (``RowProgram``) cannot hold one.
-    return all(n in found or cut_by_rows(n, rows) is not None for n in tools.tensor_inputs(node))
+    return is_pointwise_on_rows(node, rows)
 
 
 def _why_not(nodes: DispatchedNodes, indexed: fx.Node) -> str | None:

@@ -13,17 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import fx
 
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.all_to_all import Splits
 from overlap_inductor.sites.grouped import KIND
 from overlap_inductor.sites.grouped import GroupedNode
-from overlap_inductor.sites.grouped import cut_by_rows
-from overlap_inductor.sites.grouped import is_grouped
 from overlap_inductor.sites.layouts import Atom
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import ShardedDim
@@ -33,20 +29,10 @@ from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import MatmulSizes
 from overlap_inductor.sites.nodes import SiteNodes
 from overlap_inductor.sites.placement import Placement
-from overlap_inductor.sites.row_program import HandedOut
-from overlap_inductor.sites.row_program import RowProgram
-from overlap_inductor.sites.row_program import dtype_name
+from overlap_inductor.sites.row_operands import Operands
+from overlap_inductor.sites.row_operands import operands_of
+from overlap_inductor.sites.row_steps import is_grouped
 from overlap_inductor.torch_compat import operators
-
-
-@dataclass(frozen=True)
-class Operands:
-    """What a site's ``program`` reads besides the rows that arrived: tensors with one row for each arrived row, and
-    tensors that serve all rows."""
-
-    program: RowProgram
-    rows: list[fx.Node]
-    whole: list[fx.Node]
 
 
 @dataclass
@@ -173,34 +159,4 @@ class DispatchedNodes(SiteNodes):
     def operands(self) -> Operands:
         """The steps as a program, and what it reads. Raises ``ValueError`` if an argument cannot be written as text."""
         first, *steps = self.steps
-        read = [n for step in steps for n in tools.tensor_inputs(step) if n not in self.steps and n is not self.ends]
-        read = list(dict.fromkeys(read))
-        # If there are as many experts as rows, the weights look like a tensor with one entry for each row.
-        count, weights = tools.shape(first)[0], {m.rhs for m in self.grouped}
-        rows = [n for n in read if n not in weights and cut_by_rows(n, count)]
-        whole = [n for n in read if n not in rows]
-        numbers = {n: i for i, n in enumerate([first, *rows, *steps])}
-
-        def encoded(value: Any) -> Any:
-            if isinstance(value, fx.Node):
-                if value in numbers:
-                    return {"row": numbers[value]}
-                return {"ends": 0} if value is self.ends else {"whole": whole.index(value)}
-            if isinstance(value, torch.dtype):
-                return {"dtype": dtype_name(value)}
-            if value is None or isinstance(value, (bool, int, float, str)):
-                return value
-            if isinstance(value, (list, tuple)):
-                return [encoded(v) for v in value]
-            raise ValueError(f"an experts' op has the argument {value!r}; expected tensors, numbers and dtypes")
-
-        ops = tuple(
-            (operators.full_name(n), [encoded(a) for a in n.args], {k: encoded(v) for k, v in n.kwargs.items()})
-            for n in steps
-        )
-        result = self.put.args[2]
-        out = tuple(
-            HandedOut(numbers[n], tuple(tools.shape(n)[1:]), dtype_name(tools.dtype(n))) for n in self.handed_out()
-        )
-        program = RowProgram(ops, numbers[result], tools.shape(result)[1], dtype_name(tools.dtype(result)), out)
-        return Operands(program, rows, whole)
+        return operands_of([first], steps, self.ends, self.put.args[2], self.handed_out())

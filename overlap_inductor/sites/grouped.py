@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GroupedMatmul`` treats three things as one matmul: a grouped matmul, the pointwise ops after it, and the index that
-restores the tokens' order.
+"""``GroupedMatmul`` treats three things as one matmul: a grouped matmul, the ops around it that compute each row by
+itself, and the index that restores the tokens' order.
 
 A mixture of experts sorts its ``(token, expert)`` pairs by expert, so that one grouped matmul multiplies all of them.
 Afterwards an index brings the rows back. A region (``passes.find_region``) takes these nodes together as one of
 its matmuls. The leading dims of its result are those of the tokens::
 
+    x    = row_steps(...)                                                # the experts' first matmul, an activation
     y    = _grouped_mm(x, w, ends)                                       # rows in the experts' order
     rows = pointwise(y, shares, ...)                                     # a mask, weights: row by row, or for all rows
     out  = reshape(index(rows, [places]), [tokens, experts_a_token, N])  # row i of out is row places[i] of rows
@@ -18,7 +19,6 @@ sort the pairs with any ops.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -27,11 +27,13 @@ from overlap_inductor.facts import site as facts
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.matmuls import MatmulNode
+from overlap_inductor.sites.row_steps import cut_by_rows
+from overlap_inductor.sites.row_steps import is_grouped
+from overlap_inductor.sites.row_steps import steps_before
 from overlap_inductor.torch_compat import operators
 
 aten = torch.ops.aten
 KIND = "grouped_mm"
-_OPERATORS = {("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback")}
 STEPS = 16
 """The most nodes that the search from the index back to its grouped matmul may visit."""
 
@@ -101,24 +103,44 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def inner(self) -> list[fx.Node]:
-        """The grouped matmul, the pointwise ops after it, the index and its views, without ``node``."""
-        found = _computed_rows(self.index.args[0])
-        assert found is not None, "the nodes of a grouped matmul were checked when it was found"
+        """``steps``, the index and its views, without ``node``."""
         views, node = [], self.node
         while node is not self.index:
             node = node.args[0]
             views.append(node)
-        return [*found, *views]
+        return [*self.steps, *views]
+
+    @property
+    def steps(self) -> list[fx.Node]:
+        """The nodes that compute the rows that the index reads, row by row, in graph order. They are the grouped
+        matmul, the pointwise ops after it, and the steps before them (``row_steps.steps_before``)."""
+        return sorted([*self._before, *self._after])
+
+    @property
+    def earlier(self) -> list[GroupedNode]:
+        """The grouped matmuls before this one, whose results its left operand is computed from."""
+        return [GroupedNode(n, KIND) for n in self._before if is_grouped(n)]
 
     @property
     def grouped(self) -> fx.Node:
-        return next(n for n in self.inner if is_grouped(n))
+        return next(n for n in self._after if is_grouped(n))
 
     @property
     def is_masked(self) -> bool:
         """Whether a ``where`` follows the grouped matmul. It is taken as the mask of rows of other ranks' experts,
         which are not multiplied."""
-        return any(n.target is aten.where.self for n in self.inner)
+        return any(n.target is aten.where.self for n in self._after)
+
+    @property
+    def _before(self) -> list[fx.Node]:
+        return steps_before(self._after, self.ends, tools.shape(self.index.args[0])[0])
+
+    @property
+    def _after(self) -> list[fx.Node]:
+        """The grouped matmul and the pointwise ops after it."""
+        found = _computed_rows(self.index.args[0])
+        assert found is not None, "the nodes of a grouped matmul were checked when it was found"
+        return found
 
     def output_role(self, dim: int) -> str:
         return "N" if dim == len(tools.shape(self.node)) - 1 else "M"
@@ -137,21 +159,6 @@ def parse(node: fx.Node) -> GroupedMatmul | None:
     if len(tools.shape(places)) != 1 or _computed_rows(index.args[0]) is None:
         return None
     return GroupedMatmul(node, KIND)
-
-
-def is_grouped(node: fx.Node) -> bool:
-    """Whether ``node`` multiplies groups of rows of a matrix, each by a matrix of its own."""
-    if not is_grouped_operator(node):
-        return False
-    lhs, rhs, *_ = node.args
-    if operators.argument(node, "offs") is None or operators.argument(node, "bias") is not None:
-        return False
-    return len(tools.shape(lhs)) == 2 and len(tools.shape(rhs)) == 3
-
-
-def is_grouped_operator(node: fx.Node) -> bool:
-    """Whether ``node`` multiplies groups in any way: of rows, of columns, or of the contracted dim."""
-    return operators.qualified_name(node) in _OPERATORS and tools.is_tensor(node)
 
 
 def _is_order(node: fx.Node) -> bool:
@@ -200,12 +207,3 @@ def _reaches(top: fx.Node, found: dict[fx.Node, bool]) -> bool:
         else:
             found[stack.pop()] = any(found[n] for n in sources)
     return found[top]
-
-
-def cut_by_rows(node: fx.Node, rows: Any) -> bool | None:
-    """An op on ``rows`` rows reads ``node``. True if dim 0 of ``node`` has one entry for each row. False if all rows
-    read the same values; ``None`` if neither is known."""
-    shape = tools.shape(node)
-    if len(shape) < 2 or (isinstance(shape[0], int) and shape[0] == 1):
-        return False
-    return True if same_size(shape[0], rows) else None

@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from overlap_inductor.sites import graph_tools as tools
-from overlap_inductor.sites.grouped import is_grouped_operator
 from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.sites.row_steps import is_grouped_operator
 
 aten = torch.ops.aten
 PERMUTATION = "overlap_permutation"

@@ -11,6 +11,7 @@ from torch import fx
 
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.grouped import GroupedMatmul
+from overlap_inductor.sites.grouped import GroupedNode
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import ShardedDim
 from overlap_inductor.sites.layouts import Size
@@ -62,7 +63,7 @@ class ReduceNodes(SiteNodes):
     Attributes:
         ends: the collectives; several if the results of all-reduces are added to each other.
         result: the wait, or the sum of the waits.
-        leaves: the matmuls.
+        leaves: the matmuls that compute the result, without those from which a leaf's left operand is computed.
         layouts: the layout of each node that is computed in pieces or that pieces read, in the atoms of the
             collective's input. A tensor that is broadcast may have atoms of its own.
         through: source of each view-like node.
@@ -125,15 +126,16 @@ class ReduceNodes(SiteNodes):
 
     @property
     def matmuls(self) -> list[MatmulNode]:
-        return self.leaves
+        """The leaves, each of them behind the grouped matmuls that its left operand is computed from."""
+        return [m for leaf in self.leaves for m in (*_earlier(leaf), leaf)]
 
     @property
     def sharded_dims(self) -> list[ShardedDim]:
-        return [self.sharded] * len(self.leaves)
+        return [self.sharded] * len(self.matmuls)
 
     @property
     def roles(self) -> list[str]:
-        return [self.role] * len(self.leaves)
+        return [self.role] * len(self.matmuls)
 
     @property
     def tokens(self) -> Size:
@@ -141,18 +143,20 @@ class ReduceNodes(SiteNodes):
         return self.padded_shape[-2]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """The sizes of each matmul. The contracted dim may be a shard whose size differs between ranks, so ``own`` is
-        K."""
+        """The sizes of each matmul. The contracted dim of a leaf may be a shard whose size differs between ranks, so
+        ``own`` is K. The columns of a matmul before a leaf may be that shard, too."""
         found = []
-        for matmul in self.leaves:
-            *batch, m, k = tools.shape(matmul.lhs)
-            n = tools.shape(matmul.rhs)[-1]
-            *_, m, n = self.padded_shape if self.padding is not None else (m, n)
-            if isinstance(matmul, GroupedMatmul) and matmul.is_masked:
-                # The number of rows of this rank's experts is known at run time only, so the mean over the ranks is
-                # taken.
-                m = m // self.ends[0].world_size
-            found.append(MatmulSizes(batch, m, n, k, own="K"))
+        for leaf in self.leaves:
+            masked = isinstance(leaf, GroupedMatmul) and leaf.is_masked
+            for matmul in (*_earlier(leaf), leaf):
+                *batch, m, k = tools.shape(matmul.lhs)
+                n = tools.shape(matmul.rhs)[-1]
+                *_, m, n = self.padded_shape if self.padding is not None else (m, n)
+                if masked:
+                    # The number of rows of this rank's experts is known at run time only, so the mean over the ranks
+                    # is taken.
+                    m = m // self.ends[0].world_size
+                found.append(MatmulSizes(batch, m, n, k, own="K" if matmul is leaf else "NK"))
         return found
 
     @property
@@ -199,3 +203,7 @@ class ReduceNodes(SiteNodes):
 
     def computed_ahead(self) -> list[str]:
         return []
+
+
+def _earlier(leaf: MatmulNode) -> list[GroupedNode]:
+    return leaf.earlier if isinstance(leaf, GroupedMatmul) else []

@@ -9,20 +9,23 @@ the library gets the text and runs the same operators on some of the rows at a t
              ["aten.mul.Tensor", [{"row": 2}, {"row": 1}], {}]],
      "result": 3, "width": 4096, "dtype": "bfloat16", "handed_out": []}
 
-``row 0`` are the rows that arrived. ``row 1``, ``row 2``, ... are the rows of other tensors, then the results of the
-ops, in order. ``whole`` tensors serve all rows. ``ends`` says where the rows of each expert end. This module does not
-use FX.
+``row 0``, ``row 1``, ... are the rows that the program is given, for example those that arrived, then the results of
+the ops, in order. ``whole`` tensors serve all rows. ``ends`` says where the rows of each expert end. The op ``getitem``
+takes an element of a list, such as a part of a split. This module does not use FX.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+GETITEM = "getitem"
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @functools.cache
 def _operator(name: str) -> Any:
-    namespace, operator, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+    if name == GETITEM:
+        return operator.getitem
+    namespace, called, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), called), overload)
 
 
 def _decoded(value: Any, given: dict[str, Any]) -> Any:

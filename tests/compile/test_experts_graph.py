@@ -23,7 +23,8 @@ from tests.support.fake_group import fake_group
 from tests.support.fake_group import report_of
 from tests.support.generated_code import lines_of
 
-SITE = ("matmul_all_reduce", None, ["grouped_mm M"], "overlapped")
+SITE = ("matmul_all_reduce", None, ["grouped_mm M", "grouped_mm M"], "overlapped")
+ONE = ("matmul_all_reduce", None, ["grouped_mm M"], "overlapped")
 STEP = {"extern_kernels._grouped_mm(": "matmul", "exchange_send.default(": "send", "exchange_wait.default(": "wait"}
 
 
@@ -62,7 +63,7 @@ def test_a_reduce_scatter() -> None:
 
     with fake_group(2), torch.no_grad():
         report = report_of(Experts(0, 2, reduce=scatter), *inputs(16))
-    assert summary(report) == [("matmul_reduce_scatter", 0, ["grouped_mm M"], "overlapped")]
+    assert summary(report) == [("matmul_reduce_scatter", 0, ["grouped_mm M", "grouped_mm M"], "overlapped")]
 
 
 def _rows(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -106,18 +107,19 @@ def test_a_near_miss(name: str) -> None:
     assert named in report.near_misses[0].reason.text and report.after == report.before
 
 
-def _activated(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    return _sum(_rows(x, w, ends).relu()[places])
+def _mean(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    rows = _rows(x, w, ends)[places]
+    return funcol.all_reduce(rows.view(-1, 2, rows.shape[-1]).mean(1), "sum", dist.group.WORLD)
 
 
 @pytest.mark.usefixtures("two")
 def test_what_no_looping_op_computes() -> None:
-    """Steps in the graph compute any pointwise op on the rows. The op knows a mask and one factor for each row."""
+    """Steps in the graph compute any reduction over a token's experts. The op only sums."""
     x, w = torch.randn(32, 16).bfloat16(), torch.randn(4, 16, 16).bfloat16()
     arguments = x, w, torch.tensor([8, 8, 20, 32]).int(), torch.arange(32).flip(0)
-    assert summary(report_of(_activated, *arguments)) == [SITE]
+    assert summary(report_of(_mean, *arguments)) == [ONE]
     torch._dynamo.reset()
-    (site,) = report_of(_activated, *arguments, step_node_budget=1).sites
+    (site,) = report_of(_mean, *arguments, step_node_budget=1).sites
     assert [r.code for r in site.decision.reasons] == ["too_many_steps"]
 
 
@@ -150,19 +152,20 @@ def test_the_planner_counts_own_rows_and_repeated_reads_of_weights() -> None:
         "slow memory": "kept",
     }
     estimate = reports["many"].sites[0].decision.moving.estimate_us
-    # Half of 512 rows are expected to be this rank's.
-    assert estimate["matmul"] == pytest.approx(2 * 256 * 24 * 16 / 4e8 * 1e6, rel=0.01)
+    # Half of 512 rows are expected to be this rank's. The first grouped matmul has twice the FLOPs of the second.
+    assert estimate["matmul"] == pytest.approx(3 * 2 * 256 * 24 * 16 / 4e8 * 1e6, rel=0.01)
 
 
 @pytest.mark.usefixtures("alone")
 def test_each_block_is_sent_before_the_next_one_is_multiplied() -> None:
-    """Catches one kernel that gathers the rows of all blocks first, and weights that each block casts again."""
+    """Each block has both grouped matmuls. Catches one kernel that gathers the rows of all blocks first, and weights
+    that each block casts again."""
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         return Experts(3, 8)(x.bfloat16(), (x[:, :2].abs() * 100).long() % 8, x[:, 2:4].bfloat16())
 
     lines = lines_of(layer, (64, 16))
     found = [step for line in lines for mark, step in STEP.items() if mark in line and line.startswith("buf")]
-    assert found == ["matmul"] + ["matmul", "send"] * 7 + ["matmul", "wait", "send", "wait"]
+    assert found == ["matmul", "matmul", "send"] * 7 + ["matmul", "matmul", "wait", "send", "wait"]
     gathers = [line for line in lines if re.match(r"cpp_fused__grouped_mm_\d", line)]
     assert len(gathers) == 8 and all(line.count("buf") == 3 for line in gathers)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture-of-experts models of ``transformers`` under their expert-parallel plan: the experts' all-reduces are sites,
-all ranks agree although each rank's graph holds its rank, and logits agree with fp64."""
+"""Mixture-of-experts models of ``transformers`` under their expert-parallel plan. The experts' all-reduces are sites
+of both grouped matmuls. All ranks agree, although each rank's graph holds its rank. Logits agree with fp64."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def _problems(
     problems += [text for r in reports for text in (*waste(r), *r.notices)]
     problems += [f"{m.module}: {m.reason}" for r in reports for m in r.near_misses if "experts" in (m.module or "")]
     sites = [s for r in reports for s in r.sites if s.facts.matmuls[0].kind == EXPERTS]
+    problems += [f"{s.facts.module} has {s.facts.matmuls}" for s in sites if len(s.facts.matmuls) != 2]
     return dict(Counter(s.facts.pattern for s in sites if s.decision.status == "overlapped")), problems
 
 

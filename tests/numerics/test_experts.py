@@ -16,6 +16,8 @@ from overlap_inductor.report.publish import all_reports
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 from tests.support.expert_layers import LOADS
+from tests.support.expert_layers import ApartExperts
+from tests.support.expert_layers import BiasedExperts
 from tests.support.expert_layers import inputs
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
@@ -26,10 +28,13 @@ TOLERANCE = 4e-2
 """The layers compute in bf16, the only dtype in which ``torch.compile`` traces ``_grouped_mm``."""
 SPELLINGS: dict[str, dict[str, Any]] = {
     "put": {},
-    "argsort": {"places": "argsort"},
-    "negative places": {"places": "negative"},
-    "late weights": {"late": True},
+    "argsort": {"spelling": {"places": "argsort"}},
+    "negative places": {"spelling": {"places": "negative"}},
+    "late weights": {"spelling": {"late": True}},
+    "biases": {"kind": BiasedExperts},
+    "gate apart": {"kind": ApartExperts},
 }
+"""Arguments of ``_every_load``: ``kind`` of experts and their ``spelling``."""
 
 
 def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -44,7 +49,8 @@ def _every_load(
     rank: int, world_size: int, tokens: int, layer: dict[str, Any], scatters: bool, options: dict[str, Any]
 ) -> tuple[list[tuple[str, bool]], dict[str, float], list[str]]:
     """``(pattern of each site, whether its steps are unrolled; {loads: relative error}, problems)`` of one graph."""
-    experts = Experts(rank, world_size, reduce=_scattered if scatters else None, **layer)
+    kind = layer.get("kind", Experts)
+    experts = kind(rank, world_size, **layer.get("spelling", {}), **({"reduce": _scattered} if scatters else {}))
     reports: list[OverlapReport] = []
     compiled = torch.compile(experts, backend=interpreted(OverlapConfig(schedule="ring", **options), reports))
     errors = {}
@@ -83,7 +89,9 @@ def test_blocks_of_tokens(world_size: int, spelling: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("world_size", "spelling"), [(2, "put"), (4, "negative places")])
+@pytest.mark.parametrize(
+    ("world_size", "spelling"), [(2, "put"), (4, "negative places"), (2, "biases"), (2, "gate apart")]
+)
 def test_looping_op(world_size: int, spelling: str) -> None:
     """Catches an op that computes something else than the unrolled steps."""
     layer, options = SPELLINGS[spelling], {"step_node_budget": 1}

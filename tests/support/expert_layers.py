@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of ``bench.support.experts.Experts``, with several loads of the experts."""
+"""Inputs of ``bench.support.experts.Experts``, with several loads of the experts, and experts with biases."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from bench.support.experts import SMALL
+from bench.support.experts import Experts
 
 Loads = Callable[[int, torch.Generator], torch.Tensor]
 
@@ -28,3 +30,50 @@ def inputs(tokens: int, loads: str = "random") -> tuple[Any, ...]:
     made = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, SMALL.hidden, generator=made).bfloat16()
     return x, LOADS[loads](tokens, made), torch.rand(tokens, SMALL.chosen, generator=made).bfloat16()
+
+
+class BiasedExperts(Experts):
+    """``GptOssExperts`` of ``transformers``: each expert has biases, and the columns of gate and values alternate."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        made = torch.Generator().manual_seed(1)
+        self.all_biases = [torch.randn(SMALL.experts, n, generator=made) for n in (2 * SMALL.inner, SMALL.hidden)]
+        own = slice(rank * self.local, (rank + 1) * self.local)
+        self.first, self.second = (bias[own].clone() for bias in self.all_biases)
+
+    def _computed(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        weights: list[torch.Tensor],
+        ends: torch.Tensor,
+        masked: torch.Tensor,
+    ) -> torch.Tensor:
+        (up, down), mine = weights, ids.clamp(max=self.local - 1)
+        y = (torch._grouped_mm(rows, up, offs=ends) + self.first.to(rows.dtype)[mine]).masked_fill(masked, 0.0)
+        return torch._grouped_mm(self._activated(y), down, offs=ends) + self.second.to(rows.dtype)[mine]
+
+    def _expert(self, x: torch.Tensor, expert: int, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        first, second = (bias[expert].to(x.dtype) for bias in self.all_biases)
+        return self._activated(x @ up + first) @ down + second
+
+    def _activated(self, y: torch.Tensor) -> torch.Tensor:
+        gate, values = y[..., ::2].clamp(max=7.0), y[..., 1::2].clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (values + 1)
+
+
+class ApartExperts(Experts):
+    """Gate and values have a grouped matmul each."""
+
+    def _computed(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        weights: list[torch.Tensor],
+        ends: torch.Tensor,
+        masked: torch.Tensor,
+    ) -> torch.Tensor:
+        (up, down), inner = weights, SMALL.inner
+        gate, values = (torch._grouped_mm(rows, w.contiguous(), offs=ends) for w in (up[..., :inner], up[..., inner:]))
+        return torch._grouped_mm(F.silu(gate) * values, down, offs=ends)

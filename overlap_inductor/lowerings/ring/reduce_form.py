@@ -95,4 +95,4 @@ class ReduceRing:
 
 def _grouped_nodes(matmul: MatmulNode) -> int:
     """Estimated number of nodes of a piece of a grouped matmul, besides the matmul itself; 0 for another matmul."""
-    return grouped_rows.NODES + 2 * len(matmul.inner) if matmul.inner else 0
+    return grouped_rows.NODES + len(matmul.inner) if matmul.inner else 0

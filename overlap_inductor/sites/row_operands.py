@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the nodes that compute experts' rows as a ``RowProgram``, and list the tensors that it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.row_program import GETITEM
+from overlap_inductor.sites.row_program import HandedOut
+from overlap_inductor.sites.row_program import RowProgram
+from overlap_inductor.sites.row_program import dtype_name
+from overlap_inductor.sites.row_steps import cut_by_rows
+from overlap_inductor.sites.row_steps import is_grouped
+from overlap_inductor.torch_compat import operators
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a ``program`` reads besides the rows that it is given. ``rows``: tensors with a row for each of these rows.
+    ``whole``: tensors that serve all rows."""
+
+    program: RowProgram
+    rows: list[fx.Node]
+    whole: list[fx.Node]
+
+
+def operands_of(
+    given: list[fx.Node], steps: list[fx.Node], ends: fx.Node, result: fx.Node, handed_out: list[fx.Node]
+) -> Operands:
+    """``steps`` as a program, and what it reads. The program first gets the rows of ``given``, then those of
+    ``Operands.rows``.
+
+    Args:
+        steps: the nodes to compute, in graph order (``sites.row_steps``).
+        ends: for each expert, the end of its rows.
+        result: the node among ``steps`` that the program returns.
+        handed_out: nodes of ``given`` or ``steps`` whose values the program returns, too.
+
+    Raises:
+        ValueError: an argument of a step cannot be written as text.
+    """
+    own = {*given, *steps}
+    read = dict.fromkeys(n for step in steps for n in tools.tensor_inputs(step) if n not in own and n is not ends)
+    # If there are as many experts as rows, the weights look like a tensor with one entry for each row.
+    count, weights = tools.shape(result)[0], {n.args[1] for n in steps if is_grouped(n)}
+    rows = [n for n in read if n not in weights and cut_by_rows(n, count)]
+    whole = [n for n in read if n not in rows]
+    numbers = {n: i for i, n in enumerate([*given, *rows, *steps])}
+
+    def encoded(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            if value in numbers:
+                return {"row": numbers[value]}
+            if value in whole:
+                return {"whole": whole.index(value)}
+            if value is ends:
+                return {"ends": 0}
+        if isinstance(value, torch.dtype):
+            return {"dtype": dtype_name(value)}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, (list, tuple)):
+            return [encoded(v) for v in value]
+        raise ValueError(f"an experts' op has the argument {value!r}; expected tensors, numbers and dtypes")
+
+    ops = tuple(
+        (
+            operators.full_name(n) or GETITEM,
+            [encoded(a) for a in n.args],
+            {k: encoded(v) for k, v in n.kwargs.items()},
+        )
+        for n in steps
+    )
+    out = tuple(HandedOut(numbers[n], tuple(tools.shape(n)[1:]), dtype_name(tools.dtype(n))) for n in handed_out)
+    program = RowProgram(ops, numbers[result], tools.shape(result)[1], dtype_name(tools.dtype(result)), out)
+    return Operands(program, rows, whole)
