@@ -10,6 +10,7 @@ import time
 import pytest
 
 from overlap_inductor.runtime import call_board
+from overlap_inductor.runtime import call_state
 from overlap_inductor.runtime import call_page
 from overlap_inductor.runtime.call_page import CALLS
 from overlap_inductor.runtime.call_page import MOST_CHARACTERS
@@ -65,7 +66,7 @@ def test_rounds_without_a_place_on_the_page_go_through_the_store() -> None:
     """A graph with many groups has more rounds than the page has places. Such a verdict must not overwrite the entry of
     the next call, or be written past the page's end."""
     with fake_group(2) as group:
-        state = call_board.state_of(group)
+        state = call_state.state_of(group)
         store = Said()
         memory, (state.page, theirs) = _pages(2)
         state.store, state.calls = store, CALLS - 1  # type: ignore[assignment]
