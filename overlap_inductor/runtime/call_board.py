@@ -29,6 +29,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.runtime import call_report
 from overlap_inductor.runtime.call_page import MOST_CHARACTERS
 from overlap_inductor.runtime.call_page import MOST_ROUNDS
 from overlap_inductor.runtime.call_page import CallPage
@@ -150,10 +151,12 @@ def _is_earlier(state: GroupState, plan: ExchangePlan, rank: int) -> bool:
 def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, str]:
     """The values that the other ranks published for this call before ``deadline``, by rank of the group.
 
-    The wait ends early in three cases:
+    The wait ends early in four cases:
 
     - overlap is off on a rank, at this call;
     - overlap is disabled for the group;
+    - each missing rank has reported that it is beyond this call (``call_report``): it runs the call's graph uncompiled.
+      Its value is then one with the mark ``SKIPPED``;
     - no plan of the group was agreed upon yet, and ``ABSENT`` seconds after this rank began to wait, none of the
       missing ranks has announced itself. A missing rank that was only slow finds the others' verdict and follows it.
 
@@ -193,6 +196,8 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
             off = any(p.mode == "off" for p in plans(state, found, mine).values())
             if now > deadline or state.apart or off:
                 return found
+            if _are_beyond(state, mine, waiting, found):
+                return found
             unknown = state.newest is None and now - begun > ABSENT
             if unknown and not any(_is_here(global_rank(state.group, r)) for r in waiting):
                 return found
@@ -218,6 +223,21 @@ def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict
         waiting.remove(rank)
         found[rank] = text
     return False
+
+
+def _are_beyond(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict[int, str]) -> bool:
+    """Whether each rank in ``waiting`` has reported a place beyond the beginning of this call. If so, writes a value
+    for each of them to ``found``."""
+    places = {rank: call_report.reported(state, rank) for rank in waiting}
+    if not all(place is not None and place > state.place for place in places.values()):
+        return False
+    # A rank publishes its call before it goes beyond the call's place. So if it has not published now, it never will,
+    # at a place at which this rank could join it.
+    if _read(state, mine, waiting, found):
+        return False
+    for rank in waiting:
+        found[rank] = CallPlace(constant(state, mine), state.passed, places[rank] or 0, SKIPPED).text
+    return True
 
 
 def soon(page: CallPage, call: int, text: str) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import field
 import torch.distributed as dist
 
 from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.runtime import call_report
 from overlap_inductor.runtime.all_or_none import NotOnAllRanks
 from overlap_inductor.runtime.call_page import CallPage
 from overlap_inductor.runtime.call_page import shared_page
@@ -19,11 +20,12 @@ from overlap_inductor.runtime.call_place import CallPlace
 from overlap_inductor.runtime.call_store import CallStore
 from overlap_inductor.runtime.group_state import Kind
 from overlap_inductor.torch_compat.distributed import counter
+from overlap_inductor.torch_compat.distributed import moves_nothing
 
 log = logging.getLogger("overlap_inductor")
 
 
-@dataclass
+@dataclass(eq=False)
 class GroupState:
     """This rank's knowledge of the calls and plans of a live group.
 
@@ -75,6 +77,8 @@ class GroupState:
     def __post_init__(self) -> None:
         self.store = CallStore(self.group, self.prefix)
         self._count, self.exact = counter(self.group)
+        if not moves_nothing(self.group):
+            call_report.watch(self)
 
     @property
     def prefix(self) -> str:
@@ -108,6 +112,16 @@ class GroupState:
     def returned(self) -> None:
         """The newest call has issued its collectives. What the backend counts from now on is outside of it."""
         self._counted = self._count()
+
+    def reached(self) -> int | None:
+        """The place that this rank has reached outside of graphs since its last call, or ``None`` if it is in a call or
+        has issued nothing since. Another thread may ask (``call_report``)."""
+        calls, counted = self.calls, self._counted
+        if counted is None:
+            return None
+        new, ended = self._count() - counted, self.passed + self._in_newest + self.outside
+        # A call may have been counted meanwhile.
+        return ended + new if new > 0 and (calls, counted) == (self.calls, self._counted) else None
 
     def level(self, places: Iterable[CallPlace]) -> None:
         """Set this rank's counts to the largest among the ranks' ``places`` of one call. All ranks do this together, so

@@ -93,8 +93,9 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
         ranks = ", ".join(map(str, sorted(set(absent))))
         verdict = (
             ONCE,
-            f"rank {ranks} ran this graph uncompiled, perhaps at Dynamo's recompile limit"
-            " (TORCH_LOGS=recompiles names the guards)",
+            f"rank {ranks} issued collectives outside of graphs where rank {dist.get_rank()} calls this graph. It probably"
+            " ran the graph uncompiled, because Dynamo's recompile limit was reached (TORCH_LOGS=recompiles names the"
+            " guards that differ)",
         )
     if (
         off
@@ -104,8 +105,9 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     ):
         verdict = (APART, why)
     places = [_places(s, plan, values) for s, values in zip(states, here, strict=True)]
-    # Ranks that count differently say their verdicts also for a known plan: one of them may have stopped waiting.
-    uneven = any(p != call_board.value(s, plan) for s, others in zip(states, places, strict=True) for p in others)
+    # Ranks that count differently, or of which one is absent, say their verdicts also for a known plan. Some of them may
+    # have stopped waiting for a rank that comes nevertheless.
+    uneven = bool(absent) or any(p != call_board.value(s, plan) for s, others in zip(states, places, strict=True) for p in others)
     if not known or len(states) > 1 or uneven:
         for number in range(1 if len(states) == 1 else 1 + len(states)):
             verdict = one_round(states, plan, found, number, verdict, begun, max(limits))

@@ -108,3 +108,72 @@ def test_a_frame_without_sites_runs_uncompiled_on_some_ranks(
         assert result["graphs"] == (2 if rank in limited else 1 + 2 * STEPS), result
         assert result["problems"] == [] and result["warnings"] == [] and result["apart"] == "", result
         assert result["overlapped"] == [True] * STEPS, result
+
+
+def _numbered(x: torch.Tensor, w: torch.Tensor, number: int) -> torch.Tensor:
+    """A graph with a site, compiled again for each ``number``."""
+    return all_reduce((x * number) @ w, "sum", dist.group.WORLD)
+
+
+def _site_uncompiled(rank: int, world_size: int, as_on_gpus: bool, known: bool) -> dict[str, Any]:
+    """Rank 0 runs uncompiled what the other ranks overlap, in every second step. If ``known``, ranks have agreed upon
+    the plan before."""
+    compile_anew(kernels=False)
+    if as_on_gpus:
+        _compare_as_on_gpus()
+    torch._dynamo.config.recompile_limit = 64 if rank else 1
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    with overlap_inductor.overlap(schedule="ring", agreement_timeout=100):
+        steps, numbered = _Steps(rank), torch.compile(_numbered, dynamic=False)
+        for step in range(STEPS):
+            steps.run_block()
+            if step or known:
+                number = 1 + step % 2 if known else step
+                steps.check(numbered(steps.x, steps.w, number), _numbered, steps.x, steps.w, number)
+    return steps.result
+
+
+@pytest.mark.parametrize(
+    ("world_size", "as_on_gpus", "known"),
+    [(2, False, True), (2, True, True), (3, False, False)],
+    ids=["store", "page", "three ranks, new plans"],
+)
+def test_a_site_runs_uncompiled_on_one_rank(world_size: int, as_on_gpus: bool, known: bool) -> None:
+    """Rank 0 is in a collective that waits for the other ranks. Catches other ranks that wait for rank 0's plan until
+    the timeout, and then end overlap for the group or raise an error."""
+    results = run_ranks(world_size, _site_uncompiled, as_on_gpus, known, timeout=200)
+    for result in results:
+        assert result["problems"] == [] and result["apart"] == "" and result["seconds"] < 60, result
+        assert result["overlapped"] == [True] * STEPS, result
+    warnings = [w for r in results for w in r["warnings"]]
+    assert len(warnings) == 1 and "rank 0 issued collectives outside of graphs" in warnings[0], results
+
+
+def _noisy(rank: int, world_size: int, differs: bool) -> dict[str, Any]:
+    """Between calls, the backends of the ranks count different numbers: a barrier in which rank 0 sends more than the
+    others. If ``differs``, rank 1 alone compiles another exchange for the last steps."""
+    compile_anew(kernels=False)
+    with overlap_inductor.overlap(schedule="ring", agreement_timeout=100):
+        steps = _Steps(rank)
+        for step in range(STEPS):
+            if rank == 1 and differs and step == STEPS - 2:
+                torch._dynamo.reset()
+                with overlap_inductor.overlap(schedule="ring", agreement_timeout=100, sub_chunks=2):
+                    steps.block = torch.compile(lambda x, w: _block(x, w), dynamic=False)
+                    steps.run_block()
+            else:
+                steps.run_block()
+            dist.monitored_barrier()
+    return {**steps.result, "issued": steps.count()}
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_operations_that_gloo_counts_unevenly(differs: bool) -> None:
+    """Catches ranks that take a difference of counts for a call that a rank did not make."""
+    results = run_ranks(3, _noisy, differs, timeout=200)
+    assert len({r["issued"] for r in results}) > 1, "the barrier no longer makes the counts differ"
+    for result in results:
+        assert result["problems"] == [] and result["apart"] == "" and result["seconds"] < 60, result
+        assert result["overlapped"] == [True] * (STEPS - 2 * differs) + [False] * 2 * differs, result
+    warnings = [w for r in results for w in r["warnings"]]
+    assert len(warnings) == differs and all("sub_chunks" in w for w in warnings), results
