@@ -120,9 +120,7 @@ class ComparedCall:
         comparison.returned()
         return result
 
-    def _decide(
-        self, comparison: agreement.Comparison, new: bool, inputs: Sequence[Any]
-    ) -> Callable[[list[Any]], Any]:
+    def _decide(self, comparison: agreement.Comparison, new: bool, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Compare this call with the other ranks. Returns what this rank runs.
 
         Args:

@@ -5,7 +5,8 @@ ranks are the same call.
 The n-th call of one rank need not be the n-th call of another. Dynamo runs a frame uncompiled when its recompile limit
 is reached, and then this rank alone makes no call for the frame's graph. Or a graph may be broken into two on one rank.
 The collectives are issued in either case. So a call's *place* is the number of the group's collectives that this rank
-has issued before the call: those of the graphs that it called, and those that the backend counted between calls::
+has issued before the call. They are those of the graphs that it called, and those that the backend counted between
+calls::
 
     rank 0   A: place 0   (uncompiled: one collective)   C: place 2
     rank 1   A: place 0    B: place 1                    C: place 2
@@ -25,8 +26,8 @@ import enum
 from dataclasses import dataclass
 
 SKIPPED, REFUSED, MOVED = "-", "!", "~"
-"""Marks of a value: the rank ran this call uncompiled; the rank runs the plan without overlap; the rank has skipped a
-number to reach this call, so the ranks must exchange verdicts."""
+"""Marks of a value. ``SKIPPED``: the rank ran this call uncompiled. ``REFUSED``: the rank runs the plan without overlap.
+``MOVED``: the rank has skipped a number to reach this call, so the ranks must exchange verdicts."""
 
 
 class Order(enum.Enum):

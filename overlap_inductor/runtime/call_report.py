@@ -7,10 +7,10 @@ the collective waits for the peers, while the peers wait for its plan::
     rank 0   (uncompiled) all_reduce: waits for rank 1
     rank 1   the graph's call: waits for the plan of rank 0
 
-So each process has a thread that looks at the counts of its groups (``call_state``). If a count has grown since the
-last call of a graph, and the rank makes no call for ``INTERVAL`` seconds or more, the thread writes the place that the
-rank has reached to the group's store, once for each place. A waiting rank whose call has an earlier place then knows
-that the other rank will not join this call, and runs its plain program.
+So each process has a thread that looks at the counts of its groups (``call_state``). It writes the place that the rank
+has reached to the group's store, once for each place. It does so only if the count has grown since the last call of a
+graph, and then stays the same for ``INTERVAL`` seconds. A waiting rank whose call has an earlier place then knows that
+the other rank will not join this call, and runs its plain program.
 
 The two threads need no lock. The reporter reads the state, and reports only if it finds the same twice. Places only
 grow, so an old report never names a place that its rank has not reached.

@@ -107,7 +107,9 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     places = [_places(s, plan, values) for s, values in zip(states, here, strict=True)]
     # Ranks that count differently, or of which one is absent, say their verdicts also for a known plan. Some of them may
     # have stopped waiting for a rank that comes nevertheless.
-    uneven = bool(absent) or any(p != call_board.value(s, plan) for s, others in zip(states, places, strict=True) for p in others)
+    uneven = bool(absent) or any(
+        p != call_board.value(s, plan) for s, others in zip(states, places, strict=True) for p in others
+    )
     if not known or len(states) > 1 or uneven:
         for number in range(1 if len(states) == 1 else 1 + len(states)):
             verdict = one_round(states, plan, found, number, verdict, begun, max(limits))

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from overlap_inductor.runtime import call_board
-from overlap_inductor.runtime import call_state
 from overlap_inductor.runtime import call_page
+from overlap_inductor.runtime import call_state
 from overlap_inductor.runtime.call_page import CALLS
 from overlap_inductor.runtime.call_page import MOST_CHARACTERS
 from overlap_inductor.runtime.call_page import MOST_ROUNDS
