@@ -23,10 +23,12 @@ refusal, so no rank waits for its verdicts.
 One rank alone may run a frame uncompiled, because Dynamo's recompile limit is reached there. Then it makes no call
 where the others make one. So ranks publish the place of each call in the sequence of the group's collectives
 (``call_place``). The rank that made no call skips the number of that call, and all ranks compare the calls after it.
+The others run the plain program in that call. They learn that the rank does not come from a report (``call_report``).
 
-Calls cannot be matched if the ranks hold different collectives in a graph, or if their calls begin at different places
-and overlap. Nor can they if overlap is off on a rank, or if a rank publishes nothing. Then overlap is disabled for the group permanently (``apart``). The rank that finds one of these cases
-writes the reason to the store, where waiting ranks read it.
+Calls cannot be matched if the ranks hold different collectives in a graph, or if one call holds some of the collectives
+of another. Nor can they if overlap is off on a rank, or if a rank publishes nothing and reports nothing. Then overlap
+is disabled for the group permanently (``apart``). The rank that finds one of these cases writes the reason to the
+store, where waiting ranks read it.
 
 At later calls an agreed plan with one group skips the rounds. A rank may recompile alone if its new graph makes the
 same transfers, because the digest is then the same. If it makes other transfers, and digests are compared at every

@@ -26,8 +26,8 @@ import enum
 from dataclasses import dataclass
 
 SKIPPED, REFUSED, MOVED = "-", "!", "~"
-"""Marks of a value. ``SKIPPED``: the rank ran this call uncompiled. ``REFUSED``: the rank runs the plan without overlap.
-``MOVED``: the rank has skipped a number to reach this call, so the ranks must exchange verdicts."""
+"""Marks of a value. ``SKIPPED``: the rank ran this call uncompiled. ``REFUSED``: the rank runs the plan without
+overlap. ``MOVED``: the rank has skipped a number to reach this call, so the ranks must exchange verdicts."""
 
 
 class Order(enum.Enum):

@@ -93,9 +93,9 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
         ranks = ", ".join(map(str, sorted(set(absent))))
         verdict = (
             ONCE,
-            f"rank {ranks} issued collectives outside of graphs where rank {dist.get_rank()} calls this graph. It probably"
-            " ran the graph uncompiled, because Dynamo's recompile limit was reached (TORCH_LOGS=recompiles names the"
-            " guards that differ)",
+            f"rank {ranks} issued collectives outside of graphs where rank {dist.get_rank()} calls this graph. It"
+            " probably ran the graph uncompiled, because Dynamo's recompile limit was reached (TORCH_LOGS=recompiles names"
+            " the guards that differ)",
         )
     if (
         off
@@ -105,8 +105,8 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     ):
         verdict = (APART, why)
     places = [_places(s, plan, values) for s, values in zip(states, here, strict=True)]
-    # Ranks that count differently, or of which one is absent, say their verdicts also for a known plan. Some of them may
-    # have stopped waiting for a rank that comes nevertheless.
+    # Ranks that count differently, or of which one is absent, say their verdicts also for a known plan. Some of them
+    # may have stopped waiting for a rank that comes nevertheless.
     uneven = bool(absent) or any(
         p != call_board.value(s, plan) for s, others in zip(states, places, strict=True) for p in others
     )
@@ -266,8 +266,8 @@ def one_round(
     kind: str = "",
 ) -> tuple[str, str]:
     """Publish ``verdict``. Return the worst verdict, with its reason, among this rank and all ranks of its groups that
-    run the same plan in the same call. So each round carries a rejection to the ranks that share a group with a rank that already
-    knows it.
+    run the same plan in the same call. So each round carries a rejection to the ranks that share a group with a rank
+    that already knows it.
 
     Args:
         found: for each group, the values that its ranks published for this call.
