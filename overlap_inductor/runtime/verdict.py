@@ -94,8 +94,8 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
         verdict = (
             ONCE,
             f"rank {ranks} issued collectives outside of graphs where rank {dist.get_rank()} calls this graph. It"
-            " probably ran the graph uncompiled, because Dynamo's recompile limit was reached (TORCH_LOGS=recompiles names"
-            " the guards that differ)",
+            " probably ran the graph uncompiled, because Dynamo's recompile limit was reached. (TORCH_LOGS=recompiles"
+            " names the guards that differ.)",
         )
     if (
         off

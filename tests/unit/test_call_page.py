@@ -50,15 +50,15 @@ def test_calls_and_rounds_do_not_touch_each_other() -> None:
     assert all(pages[0].published(call, 1) == f"{call}:1" for call in range(1, CALLS + 1))
 
 
-class Said(dict[tuple[int, object], str]):
+class Said(dict[tuple[str, object], str]):
     """A store of one rank's verdicts, by call and round."""
 
     first_pause, growth = 0.0, 1.0
 
-    def say(self, call: int, number: object, text: str) -> None:
+    def say(self, call: str, number: object, text: str) -> None:
         self[call, str(number)] = text
 
-    def said(self, call: int, number: object, rank: int) -> str | None:
+    def said(self, call: str, number: object, rank: int) -> str | None:
         return self.get((call, str(number)))
 
 
@@ -74,7 +74,7 @@ def test_rounds_without_a_place_on_the_page_go_through_the_store() -> None:
             call_board.say(state, number, call_board.EQUAL)
             if number < MOST_ROUNDS:
                 theirs.say(state.calls, number, call_board.EQUAL)
-        assert list(store) == [(CALLS - 1, str(number)) for number in (MOST_ROUNDS, MOST_ROUNDS + 1)]
+        assert list(store) == [(str(CALLS - 1), str(number)) for number in (MOST_ROUNDS, MOST_ROUNDS + 1)]
         assert all(page.published(CALLS, 0) is None for page in (state.page, theirs))
         deadline = time.monotonic() + 5
         assert all(call_board.said(state, 1, n, deadline) == call_board.EQUAL for n in range(MOST_ROUNDS + 2))
