@@ -98,7 +98,11 @@ def value(state: GroupState, plan: ExchangePlan) -> CallPlace:
 
 def order_of(state: GroupState, plan: ExchangePlan, text: str) -> Order:
     """How the call of another rank, which published ``text``, stands to this rank's newest call, of ``plan``."""
-    return order(value(state, plan), CallPlace.parsed(text), state.exact)
+    theirs = CallPlace.parsed(text)
+    if theirs.mark != SKIPPED and theirs.place < state.promised:
+        # This rank has told the others that it does not join that call.
+        return Order.EARLIER
+    return order(value(state, plan), theirs, state.exact)
 
 
 def is_partner(state: GroupState, plan: ExchangePlan, text: str) -> bool:
@@ -218,8 +222,13 @@ def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict
         text = state.published(rank)
         if text is None:
             continue
-        if order_of(state, mine, text) is Order.EARLIER:
+        stands = order_of(state, mine, text)
+        if stands is Order.EARLIER:
             return True
+        if stands is Order.SAME and CallPlace.parsed(text).place != state.place:
+            # All else is equal. But a rank that has reported a place beyond this call does not join it.
+            place = call_report.place_of(state, rank)
+            text = _absent(state, mine, place) if place > state.place else text
         waiting.remove(rank)
         found[rank] = text
     return False
@@ -228,16 +237,16 @@ def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict
 def _are_beyond(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict[int, str]) -> bool:
     """Whether each rank in ``waiting`` has reported a place beyond the beginning of this call. If so, writes a value
     for each of them to ``found``."""
-    places = {rank: call_report.reported(state, rank) for rank in waiting}
-    if not all(place is not None and place > state.place for place in places.values()):
+    places = {rank: call_report.place_of(state, rank) for rank in waiting}
+    if any(place <= state.place for place in places.values()):
         return False
-    # A rank publishes its call before it goes beyond the call's place. So if it has not published now, it never will,
-    # at a place at which this rank could join it.
-    if _read(state, mine, waiting, found):
-        return False
-    for rank in waiting:
-        found[rank] = CallPlace(constant(state, mine), state.passed, places[rank] or 0, SKIPPED).text
+    found.update({rank: _absent(state, mine, place) for rank, place in places.items()})
     return True
+
+
+def _absent(state: GroupState, mine: ExchangePlan, place: int) -> str:
+    """A value for a rank that has reported ``place``, which is beyond this call."""
+    return CallPlace(constant(state, mine), state.passed, place, SKIPPED).text
 
 
 def soon(page: CallPage, call: int, text: str) -> bool:

@@ -5,6 +5,7 @@ places (``call_place``)."""
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from dataclasses import field
@@ -19,6 +20,7 @@ from overlap_inductor.runtime.call_page import shared_page
 from overlap_inductor.runtime.call_place import CallPlace
 from overlap_inductor.runtime.call_store import CallStore
 from overlap_inductor.runtime.group_state import Kind
+from overlap_inductor.torch_compat.blocked_threads import in_collective
 from overlap_inductor.torch_compat.distributed import counter
 from overlap_inductor.torch_compat.distributed import moves_nothing
 
@@ -49,6 +51,7 @@ class GroupState:
         newest: the plan that was agreed upon last; ``None`` before the first agreement.
         apart: why overlap is disabled for the group; ``""`` if it is not.
         page: the group's call page; ``None`` before the first agreement, or if the ranks share no memory.
+        lock, promised: see ``call_report.Watched``.
     """
 
     group: dist.ProcessGroup
@@ -71,6 +74,10 @@ class GroupState:
     page: CallPage | None = None
     _page_tried: bool = False
     _in_newest: int = 0
+    _thread: int = field(default_factory=threading.get_ident)
+    """The thread in which the newest call returned."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    promised: int = -1
     _counted: int | None = 0
     """What the backend counted when the newest call returned. ``None`` during a call, and if it raised."""
 
@@ -101,27 +108,25 @@ class GroupState:
 
     def count(self, collectives: int) -> None:
         """Count a call of a graph that holds ``collectives`` collectives of the group."""
-        self.calls += 1
-        self.passed += self._in_newest
-        self._in_newest, self.mark, self.between = collectives, "", False
-        if self._counted is not None:
-            new = self._count() - self._counted
-            self.outside += new
-            self.between, self._counted = new > 0, None
+        with self.lock:
+            self.calls += 1
+            self.passed += self._in_newest
+            self._in_newest, self.mark, self.between = collectives, "", False
+            if self._counted is not None:
+                new = self._count() - self._counted
+                self.outside += new
+                self.between, self._counted = new > 0, None
 
     def returned(self) -> None:
         """The newest call has issued its collectives. What the backend counts from now on is outside of it."""
-        self._counted = self._count()
+        self._thread, self._counted = threading.get_ident(), self._count()
 
     def reached(self) -> int | None:
-        """The place that this rank has reached outside of graphs since its last call, or ``None`` if it is in a call or
-        has issued nothing since. Another thread may ask (``call_report``)."""
-        calls, counted = self.calls, self._counted
-        if counted is None:
+        """See ``call_report.Watched``. Another thread asks, with the lock."""
+        if self._counted is None or not in_collective(self._thread):
             return None
-        new, ended = self._count() - counted, self.passed + self._in_newest + self.outside
-        # A call may have been counted meanwhile.
-        return ended + new if new > 0 and (calls, counted) == (self.calls, self._counted) else None
+        new = self._count() - self._counted
+        return self.place + self._in_newest + new if new > 0 else None
 
     def level(self, places: Iterable[CallPlace]) -> None:
         """Set this rank's counts to the largest among the ranks' ``places`` of one call. All ranks do this together, so
