@@ -82,9 +82,11 @@ def test_experts_of_a_model(
         assert problems == [] and sites == {pattern: 1 if family.endswith(", one layer") else LAYERS}, f"rank {rank}"
 
 
-def _trained(rank: int, world_size: int, family: str, folder: str) -> dict[str, Any]:
-    """Four training steps. From the second step on, rank 0 compiles nothing more, so it runs frames uncompiled that
-    routing made different."""
+def _trained(
+    rank: int, world_size: int, family: str, folder: str, limits: tuple[int, ...], fields: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Training steps. In each of them, rank 0 has another recompile limit. With limit 1, it compiles nothing more, so it
+    runs frames uncompiled that routing made different. Each rank has its own switches, ``fields``."""
     import overlap_inductor
 
     model = hugging_face.load(family, folder, "cpu", experts=world_size).train()
@@ -98,10 +100,10 @@ def _trained(rank: int, world_size: int, family: str, folder: str) -> dict[str, 
         loss.backward()
         return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
-    with overlap_inductor.overlap(schedule="ring", sequence_parallel="off", agreement_timeout=60):
+    with overlap_inductor.overlap(schedule="ring", sequence_parallel="off", agreement_timeout=60, **fields[rank]):
         compiled = torch.compile(model)
-        for number in range(4):
-            torch._dynamo.config.recompile_limit = 1 if number and rank == 0 else 64
+        for number, limit in enumerate(limits):
+            torch._dynamo.config.recompile_limit = 64 if rank else limit
             ids = torch.randint(
                 0, hugging_face.VOCABULARY, (1, hugging_face.TOKENS), generator=torch.Generator().manual_seed(number)
             )
@@ -120,9 +122,21 @@ def _trained(rank: int, world_size: int, family: str, folder: str) -> dict[str, 
 def test_training_where_routing_makes_graphs_differ(tmp_path: Path) -> None:
     """The graphs around the exchange of tokens hold how many tokens each expert got, so ranks recompile at different
     times. Catches ranks that take this for a difference of their plans."""
-    results = run_ranks(2, _trained, "mixtral, one layer", str(tmp_path), timeout=400)
+    arguments = "mixtral, one layer", str(tmp_path), (64, 1, 1), [{}, {}]
+    results = run_ranks(2, _trained, *arguments, timeout=400)
     for result in results:
         assert result["problems"] == [] and result["warnings"] == [], result
         assert result["counts"]["sites_overlapped"] > 0 and "reason.ranks_differ" not in result["counts"], result
     first, second = (r["graphs"] for r in results)
     assert first[0] == first[-1] and second[0] < second[-1], "rank 0 compiled as often as rank 1"
+
+
+def test_training_with_plans_that_differ(tmp_path: Path) -> None:
+    """The plain program of a forward passes a ``DeviceMesh`` on to the backward. Catches a plain program that returns
+    ``None`` in its place."""
+    arguments = "mixtral, one layer", str(tmp_path), (64,), [{}, {"sub_chunks": 2}]
+    results = run_ranks(2, _trained, *arguments, timeout=400)
+    for result in results:
+        assert result["problems"] == [] and result["counts"]["reason.ranks_differ"] > 0, result
+    assert all("sub_chunks is 4 here and 2 there" in w for r in results for w in r["warnings"]), results
+    assert results[0]["warnings"] and not results[1]["warnings"], results
