@@ -85,8 +85,8 @@ def test_experts_of_a_model(
 def _trained(
     rank: int, world_size: int, family: str, folder: str, limits: tuple[int, ...], fields: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Training steps. In each of them, rank 0 has another recompile limit. With limit 1, it compiles nothing more, so it
-    runs frames uncompiled that routing made different. Each rank has its own switches, ``fields``."""
+    """Training steps, each with a recompile limit for rank 0. With limit 1, rank 0 compiles nothing more, so it runs
+    frames uncompiled that routing made different. Each rank has its own switches, ``fields``."""
     import overlap_inductor
 
     model = hugging_face.load(family, folder, "cpu", experts=world_size).train()
