@@ -29,6 +29,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.facts.exchange import difference
 from overlap_inductor.runtime import call_report
 from overlap_inductor.runtime.call_page import MOST_CHARACTERS
 from overlap_inductor.runtime.call_page import MOST_ROUNDS
@@ -124,9 +125,10 @@ def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = Fa
         state.publish(value(state, plan).text)
 
 
-def skip(state: GroupState, plan: ExchangePlan) -> None:
+def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> None:
     """Publish that this rank ran uncompiled what the others run in the newest call, and go on to the call after it. A
-    rank of that call runs its plain program."""
+    rank of that call runs its plain program. ``found``: values of ranks of that call."""
+    state.skipped = dict(found)
     state.mark = SKIPPED
     state.publish(value(state, plan).text)
     for number in range(1 + max(1, sum(map(len, plan.groups)))):
@@ -140,25 +142,30 @@ def catch_up(states: Sequence[GroupState], plan: ExchangePlan) -> None:
     have not published yet is skipped at a later call."""
     for state in states:
         # Without a collective between its calls, the rank has skipped no call.
-        while state.between and any(_is_earlier(state, plan, rank) for rank in peers(state.group)):
-            skip(state, plan)
+        while state.between and (found := _earlier(state, plan, peers(state.group))):
+            skip(state, plan, found)
 
 
-def _is_earlier(state: GroupState, plan: ExchangePlan, rank: int) -> bool:
-    try:
-        text = state.published(rank)
-    except Overwritten:
-        return False
-    return text is not None and order_of(state, plan, text) is Order.EARLIER
+def _earlier(state: GroupState, plan: ExchangePlan, ranks: Sequence[int]) -> dict[int, str]:
+    """The value of one of ``ranks`` that runs in this call what this rank ran uncompiled, if there is one."""
+    for rank in ranks:
+        try:
+            text = state.published(rank)
+        except Overwritten:
+            continue
+        if text is not None and order_of(state, plan, text) is Order.EARLIER:
+            return {rank: text}
+    return {}
 
 
 def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, str]:
     """The values that the other ranks published for this call before ``deadline``, by rank of the group.
 
-    The wait ends early in four cases:
+    The wait ends early in five cases:
 
     - overlap is off on a rank, at this call;
     - overlap is disabled for the group;
+    - this rank has skipped a call by mistake (``_skipped_by_mistake``);
     - each missing rank has reported that it is beyond this call (``call_report``): it runs the call's graph uncompiled.
       Its value is then one with the mark ``SKIPPED``;
     - no plan of the group was agreed upon yet, and ``ABSENT`` seconds after this rank began to wait, none of the
@@ -182,8 +189,8 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
             return dict.fromkeys(peers(state.group), expected)
         now = time.monotonic()
         if medium.looks_cheaply or pause > _SHORT or now > deadline:
-            if _read(state, mine, waiting, found):
-                skip(state, mine)
+            if earlier := _read(state, mine, waiting, found):
+                skip(state, mine, earlier)
                 publish([state], mine)
                 expected, waiting, found = value(state, mine).text, peers(state.group), {}
                 pause = medium.first_pause
@@ -200,7 +207,7 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
             off = any(p.mode == "off" for p in plans(state, found, mine).values())
             if now > deadline or state.apart or off:
                 return found
-            if _are_beyond(state, mine, waiting, found):
+            if _are_beyond(state, mine, waiting, found) or _skipped_by_mistake(state, mine):
                 return found
             unknown = state.newest is None and now - begun > ABSENT
             if unknown and not any(_is_here(global_rank(state.group, r)) for r in waiting):
@@ -215,23 +222,40 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
         pause = _next_pause(medium, pause, now - begun)
 
 
-def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict[int, str]) -> bool:
-    """Move the ranks that have published their value from ``waiting`` to ``found``. Returns True if one of them
-    published a call that this rank ran uncompiled. Raises ``Overwritten``."""
+def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict[int, str]) -> dict[int, str]:
+    """Move the ranks that have published their value from ``waiting`` to ``found``. Returns the value of a rank that
+    runs in this call what this rank ran uncompiled, if there is one. Raises ``Overwritten``."""
     for rank in list(waiting):
         text = state.published(rank)
         if text is None:
             continue
         stands = order_of(state, mine, text)
         if stands is Order.EARLIER:
-            return True
+            return {rank: text}
         if stands is Order.SAME and CallPlace.parsed(text).place != state.place:
             # All else is equal. But a rank that has reported a place beyond this call does not join it.
             place = call_report.place_of(state, rank)
             text = _absent(state, mine, place) if place > state.place else text
         waiting.remove(rank)
         found[rank] = text
-    return False
+    return {}
+
+
+def _skipped_by_mistake(state: GroupState, mine: ExchangePlan) -> bool:
+    """Whether a rank is inside a collective of the call that this rank has skipped. If this rank had run that call
+    uncompiled, the collective would have ended. Then disables overlap for the group."""
+    stuck = [r for r in state.skipped if state.mark == MOVED and call_report.call_of(state, r) == state.calls - 1]
+    if not stuck:
+        return False
+    others = {global_rank(state.group, r): p for r, p in plans(state, state.skipped, mine).items()}
+    why = difference(mine, others) or f"rank {global_rank(state.group, stuck[0])} runs the same plan in another call"
+    part(state, f"{why} (the ranks count different numbers of collectives of group {state.group.group_name!r})")
+    log.warning(
+        "overlap_inductor: rank %d and other ranks do not exchange the same, so all of them run without overlap: %s",
+        dist.get_rank(),
+        state.apart,
+    )
+    return True
 
 
 def _are_beyond(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict[int, str]) -> bool:

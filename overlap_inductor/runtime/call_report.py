@@ -13,6 +13,9 @@ the place that the rank has reached to the group's store, once for each place. A
 call that begins before the reported place. A waiting rank whose call does so runs its plain program. The rank that has
 reported skips such a call (``call_board.skip``).
 
+If the thread is inside a collective of a call, the thread that looks writes the call's number. A rank that has skipped
+this call, and waits for the next one, then knows that it skipped the call by mistake: the ranks count differently.
+
 A report and the count of a call exclude each other by a lock. So a rank that has published a call makes no report about
 the time before the call, and both sides decide by the same report.
 """
@@ -39,10 +42,12 @@ class Watched(Protocol):
     Attributes:
         lock: held while a call is counted.
         promised: the place that was reported last.
+        told_inside: the number of the call that was reported last.
     """
 
     lock: threading.Lock
     promised: int
+    told_inside: int
 
     @property
     def group(self) -> dist.ProcessGroup: ...
@@ -51,6 +56,10 @@ class Watched(Protocol):
     def reached(self) -> int | None:
         """The place that this rank has reached outside of graphs since its last call. ``None`` if it is in a call, has
         issued nothing since, or is not inside a collective."""
+
+    def inside(self) -> tuple[int, int] | None:
+        """The number of the call of which this rank is inside a collective, and the backend's count. ``None`` if there
+        is none."""
 
 
 _STATES: list[weakref.ref[Watched]] = []
@@ -69,40 +78,55 @@ def watch(state: Watched) -> None:
 
 def place_of(state: Watched, rank: int) -> int:
     """The place that ``rank`` of the group has reported last, or -1."""
-    store, key = group_store(state.group), _key(state, rank)
-    return int(store.get(key)) if store.check([key]) else -1
+    return _number(state, "reached", rank)
 
 
-def report(state: Watched, before: int | None) -> int | None:
-    """Report the place that this rank has reached, if it is ``before``. Returns the place.
+def call_of(state: Watched, rank: int) -> int:
+    """The number of the last call of which ``rank`` was inside a collective for long, or -1."""
+    return _number(state, "inside", rank)
+
+
+Seen = tuple[int | None, tuple[int, int] | None]
+
+
+def report(state: Watched, before: Seen) -> Seen:
+    """Report what ``before``, the result of the last look, shares with this look. Returns the result of this look.
 
     Raises:
         KeyError: the group was destroyed.
         RuntimeError: the rank that keeps the group's store has ended.
     """
     with state.lock:
-        place = state.reached()
-        if place is not None and place == before and place > state.promised:
-            group_store(state.group).set(_key(state, state.group.rank()), str(place))
+        place, inside = now = state.reached(), state.inside()
+        if place is not None and place == before[0] and place > state.promised:
+            _write(state, "reached", place)
             state.promised = place
-    return place
+        if inside is not None and inside == before[1] and inside[0] > state.told_inside:
+            _write(state, "inside", inside[0])
+            state.told_inside = inside[0]
+    return now
 
 
-def _key(state: Watched, rank: int) -> str:
-    return f"{state.prefix}/reached/{rank}"
+def _write(state: Watched, what: str, number: int) -> None:
+    group_store(state.group).set(f"{state.prefix}/{what}/{state.group.rank()}", str(number))
+
+
+def _number(state: Watched, what: str, rank: int) -> int:
+    store, key = group_store(state.group), f"{state.prefix}/{what}/{rank}"
+    return int(store.get(key)) if store.check([key]) else -1
 
 
 def _watch() -> None:
-    seen: dict[weakref.ref[Watched], int | None] = {}
+    seen: dict[weakref.ref[Watched], Seen] = {}
     interval = INTERVAL
     while True:
         time.sleep(interval)
         for reference in tuple(_STATES):
             state = reference()
             try:
-                seen[reference] = report(state, seen.get(reference)) if state is not None else None
-                if state is not None and state.promised >= 0:
-                    interval = AGAIN
+                if state is not None:
+                    seen[reference] = report(state, seen.get(reference, (None, None)))
+                    interval = AGAIN if state.promised >= 0 else interval
             except (KeyError, RuntimeError):
                 state = None
             if state is None:

@@ -51,7 +51,8 @@ class GroupState:
         newest: the plan that was agreed upon last; ``None`` before the first agreement.
         apart: why overlap is disabled for the group; ``""`` if it is not.
         page: the group's call page; ``None`` before the first agreement, or if the ranks share no memory.
-        lock, promised: see ``call_report.Watched``.
+        skipped: the values of the other ranks because of which this rank skipped a number, last.
+        lock, promised, told_inside: see ``call_report.Watched``.
     """
 
     group: dist.ProcessGroup
@@ -75,9 +76,11 @@ class GroupState:
     _page_tried: bool = False
     _in_newest: int = 0
     _thread: int = field(default_factory=threading.get_ident)
-    """The thread in which the newest call returned."""
+    """The thread of the newest call."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     promised: int = -1
+    told_inside: int = -1
+    skipped: dict[int, str] = field(default_factory=dict)
     _counted: int | None = 0
     """What the backend counted when the newest call returned. ``None`` during a call, and if it raised."""
 
@@ -109,6 +112,7 @@ class GroupState:
     def count(self, collectives: int) -> None:
         """Count a call of a graph that holds ``collectives`` collectives of the group."""
         with self.lock:
+            self._thread = threading.get_ident()
             self.calls += 1
             self.passed += self._in_newest
             self._in_newest, self.mark, self.between = collectives, "", False
@@ -119,7 +123,7 @@ class GroupState:
 
     def returned(self) -> None:
         """The newest call has issued its collectives. What the backend counts from now on is outside of it."""
-        self._thread, self._counted = threading.get_ident(), self._count()
+        self._counted = self._count()
 
     def reached(self) -> int | None:
         """See ``call_report.Watched``. Another thread asks, with the lock."""
@@ -127,6 +131,10 @@ class GroupState:
             return None
         new = self._count() - self._counted
         return self.place + self._in_newest + new if new > 0 else None
+
+    def inside(self) -> tuple[int, int] | None:
+        """See ``call_report.Watched``. Another thread asks, with the lock."""
+        return (self.calls, self._count()) if self._counted is None and in_collective(self._thread) else None
 
     def level(self, places: Iterable[CallPlace]) -> None:
         """Set this rank's counts to the largest among the ranks' ``places`` of one call. All ranks do this together, so

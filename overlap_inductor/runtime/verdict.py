@@ -100,10 +100,12 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     if (
         off
         or any(silent)
+        # Such a graph has other collectives than the model, so places would differ from now on.
+        or (absent and any(c.endswith(" tokens") for c in plan.collectives))
         or any(s.apart or _astray(s, plan, values) for s, values in zip(states, here, strict=True))
         or any(p.collectives != plan.collectives for plans in texts for p in plans.values())
     ):
-        verdict = (APART, why)
+        verdict = (APART, verdict[1])
     places = [_places(s, plan, values) for s, values in zip(states, here, strict=True)]
     # Ranks that count differently, or of which one is absent, say their verdicts also for a known plan. Some of them
     # may have stopped waiting for a rank that comes nevertheless.

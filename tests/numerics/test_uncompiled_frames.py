@@ -176,7 +176,7 @@ def test_operations_that_gloo_counts_unevenly(differs: bool) -> None:
     results = run_ranks(3, _noisy, differs, timeout=200)
     assert len({r["issued"] for r in results}) > 1, "the barrier no longer makes the counts differ"
     for result in results:
-        assert result["problems"] == [] and result["apart"] == "" and result["seconds"] < 60, result
+        assert result["problems"] == [] and bool(result["apart"]) <= differs and result["seconds"] < 60, result
         assert result["overlapped"] == [True] * (STEPS - 2 * differs) + [False] * 2 * differs, result
     warnings = [w for r in results for w in r["warnings"]]
     assert len(warnings) == differs and all("sub_chunks" in w for w in warnings), results
