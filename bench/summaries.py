@@ -48,7 +48,11 @@ PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "
 
 def nvlink() -> str:
     """llama3-70b's MLP in bf16: for each number of GPUs a table by pattern and tokens."""
-    found = [row for row in _operators(shape="llama3-70b-mlp", dtype="bfloat16") if row["tokens"] >= 1024]
+    found = [
+        row
+        for row in _operators(shape="llama3-70b-mlp", dtype="bfloat16")
+        if row["tokens"] >= 1024 and row["pattern"] in PATTERNS and "H200" in row["gpu"]
+    ]
     found.sort(key=lambda r: (-r["world_size"], PATTERNS.index(r["pattern"]), r["tokens"]))
     parts = []
     for (ranks,), members in groups(found, "world_size").items():
@@ -292,10 +296,80 @@ def layers() -> str:
     return tables.layers(layers_rows()).strip()
 
 
+EXCHANGES = ("matmul_all_to_all", "all_to_all_matmul")
+
+
+def exchanges() -> str:
+    """llama3-70b's MLP in bf16 beside all-to-alls: times with the host hidden, and the hidden part of what can be
+    hidden."""
+    found = [row for row in _operators(setting="hidden", dtype="bfloat16") if row["pattern"] in EXCHANGES]
+    lines = []
+    for case, same in groups(found, "gpu", "world_size", "pattern", "tokens").items():
+        gpu, ranks, pattern, tokens = case
+        of = {row["provider"]: row for row in same}
+        best, auto = _best(of), of.get("auto")
+        if best is None or auto is None:
+            continue
+        kept = of["keep"]
+        lines.append(
+            [
+                f"{ranks} x {_short(gpu)}",
+                pattern,
+                tokens,
+                *(f"{kept[k]:.0f}" for k in ("matmul_us", "collective_us", "median_us")),
+                f"`{best['provider']}`",
+                f"{best['median_us']:.0f}",
+                _speedup(best),
+                f"{best['efficiency']:.2f}",
+                _speedup(auto),
+            ]
+        )
+    lines.sort(key=lambda cells: (cells[0], EXCHANGES.index(cells[1]), cells[2]))
+    head = ("GPUs", "pattern", "tokens", "matmul us", "all-to-all us", "keep us", "best", "its us", "speed-up",
+            "hidden", "`auto`")  # fmt: skip
+    return _table(head, lines)
+
+
+def lookups() -> str:
+    """Lookups in embedding tables and an all-to-all: the last run of each case."""
+    lines = {}
+    for row in _read("lookups"):
+        case = (
+            f"{row['world_size']} x {_short(row['gpu'])}",
+            row["tables"],
+            row["batch"],
+            row["width"],
+            row["pooling"],
+        )
+        alone, loop = ({n: t["median"] for n, t in row["us"][setting].items()} for setting in ("hidden", "compiled"))
+        cells = [f"{alone[name]:.0f}" for name in ("lookups", "exchange", "keep", "fused")]
+        lines[case] = [*case, *cells, *(f"{us['keep'] / us['fused']:.2f}" for us in (alone, loop))]
+    head = ("GPUs", "tables", "bags", "width", "indices of a bag", "lookups us", "all-to-all us", "keep us", "fused us",
+            "speed-up", "in the loop")  # fmt: skip
+    return _table(head, [lines[case] for case in sorted(lines)])
+
+
+def experts() -> str:
+    """Layers of experts on GPUs: the last run of each case, with the host in the loop."""
+    lines = {}
+    for row in _read("experts"):
+        case = (f"{row['world_size']} x {_short(row['gpu'])}", row["layer"], row["form"], row["tokens"])
+        us = {name: timing["median"] for name, timing in row["us"]["compiled"].items()}
+        cells = [f"{us[name]:.0f}" for name in ("transfers", "keep", "ring")]
+        lines[case] = [*case, *cells, *(f"{us['keep'] / us[name]:.2f}" for name in ("ring", "auto"))]
+    head = ("GPUs", "layer", "form", "tokens", "transfers us", "keep us", "ring us", "speed-up", "`auto`")
+    return _table(head, [lines[case] for case in sorted(lines)])
+
+
+def _short(gpu: str) -> str:
+    """``H100`` for ``NVIDIA H100 80GB HBM3``."""
+    return gpu.removeprefix("NVIDIA ").split()[0]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
         headline, nvlink, other_shapes, fp8, without_peers, small_message, models, training, handed_out, ring_nccl,
-        turns, compile_cost, host, agreement, slow_link, layers,
+        turns, compile_cost, host, agreement, slow_link, layers, exchanges, lookups, experts,
     )
 }  # fmt: skip

@@ -197,33 +197,3 @@ def _details(rows: Sequence[dict[str, Any]]) -> str:
             line(row["pattern"], row["tokens"], row["provider"], *times, *figures, f"{row['host_us']:.0f}", extra)
         )
     return "\n".join(lines) + "\n"
-
-
-def gemv(rows: Sequence[dict[str, Any]]) -> str:
-    """A table of rows of ``bench.small_message``, for the token counts that ``gemv`` supports.
-
-    For ``small_message`` and ``gemv`` it has the fastest parameters that gave right results. Speed-ups are those of
-    ``gemv``.
-    """
-    lines = header(
-        "GPUs", "tokens", "result", "launch", "matmul us", "keep us", "small_message us", "gemv us", "gemv is",
-        "over keep", "over small_message",
-    )  # fmt: skip
-    for (ranks, tokens), same in groups(rows, "world_size", "tokens").items():
-        timed = [row for row in same if row["right"] and "us" in row]
-        matmul = next(row for row in same if row["provider"] == "matmul")
-        for result, end in (("norm", ""), ("sum alone", " sum")):
-            keep = next((row for row in same if row["provider"] == f"keep{end}"), None)
-            alike = [row for row in timed if row["provider"].endswith(" sum") == bool(end)]
-            for launch, us in (("single", "us"), ("CUDA graph", "graph_us")):
-                # The kernels' parameters tell which of the two a row is of.
-                small, new = (
-                    min((r for r in alike if which in r.get("parameters", {})), key=lambda r: r[us], default=None)
-                    for which in ("segment", "block_n")
-                )
-                if keep is None or small is None or new is None:
-                    continue
-                times = [f"{row[us]:.1f}" for row in (matmul, keep, small, new)]
-                ratios = [f"{row[us] / new[us]:.2f}" for row in (keep, small)]
-                lines.append(line(ranks, tokens, result, launch, *times, new["provider"].removesuffix(" sum"), *ratios))
-    return "\n".join(lines) + "\n"

@@ -75,7 +75,8 @@ def check(rank: int, world_size: int, backend: str, mask: str, layer: Layer, dty
     found = [(s.facts.pattern, s.decision.status) for s in report.sites] if report else []
     problems = [] if ("all_gather_attention", "overlapped") in found else [f"not overlapped: {report}"]
     if report and f"_scaled_dot_product_{backend}_attention" not in report.after:
-        problems.append(f"the graph does not call {backend} attention")
+        calls = sorted({word for word in report.after.split() if "attention" in word or "softmax" in word})
+        problems.append(f"the graph does not call {backend} attention: {calls}")
     error = (result.transpose(1, 2) if turned else result).double().sub(expected).abs().max().item()
     tolerance = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 5e-3}[dtype]
     return problems if error <= tolerance else [*problems, f"error {error:.3g}"]
