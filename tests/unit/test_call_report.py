@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from overlap_inductor.runtime import call_report
 from overlap_inductor.runtime.call_state import GroupState
@@ -22,7 +23,8 @@ def _looks(state: GroupState, number: int) -> None:
 
 
 def test_a_place_is_reported_once_and_only_while_the_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits, counted = [True], [0]
+    waits, counted, store = [True], [0], dist.HashStore()
+    monkeypatch.setattr(call_report, "group_store", lambda group: store)
     monkeypatch.setattr("overlap_inductor.runtime.call_state.in_collective", lambda thread: waits[0])
     with fake_group(2) as group:
         state = GroupState(group, 0)
