@@ -159,7 +159,7 @@ def _noisy(rank: int, world_size: int, differs: bool) -> dict[str, Any]:
         for step in range(STEPS):
             if rank == 1 and differs and step == STEPS - 2:
                 torch._dynamo.reset()
-                with overlap_inductor.overlap(schedule="ring", agreement_timeout=100, sub_chunks=2):
+                with overlap_inductor.overlap(schedule="ring", agreement_timeout=100, sub_chunks=1):
                     steps.block = torch.compile(lambda x, w: _block(x, w), dynamic=False)
                     steps.run_block()
             else:
