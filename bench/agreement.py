@@ -29,8 +29,8 @@ import torch.distributed as dist
 from bench.rows import environment
 from overlap_inductor.facts.exchange import ExchangePlan
 from overlap_inductor.runtime.agreement import Comparison
-from overlap_inductor.runtime.call_board import state_of
 from overlap_inductor.runtime.call_page import CALLS
+from overlap_inductor.runtime.call_state import state_of
 
 TURNS, TIMES = 2000, 9
 STORE_TURNS = 200

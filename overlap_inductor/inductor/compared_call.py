@@ -113,8 +113,19 @@ class ComparedCall:
     def __call__(self, inputs: list[Any]) -> Any:
         comparison = self._comparison(inputs)
         new = self._new_parameters(inputs)
-        if self.ready and not new and comparison.count():
-            return self.overlapped(inputs)
+        run = self.overlapped
+        if not self.ready or new or not comparison.count():
+            run = self._decide(comparison, new, inputs)
+        result = run(inputs)
+        comparison.returned()
+        return result
+
+    def _decide(self, comparison: agreement.Comparison, new: bool, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        """Compare this call with the other ranks. Returns what this rank runs.
+
+        Args:
+            new: a parameter or buffer has not been compared yet.
+        """
         outcome = comparison.call()
         if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):
             # This is only for graphs that need a workspace. Rings run on a fake group, too: its sends and receives move
@@ -135,10 +146,10 @@ class ComparedCall:
             for group, indices in self.parameters.items() if outcome.overlapped else ():
                 same_inputs.note_compared(group, [inputs[index] for index in indices])
         if outcome.overlapped:
-            return self.overlapped(inputs)
+            return self.overlapped
         if outcome.difference:
             reporting.fell_back(self.reports, outcome.difference, self.dump)
-        return self._plain()(inputs)
+        return self._plain()
 
     def _comparison(self, inputs: Sequence[Any]) -> agreement.Comparison:
         """The comparison for these inputs, and for the groups that now have the graph's group names. If a group was

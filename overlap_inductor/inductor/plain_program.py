@@ -240,7 +240,37 @@ def compile_plain(
     changed = {k: v for k, v in settings.items() if k in current and current[k] is not v and current[k] != v}
     scope = CompileScope(pinned=True, without_us=True)
     with tracing(TracingContext(mode)), config.patch(changed), compile_scope.plain(scope):
-        return compile_fx.compile_fx_inner(gm, inputs, **keywords), inputs
+        compiled = compile_fx.compile_fx_inner(gm, inputs, **keywords)
+    return _with_objects(compiled, _objects(program, inputs)), inputs
+
+
+def _objects(program: _Program, inputs: Sequence[Any]) -> dict[int, int]:
+    """``{index of a result: index of the input that it is}``, for inputs that pickling leaves out. They are objects
+    other than tensors, such as a ``DeviceMesh``, which a forward graph passes on to its backward. Pickling turns their
+    example inputs into ``None``."""
+    numbers = [index for index, node in enumerate(program.nodes) if node[0] == "placeholder"]
+    objects = {n: i for i, (n, example) in enumerate(zip(numbers, inputs, strict=True)) if example is None}
+    (results,) = next(node[3] for node in program.nodes if node[0] == "output")
+    if not isinstance(results, (list, tuple)):
+        return {}
+    return {o: objects[r.index] for o, r in enumerate(results) if isinstance(r, _Node) and r.index in objects}
+
+
+def _with_objects(compiled: Any, objects: Mapping[int, int]) -> Any:
+    """``compiled``, a boxed callable, with the inputs that ``objects`` names among its results (see ``_objects``)."""
+    if not objects:
+        return compiled
+
+    def run(inputs: list[Any]) -> Any:
+        passed_on = {result: inputs[index] for result, index in objects.items()}
+        results = list(compiled(inputs))
+        for result, value in passed_on.items():
+            results[result] = value
+        return results
+
+    setattr(run, "_boxed_call", True)
+    setattr(run, "output_strides", getattr(compiled, "output_strides", None))
+    return run
 
 
 def guarded(plain: Any, examples: Sequence[Any]) -> Any:

@@ -20,10 +20,15 @@ reads the verdict of the ranks whose wait for it timed out. So all ranks that th
 result. A rank whose plan was rejected at an earlier call runs the plain program without comparing. It publishes a
 refusal, so no rank waits for its verdicts.
 
-Calls cannot be matched if the ranks hold different collectives in a graph, or if their earlier calls held different
-numbers of collectives. Nor can they if overlap is off on a rank, or if a rank publishes nothing (as when it runs
-uncompiled). Then overlap is disabled for the group permanently (``apart``). The rank that finds one of these cases
-writes the reason to the store, where waiting ranks read it.
+One rank alone may run a frame uncompiled, because Dynamo's recompile limit is reached there. Then it makes no call
+where the others make one. So ranks publish the place of each call in the sequence of the group's collectives
+(``call_place``). The rank that made no call skips the number of that call, and all ranks compare the calls after it.
+The others run the plain program in that call. They learn that the rank does not come from a report (``call_report``).
+
+Calls cannot be matched if the ranks hold different collectives in a graph, or if one call holds some of the collectives
+of another. Nor can they if overlap is off on a rank, or if a rank publishes nothing and reports nothing. Then overlap
+is disabled for the group permanently (``apart``). The rank that finds one of these cases writes the reason to the
+store, where waiting ranks read it.
 
 At later calls an agreed plan with one group skips the rounds. A rank may recompile alone if its new graph makes the
 same transfers, because the digest is then the same. If it makes other transfers, and digests are compared at every
@@ -52,13 +57,13 @@ from overlap_inductor.facts.exchange import ExchangePlan
 from overlap_inductor.facts.exchange import difference
 from overlap_inductor.runtime import call_board
 from overlap_inductor.runtime.call_board import EQUAL
-from overlap_inductor.runtime.call_board import STATES
-from overlap_inductor.runtime.call_board import GroupState
-from overlap_inductor.runtime.call_board import Outcome
-from overlap_inductor.runtime.call_board import state_of
+from overlap_inductor.runtime.call_state import STATES
+from overlap_inductor.runtime.call_state import GroupState
+from overlap_inductor.runtime.call_state import state_of
 from overlap_inductor.runtime.verdict import DIFFERENT
 from overlap_inductor.runtime.verdict import NO
 from overlap_inductor.runtime.verdict import YES
+from overlap_inductor.runtime.verdict import Outcome
 from overlap_inductor.runtime.verdict import compared
 from overlap_inductor.runtime.verdict import one_round
 from overlap_inductor.runtime.verdict import raise_if_others_overlap
@@ -92,6 +97,8 @@ class Comparison:
         collectives in the group."""
         self.tied = False
         """True if a settled plan is compared at every call. Such a plan has one group."""
+        self._states: list[GroupState] = []
+        """The states of ``groups``, from the first call on."""
         self.counted = False
         """True if ``count`` has counted and published a call, and ``call`` must still compare it."""
 
@@ -103,13 +110,18 @@ class Comparison:
         for state, constant, collectives in self.settled:
             state.count(collectives)
             if state.page is not None:
-                state.page.publish(state.calls, f"{constant}:{state.passed}")
+                state.page.publish(state.calls, f"{constant}:{state.passed}:{state.place}")
         if not self.tied:
             return True
         state, constant, _ = self.settled[0]
         assert state.page is not None
-        self.counted = not call_board.soon(state.page, state.calls, f"{constant}:{state.passed}")
+        self.counted = not call_board.soon(state.page, state.calls, f"{constant}:{state.passed}:{state.place}")
         return not self.counted
+
+    def returned(self) -> None:
+        """The call has issued its collectives. Those that follow are outside of it, up to the next call of a graph."""
+        for state in self._states:
+            state.returned()
 
     def call(self) -> Outcome:
         """Count one call, unless ``count`` has counted it or the plan is ``withdrawn``. If needed, compare its plan
@@ -133,7 +145,7 @@ class Comparison:
         if self.withdrawn:
             return NO
         counted, self.counted = self.counted, False
-        states = [state_of(g) for g in self.groups]
+        states = self._states = [state_of(g) for g in self.groups]
         for state in states if not counted else ():
             state.count(self.plan.count_in(state.group.group_name))
         first, self.first = self.first, False
@@ -145,7 +157,9 @@ class Comparison:
             (s.rejected[digest] for s in states if digest in s.rejected), ""
         )
         if why:
-            call_board.publish(self._listening(states, first), self.plan, refused=True)
+            listening = self._listening(states, first)
+            call_board.catch_up(listening, self.plan)
+            call_board.publish(listening, self.plan, refused=True)
             if self.plan.mode == "strict":
                 raise StrictError(
                     f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} and other ranks do not exchange the same: {why}"
@@ -171,7 +185,9 @@ class Comparison:
         for their plans at the first call. Otherwise wait only if this rank alone may have left an agreed exchange."""
         # If this rank has run the plan before, this call does not leave an agreed exchange.
         new = any(self.plan.digest not in s.told for s in states)
-        call_board.publish(self._listening(states, first), self.plan)
+        listening = self._listening(states, first)
+        call_board.catch_up(listening, self.plan)
+        call_board.publish(listening, self.plan)
         strict = first and self.plan.mode == "strict"
         unpaged = [s for s in states if s.page is None and not self.every_call]
         asked: list[GroupState] = []
@@ -209,7 +225,7 @@ class Comparison:
         verdict = (DIFFERENT if failure else EQUAL, failure)
         if len(states) > 1:
             begun, limit = time.monotonic(), max(seconds_to_wait(s.group, self.plan, known=False) for s in states)
-            peers = [dict.fromkeys(call_board.peers(s.group), call_board.value(s, self.plan)) for s in states]
+            peers = [dict.fromkeys(call_board.peers(s.group), call_board.value(s, self.plan).text) for s in states]
             for number in range(len(states)):
                 verdict = one_round(states, self.plan, peers, number, verdict, begun, limit, "workspace/")
         if verdict[0] == EQUAL:
@@ -272,9 +288,9 @@ def plans_waiting(group: dist.ProcessGroup) -> str:
     if state is None or state.newest is None:
         return ""
     try:
-        # The call that failed has number ``state.calls`` if it was counted, and ``state.calls + 1`` if it was not. Only
-        # graphs that run in Inductor's own callable count their calls first.
-        plans = call_board.plans_now(state, state.newest, (state.calls, state.calls + 1))
+        # The call that failed is the newest one if it was counted, and the one after it if it was not. Only graphs that
+        # run in Inductor's own callable count their calls first.
+        plans = call_board.plans_now(state, state.newest)
     except RuntimeError:
         # The rank that kept the store may have died.
         return ""

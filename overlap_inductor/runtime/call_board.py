@@ -4,13 +4,13 @@
 Two media carry the values: the group's store (``CallStore``), and memory that all ranks map (``call_page.CallPage``).
 For each call and rank, they hold the rank's *value* and its verdict of each round. (The reasons of verdicts, and the
 verdicts for which the page has no place, are always in the store: see ``say``.) The value describes the program that
-the rank runs. It holds the digest of the rank's plan, and the place of this group among the plan's groups. It also
-holds the number of the group's collectives in the rank's earlier calls, and ``!`` if the rank refuses to overlap.
+the rank runs, and the place of the call (``call_place``). It holds the digest of the rank's plan, which of the plan's
+groups this group is, and how many of its collectives the plan has.
 
 Keys below ``overlap_inductor/agree/<incarnation>`` in the group's store::
 
     plan/<digest>            the plan's text, written once
-    <call>/<rank>            the value
+    <call>/<rank>            the value; <call> is ``GroupState.label``
     <call>/<rank>/<round>    a verdict, with its reason
     <call>/same/<value>      how many ranks have published this value: one key to watch while all agree
     apart                    why overlap is disabled for the group
@@ -25,19 +25,25 @@ import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
 
 import torch.distributed as dist
 
 from overlap_inductor.facts.exchange import ExchangePlan
-from overlap_inductor.runtime.all_or_none import NotOnAllRanks
+from overlap_inductor.facts.exchange import difference
+from overlap_inductor.runtime import call_report
 from overlap_inductor.runtime.call_page import MOST_CHARACTERS
 from overlap_inductor.runtime.call_page import MOST_ROUNDS
 from overlap_inductor.runtime.call_page import CallPage
 from overlap_inductor.runtime.call_page import Overwritten
-from overlap_inductor.runtime.call_page import shared_page
-from overlap_inductor.runtime.group_state import Kind
+from overlap_inductor.runtime.call_place import MOVED
+from overlap_inductor.runtime.call_place import REFUSED
+from overlap_inductor.runtime.call_place import SKIPPED
+from overlap_inductor.runtime.call_place import CallPlace
+from overlap_inductor.runtime.call_place import Order
+from overlap_inductor.runtime.call_place import order
+from overlap_inductor.runtime.call_state import GroupState
+from overlap_inductor.runtime.call_state import state_of
+from overlap_inductor.runtime.call_store import CallStore
 from overlap_inductor.torch_compat.distributed import default_group
 from overlap_inductor.torch_compat.distributed import group_store
 from overlap_inductor.torch_compat.distributed import group_timeout
@@ -45,14 +51,11 @@ from overlap_inductor.torch_compat.distributed import moves_nothing
 
 log = logging.getLogger("overlap_inductor")
 
-_PASSED_CHARACTERS = 18
-"""Characters of a value that are reserved for its last number and the marks around this number. They are always
-enough."""
-KEPT_CALLS = 64
-"""Number of newest calls whose keys stay in the store. In a CPU group no rank can be this many calls behind another,
-because each call holds a collective, which blocks the host."""
-EQUAL = "1"
-"""The verdict of a rank that found no reason against the overlapped run."""
+_COUNTS_CHARACTERS = 32
+"""Characters of a value that are reserved for its last two numbers and the marks around them: for 14 digits each."""
+EQUAL, ONCE = "1", "2"
+"""The verdict of a rank that found no reason against the overlapped run, and of one that found a reason against this
+call alone."""
 _LONGEST_PAUSE = 0.25
 """Longest pause between two reads of the other ranks' values, in seconds. The first pauses are much shorter."""
 _SHORT = 2e-3
@@ -65,148 +68,6 @@ _PATIENCE = 15.0
 """Seconds after which a rank that still waits logs which ranks it waits for."""
 ABSENT = 60.0
 """Seconds after which a rank that has not announced itself (``announce``) is assumed to run without overlap."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of comparing one call.
-
-    Attributes:
-        overlapped: True if every rank runs the plan with overlap.
-        difference: why the ranks do not do so. Empty if they do, if this rank's plan overlaps nothing, or if the reason
-            was reported before.
-        fresh: True if all ranks agreed upon this plan in this call and not in an earlier one.
-    """
-
-    overlapped: bool
-    difference: str = ""
-    fresh: bool = False
-
-
-class CallStore:
-    """Values and verdicts of a group's calls in the group's store. It has the interface of ``CallPage``."""
-
-    first_pause, growth = 1e-4, 1.5
-    looks_cheaply = False
-
-    def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
-        self._group, self._prefix, self._rank = group, prefix, group.rank()
-        self._keys: dict[int, list[str]] = {}
-
-    def publish(self, call: int, text: str) -> None:
-        self._kept(call, self._key(call, self._rank), self._same(call, text))
-        store = group_store(self._group)
-        store.set(self._key(call, self._rank), text)
-        store.add(self._same(call, text), 1)
-
-    def all_publish(self, call: int, text: str) -> bool:
-        return group_store(self._group).add(self._same(call, text), 0) == self._group.size()
-
-    def published(self, call: int, rank: int) -> str | None:
-        return self._get(self._key(call, rank))
-
-    def say(self, call: int, number: int | str, text: str) -> None:
-        key = f"{self._key(call, self._rank)}/{number}"
-        self._kept(call, key)
-        group_store(self._group).set(key, text)
-
-    def said(self, call: int, number: int | str, rank: int) -> str | None:
-        return self._get(f"{self._key(call, rank)}/{number}")
-
-    def _kept(self, call: int, *keys: str) -> None:
-        """Remember the ``keys`` of a call, and delete the keys of calls that are at least ``KEPT_CALLS``
-        older."""
-        self._keys.setdefault(call, []).extend(keys)
-        for old in [c for c in self._keys if c <= call - KEPT_CALLS]:
-            for key in self._keys.pop(old):
-                group_store(self._group).delete_key(key)
-
-    def _key(self, call: int, rank: int) -> str:
-        return f"{self._prefix}/{call}/{rank}"
-
-    def _same(self, call: int, text: str) -> str:
-        return f"{self._prefix}/{call}/same/{text}"
-
-    def _get(self, key: str) -> str | None:
-        store = group_store(self._group)
-        return store.get(key).decode() if store.check([key]) else None
-
-
-@dataclass
-class GroupState:
-    """This rank's knowledge of the calls and plans of a live group.
-
-    Attributes:
-        incarnation: see ``group_state.Owner``.
-        calls: number of calls of graphs with a collective of the group.
-        passed: number of the group's collectives in the graphs of all calls before the newest one. It differs between
-            ranks whose graph breaks are at different places.
-        agreed: digests of plans that all ranks agreed to run.
-        rejected: digests of plans on which the ranks differed, with the difference.
-        tied: digests of agreed plans that all ranks compare at every call, on the pages of all groups of the plan.
-        unasked: digests of agreed plans that all ranks run without comparing again.
-        parts: digests of the plans of subgraphs, which are parts of agreed plans.
-        overlapped: for each agreed plan, its collectives.
-        told: digests of plans whose text this rank has published. Also ``here`` if this rank has announced itself.
-        reported: tuples of digests of this rank and of other ranks whose difference was reported.
-        newest: the plan that was agreed upon last; ``None`` before the first agreement.
-        apart: why overlap is disabled for the group; ``""`` if it is not.
-        page: the group's call page; ``None`` before the first agreement, or if the ranks share no memory.
-    """
-
-    group: dist.ProcessGroup
-    incarnation: int
-    calls: int = 0
-    passed: int = 0
-    agreed: set[str] = field(default_factory=set)
-    rejected: dict[str, str] = field(default_factory=dict)
-    tied: set[str] = field(default_factory=set)
-    unasked: set[str] = field(default_factory=set)
-    parts: set[str] = field(default_factory=set)
-    overlapped: set[tuple[str, ...]] = field(default_factory=set)
-    told: set[str] = field(default_factory=set)
-    reported: set[tuple[str, ...]] = field(default_factory=set)
-    newest: ExchangePlan | None = None
-    apart: str = ""
-    page: CallPage | None = None
-    _page_tried: bool = False
-    _in_newest: int = 0
-
-    def __post_init__(self) -> None:
-        self.store = CallStore(self.group, self.prefix)
-
-    @property
-    def prefix(self) -> str:
-        return f"overlap_inductor/agree/{self.incarnation}"
-
-    @property
-    def medium(self) -> CallPage | CallStore:
-        return self.store if self.page is None else self.page
-
-    def count(self, collectives: int) -> None:
-        """Count a call of a graph that holds ``collectives`` collectives of the group."""
-        self.calls += 1
-        self.passed += self._in_newest
-        self._in_newest = collectives
-
-    def share_page(self) -> None:
-        """Make the group's page, once. All ranks of the group call this together. Without shared memory ``page`` stays
-        ``None``."""
-        if self._page_tried:
-            return
-        self._page_tried = True
-        try:
-            self.page = shared_page(self.group, f"{self.prefix}/page")
-        except NotOnAllRanks as error:
-            log.info("overlap_inductor: plans are compared through the store of the group: %s", error)
-
-
-STATES = Kind("record of calls", lambda owner: GroupState(owner.group, owner.incarnation))
-
-
-def state_of(group: dist.ProcessGroup) -> GroupState:
-    """The state of a live group, made at first use. Raises ``OverlapError`` if the group was destroyed."""
-    return STATES.of(group)
 
 
 def peers(group: dist.ProcessGroup) -> list[int]:
@@ -222,23 +83,34 @@ def timeout(group: dist.ProcessGroup) -> float:
 
 
 def constant(state: GroupState, plan: ExchangePlan) -> str:
-    """The part that the values of all calls of ``plan`` share: the plan's digest, and which of the plan's groups this
-    group is."""
-    alias = plan.alias(state.group.group_name)
-    text = f"{plan.digest}:{alias}"
-    if len(text) <= MOST_CHARACTERS - _PASSED_CHARACTERS:
+    """The part that the values of all calls of ``plan`` share. It holds the plan's digest, which of the plan's groups
+    this group is, and how many of its collectives the plan has."""
+    alias, count = plan.alias(state.group.group_name), plan.count_in(state.group.group_name)
+    text = f"{plan.digest}:{alias}:{count}"
+    if len(text) <= MOST_CHARACTERS - _COUNTS_CHARACTERS:
         return text
-    return f"{plan.digest}:{hashlib.sha256(alias.encode()).hexdigest()[:16]}"
+    return f"{plan.digest}:{hashlib.sha256(alias.encode()).hexdigest()[:12]}:{count}"
 
 
-def value(state: GroupState, plan: ExchangePlan) -> str:
+def value(state: GroupState, plan: ExchangePlan) -> CallPlace:
     """The value of a rank that runs ``plan`` in the call that was counted last."""
-    return f"{constant(state, plan)}:{state.passed}"
+    return CallPlace(constant(state, plan), state.passed, state.place, state.mark)
 
 
-def passed(text: str) -> int:
-    """Number of the group's collectives in a rank's calls before the call for which it published the value ``text``."""
-    return int(text.rstrip("!").rsplit(":", 1)[1])
+def order_of(state: GroupState, plan: ExchangePlan, text: str) -> Order:
+    """How the call of another rank, which published ``text``, stands to this rank's newest call, of ``plan``."""
+    theirs = CallPlace.parsed(text)
+    if theirs.mark != SKIPPED and theirs.place < state.promised:
+        # This rank has told the others that it does not join that call.
+        return Order.EARLIER
+    return order(value(state, plan), theirs, state.exact)
+
+
+def is_partner(state: GroupState, plan: ExchangePlan, text: str) -> bool:
+    """Whether a rank that published ``text`` runs the same plan in the same call, and waits for verdicts."""
+    theirs = CallPlace.parsed(text)
+    same = order_of(state, plan, text) is Order.SAME and theirs.constant == constant(state, plan)
+    return same and theirs.mark != REFUSED
 
 
 def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = False) -> None:
@@ -248,18 +120,59 @@ def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = Fa
         if plan.digest not in state.told:
             state.told.add(plan.digest)
             group_store(state.group).set(f"{state.prefix}/plan/{plan.digest}", plan.to_json())
-        state.medium.publish(state.calls, value(state, plan) + ("!" if refused else ""))
+        if refused:
+            state.mark = REFUSED
+        state.publish(value(state, plan).text)
+
+
+def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> None:
+    """Publish that this rank ran uncompiled what the others run in the newest call, and go on to the call after it. A
+    rank of that call runs its plain program. ``found``: values of ranks of that call."""
+    state.skipped = dict(found)
+    state.mark = SKIPPED
+    state.publish(value(state, plan).text)
+    for number in range(1 + max(1, sum(map(len, plan.groups)))):
+        say(state, number, f"{ONCE}rank {dist.get_rank()} ran it uncompiled")
+    state.calls += 1
+    state.mark = MOVED
+
+
+def catch_up(states: Sequence[GroupState], plan: ExchangePlan) -> None:
+    """Skip the calls that this rank ran uncompiled, for a call that is not compared. Does not wait: what other ranks
+    have not published yet is skipped at a later call."""
+    for state in states:
+        # Without a collective between its calls, the rank has skipped no call.
+        while state.between and (found := _earlier(state, plan, peers(state.group))):
+            skip(state, plan, found)
+
+
+def _earlier(state: GroupState, plan: ExchangePlan, ranks: Sequence[int]) -> dict[int, str]:
+    """The value of one of ``ranks`` that runs in this call what this rank ran uncompiled, if there is one."""
+    for rank in ranks:
+        try:
+            text = state.published(rank)
+        except Overwritten:
+            continue
+        if text is not None and order_of(state, plan, text) is Order.EARLIER:
+            return {rank: text}
+    return {}
 
 
 def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, str]:
     """The values that the other ranks published for this call before ``deadline``, by rank of the group.
 
-    The wait ends early in three cases:
+    The wait ends early in five cases:
 
-    - overlap is off on a rank;
+    - overlap is off on a rank, at this call;
     - overlap is disabled for the group;
+    - this rank has skipped a call by mistake (``_skipped_by_mistake``);
+    - each missing rank has reported that it is beyond this call (``call_report``): it runs the call's graph uncompiled.
+      Its value is then one with the mark ``SKIPPED``;
     - no plan of the group was agreed upon yet, and ``ABSENT`` seconds after this rank began to wait, none of the
       missing ranks has announced itself. A missing rank that was only slow finds the others' verdict and follows it.
+
+    If a rank publishes a call that this rank ran uncompiled, this rank skips the call's number (``skip``) and waits for
+    the next one.
 
     Args:
         mine: this rank's plan.
@@ -268,29 +181,33 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
     Raises:
         Overwritten: a rank is so many calls ahead that its value of this call is gone.
     """
-    medium, store, expected = state.medium, group_store(state.group), value(state, mine)
+    medium, store, expected = state.medium, group_store(state.group), value(state, mine).text
     waiting, found = peers(state.group), dict[int, str]()
     begun, said, pause = time.monotonic(), False, medium.first_pause
     while True:
-        if medium.all_publish(state.calls, expected):
+        if state.all_publish(expected):
             return dict.fromkeys(peers(state.group), expected)
         now = time.monotonic()
         if medium.looks_cheaply or pause > _SHORT or now > deadline:
-            for rank in list(waiting):
-                if (text := medium.published(state.calls, rank)) is not None:
-                    waiting.remove(rank)
-                    found[rank] = text
+            if earlier := _read(state, mine, waiting, found):
+                skip(state, mine, earlier)
+                publish([state], mine)
+                expected, waiting, found = value(state, mine).text, peers(state.group), {}
+                pause = medium.first_pause
+                continue
             if not waiting:
                 return found
         if pause > _SHORT or now > deadline:
             if store.check([f"{state.prefix}/apart"]):
                 # The other ranks may have found this call's plans equal, before one of them disabled overlap at a later
                 # call.
-                if medium.all_publish(state.calls, expected):
+                if state.all_publish(expected):
                     return dict.fromkeys(peers(state.group), expected)
                 state.apart = store.get(f"{state.prefix}/apart").decode()
             off = any(p.mode == "off" for p in plans(state, found, mine).values())
             if now > deadline or state.apart or off:
+                return found
+            if _are_beyond(state, mine, waiting, found) or _skipped_by_mistake(state, mine):
                 return found
             unknown = state.newest is None and now - begun > ABSENT
             if unknown and not any(_is_here(global_rank(state.group, r)) for r in waiting):
@@ -303,6 +220,57 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
                 )
         time.sleep(pause)
         pause = _next_pause(medium, pause, now - begun)
+
+
+def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict[int, str]) -> dict[int, str]:
+    """Move the ranks that have published their value from ``waiting`` to ``found``. Returns the value of a rank that
+    runs in this call what this rank ran uncompiled, if there is one. Raises ``Overwritten``."""
+    for rank in list(waiting):
+        text = state.published(rank)
+        if text is None:
+            continue
+        stands = order_of(state, mine, text)
+        if stands is Order.EARLIER:
+            return {rank: text}
+        if stands is Order.SAME and CallPlace.parsed(text).place != state.place:
+            # All else is equal. But a rank that has reported a place beyond this call does not join it.
+            place = call_report.place_of(state, rank)
+            text = _absent(state, mine, place) if place > state.place else text
+        waiting.remove(rank)
+        found[rank] = text
+    return {}
+
+
+def _skipped_by_mistake(state: GroupState, mine: ExchangePlan) -> bool:
+    """Whether a rank is inside a collective of the call that this rank has skipped. If this rank had run that call
+    uncompiled, the collective would have ended. Then disables overlap for the group."""
+    stuck = [r for r in state.skipped if state.mark == MOVED and call_report.call_of(state, r) == state.calls - 1]
+    if not stuck:
+        return False
+    others = {global_rank(state.group, r): p for r, p in plans(state, state.skipped, mine).items()}
+    why = difference(mine, others) or f"rank {global_rank(state.group, stuck[0])} runs the same plan in another call"
+    part(state, f"{why} (the ranks count different numbers of collectives of group {state.group.group_name!r})")
+    log.warning(
+        "overlap_inductor: rank %d and other ranks do not exchange the same, so all of them run without overlap: %s",
+        dist.get_rank(),
+        state.apart,
+    )
+    return True
+
+
+def _are_beyond(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict[int, str]) -> bool:
+    """Whether each rank in ``waiting`` has reported a place beyond the beginning of this call. If so, writes a value
+    for each of them to ``found``."""
+    places = {rank: call_report.place_of(state, rank) for rank in waiting}
+    if any(place <= state.place for place in places.values()):
+        return False
+    found.update({rank: _absent(state, mine, place) for rank, place in places.items()})
+    return True
+
+
+def _absent(state: GroupState, mine: ExchangePlan, place: int) -> str:
+    """A value for a rank that has reported ``place``, which is beyond this call."""
+    return CallPlace(constant(state, mine), state.passed, place, SKIPPED).text
 
 
 def soon(page: CallPage, call: int, text: str) -> bool:
@@ -335,13 +303,14 @@ def plans(state: GroupState, texts: Mapping[int, str], mine: ExchangePlan) -> di
     return {rank: known[digest] for rank, digest in digests.items()}
 
 
-def plans_now(state: GroupState, mine: ExchangePlan, calls: Sequence[int]) -> dict[int, ExchangePlan]:
-    """The plans that other ranks have published for any of ``calls``, by global rank. Does not wait."""
+def plans_now(state: GroupState, mine: ExchangePlan) -> dict[int, ExchangePlan]:
+    """The plans that other ranks have published for the newest call or the one after it, by global rank. Does not
+    wait."""
     found = {}
     for rank in peers(state.group):
-        for call in calls:
+        for next_call in (False, True):
             try:
-                text = state.medium.published(call, rank)
+                text = state.published(rank, next_call)
             except Overwritten:
                 continue
             if text is not None:
@@ -353,11 +322,11 @@ def say(state: GroupState, number: int, text: str, kind: str = "") -> None:
     """Publish this rank's verdict ``text`` in round ``number`` of this call. ``kind`` distinguishes several series of
     rounds of one call. Rounds with a ``kind`` go through the store, and so do those that have no place on the page."""
     if kind or state.page is None or number >= MOST_ROUNDS:
-        state.store.say(state.calls, f"{kind}{number}", text)
+        state.store.say(state.label, f"{kind}{number}", text)
         return
     if text != EQUAL:
         # The reason does not fit on the page, so it goes through the store.
-        state.store.say(state.calls, number, text)
+        state.store.say(state.label, number, text)
     state.page.say(state.calls, number, text[0])
 
 
@@ -373,7 +342,7 @@ def said(state: GroupState, rank: int, number: int, deadline: float, kind: str =
         if isinstance(medium, CallPage):
             text = medium.said(state.calls, number, rank)
         else:
-            text = medium.said(state.calls, f"{kind}{number}", rank)
+            text = medium.said(state.label, f"{kind}{number}", rank)
         if text is not None and (text == EQUAL or medium is state.store):
             return text
         if text is not None:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -18,15 +19,37 @@ from overlap_inductor.facts.exchange import ExchangePlan
 from overlap_inductor.facts.exchange import difference
 from overlap_inductor.runtime import call_board
 from overlap_inductor.runtime.call_board import EQUAL
-from overlap_inductor.runtime.call_board import GroupState
-from overlap_inductor.runtime.call_board import Outcome
+from overlap_inductor.runtime.call_board import ONCE
 from overlap_inductor.runtime.call_board import global_rank
 from overlap_inductor.runtime.call_page import CALLS
 from overlap_inductor.runtime.call_page import Overwritten
+from overlap_inductor.runtime.call_place import MOVED
+from overlap_inductor.runtime.call_place import REFUSED
+from overlap_inductor.runtime.call_place import CallPlace
+from overlap_inductor.runtime.call_place import Order
+from overlap_inductor.runtime.call_state import GroupState
 
 log = logging.getLogger("overlap_inductor")
 
 DEFAULT_TIMEOUT = 300
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of comparing one call.
+
+    Attributes:
+        overlapped: True if every rank runs the plan with overlap.
+        difference: why the ranks do not do so. Empty if they do, if this rank's plan overlaps nothing, or if the reason
+            was reported before.
+        fresh: True if all ranks agreed upon this plan in this call and not in an earlier one.
+    """
+
+    overlapped: bool
+    difference: str = ""
+    fresh: bool = False
+
+
 YES, NO = Outcome(True), Outcome(False)
 DIFFERENT, APART = "0", "x"
 
@@ -55,7 +78,8 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
         except Overwritten:
             found.append({})
             behind[number] = _left_behind(state)
-    texts = [call_board.plans(s, values, plan) for s, values in zip(states, found, strict=True)]
+    here = [_of_this_call(s, plan, values) for s, values in zip(states, found, strict=True)]
+    texts = [call_board.plans(s, values, plan) for s, values in zip(states, here, strict=True)]
     off = any(p.mode == "off" for plans in texts for p in plans.values())
     silent = [
         [] if off or s.apart or b else [r for r in call_board.peers(s.group) if r not in values]
@@ -63,27 +87,55 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     ]
     for state, values, plans, missing in zip(states, found, texts, silent, strict=True):
         _check_reachable(state, plan, values, plans, missing)
-    why = "; ".join(filter(None, [*map(_difference, states, [plan] * len(states), texts, silent, found), *behind]))
+    why = "; ".join(filter(None, [*map(_difference, states, [plan] * len(states), texts, silent, here), *behind]))
     verdict = (DIFFERENT if why else EQUAL, why)
+    absent = [global_rank(s.group, r) for s, a, b in zip(states, found, here, strict=True) for r in a if r not in b]
+    if absent and not why:
+        ranks = ", ".join(map(str, sorted(set(absent))))
+        verdict = (
+            ONCE,
+            f"rank {ranks} issued collectives outside of graphs where rank {dist.get_rank()} calls this graph. It"
+            " probably ran the graph uncompiled, because Dynamo's recompile limit was reached. (TORCH_LOGS=recompiles"
+            " names the guards that differ.)",
+        )
     if (
         off
         or any(silent)
-        or any(s.apart or _astray(s, values) for s, values in zip(states, found, strict=True))
+        # Such a graph has other collectives than the model, so places would differ from now on.
+        or (absent and any(c.endswith(" tokens") for c in plan.collectives))
+        or any(s.apart or _astray(s, plan, values) for s, values in zip(states, here, strict=True))
         or any(p.collectives != plan.collectives for plans in texts for p in plans.values())
     ):
-        verdict = (APART, why)
-    if not known or len(states) > 1:
+        verdict = (APART, verdict[1])
+    places = [_places(s, plan, values) for s, values in zip(states, here, strict=True)]
+    # Ranks that count differently, or of which one is absent, say their verdicts also for a known plan. Some of them
+    # may have stopped waiting for a rank that comes nevertheless.
+    uneven = bool(absent) or any(
+        p != call_board.value(s, plan) for s, others in zip(states, places, strict=True) for p in others
+    )
+    if not known or len(states) > 1 or uneven:
         for number in range(1 if len(states) == 1 else 1 + len(states)):
             verdict = one_round(states, plan, found, number, verdict, begun, max(limits))
     if verdict[0] != EQUAL:
         return _rejected(states, plan, texts, verdict)
     if not known:
         _share_pages(states, plan, found, begun, max(limits))
-    for state in states:
+    for state, others in zip(states, places, strict=True):
+        state.level(others)
         state.agreed.add(plan.digest)
         state.overlapped.add(plan.collectives)
         state.newest = plan
     return Outcome(True, fresh=not known)
+
+
+def _of_this_call(state: GroupState, plan: ExchangePlan, values: Mapping[int, str]) -> dict[int, str]:
+    """``values`` without those of ranks that ran this call uncompiled."""
+    return {r: v for r, v in values.items() if call_board.order_of(state, plan, v) is not Order.LATER}
+
+
+def _places(state: GroupState, plan: ExchangePlan, values: Mapping[int, str]) -> list[CallPlace]:
+    """The values of the other ranks that run ``plan`` in the same call."""
+    return [CallPlace.parsed(v) for v in values.values() if call_board.is_partner(state, plan, v)]
 
 
 def _share_pages(
@@ -142,7 +194,7 @@ def _check_reachable(
     inside = {
         global_rank(group, r): p
         for r, p in plans.items()
-        if p.digest in state.unasked - {plan.digest} and not values[r].endswith("!")
+        if p.digest in state.unasked - {plan.digest} and not values[r].endswith(REFUSED)
     }
     if inside:
         raise AgreementError(
@@ -152,7 +204,8 @@ def _check_reachable(
             " rank cannot continue. This rank probably recompiled alone: make its guards equal to the other ranks'"
             " (TORCH_LOGS=recompiles names them), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
         )
-    if missing and state.newest is not None:
+    # A rank that has skipped a call waits for the next one of a rank that ran its plain program.
+    if missing and state.newest is not None and state.mark != MOVED:
         ranks = ", ".join(str(global_rank(group, r)) for r in missing)
         raise AgreementError(
             f"rank {mine} runs a graph of group {group.group_name!r} for which rank {ranks} published no plan. An"
@@ -178,13 +231,16 @@ def _difference(
             " die?)"
         )
     parts += [
-        f"rank {global_rank(state.group, r)} has run graphs with {there} collectives of group "
-        f"{state.group.group_name!r} before this call, and rank {dist.get_rank()} with {state.passed}: their "
+        f"rank {global_rank(state.group, r)} has issued {there} collectives of group "
+        f"{state.group.group_name!r} before this call, and rank {dist.get_rank()} {state.place}: their "
         "graphs are broken at different places"
-        for r, there in _astray(state, values).items()
+        for r, there in _astray(state, plan, values).items()
     ]
-    mine = call_board.value(state, plan)
-    refusing = [global_rank(state.group, r) for r, p in plans.items() if p.digest == plan.digest and values[r] != mine]
+    refusing = [
+        global_rank(state.group, r)
+        for r, p in plans.items()
+        if p.digest == plan.digest and not call_board.is_partner(state, plan, values[r])
+    ]
     if refusing and not any(parts):
         parts.append(
             f"rank {', '.join(map(str, refusing))} runs the plan without overlap, or uses its groups in another order"
@@ -192,11 +248,14 @@ def _difference(
     return "; ".join(filter(None, parts))
 
 
-def _astray(state: GroupState, values: Mapping[int, str]) -> dict[int, int]:
-    """``{rank: number of collectives in its earlier calls}``, for the ranks whose number differs from this rank's
-    number."""
-    numbers = {r: call_board.passed(v) for r, v in values.items()}
-    return {r: n for r, n in numbers.items() if n != state.passed}
+def _astray(state: GroupState, plan: ExchangePlan, values: Mapping[int, str]) -> dict[int, int]:
+    """``{rank: place of its call}``, for the ranks whose call holds only some of the collectives of this rank's
+    call."""
+    return {
+        r: CallPlace.parsed(v).place
+        for r, v in values.items()
+        if call_board.order_of(state, plan, v) in (Order.UNKNOWN, Order.EARLIER)
+    }
 
 
 def one_round(
@@ -209,14 +268,14 @@ def one_round(
     limit: float,
     kind: str = "",
 ) -> tuple[str, str]:
-    """Publish ``verdict``. Return the worst verdict, with its reason, of this rank and of all ranks of its groups that
-    published the same value. So each round carries a rejection one step further: from a rank that knows of it to all
-    ranks that share a group with this rank.
+    """Publish ``verdict``. Return the worst verdict, with its reason, among this rank and all ranks of its groups that
+    run the same plan in the same call. So each round carries a rejection to the ranks that share a group with a rank
+    that already knows it.
 
     Args:
         found: for each group, the values that its ranks published for this call.
         number: number of the round, from 0.
-        verdict: ``(EQUAL, DIFFERENT or APART; reason)``.
+        verdict: ``(EQUAL, ONCE, DIFFERENT or APART; reason)``.
         begun: when this call's comparison began, in seconds of ``time.monotonic()``.
         limit: seconds. Round ``number`` waits until ``begun + (number + 2) * limit``.
         kind: distinguishes several series of rounds of one call.
@@ -228,8 +287,7 @@ def one_round(
         call_board.say(state, number, "".join(verdict), kind)
     said = [verdict]
     for state, values in zip(states, found, strict=True):
-        mine = call_board.value(state, plan)
-        for rank in sorted(r for r, v in values.items() if v == mine):
+        for rank in sorted(r for r, v in values.items() if call_board.is_partner(state, plan, v)):
             try:
                 text = call_board.said(state, rank, number, begun + (number + 2) * limit, kind)
             except Overwritten:
@@ -241,7 +299,7 @@ def one_round(
                     " rank's host probably stalled. See that rank's log first."
                 )
             said.append((text[0], text[1:]))
-    return next(s for wanted in (APART, DIFFERENT, EQUAL) for s in said if s[0] == wanted)
+    return next(s for wanted in (APART, DIFFERENT, ONCE, EQUAL) for s in said if s[0] == wanted)
 
 
 def _rejected(
@@ -257,7 +315,9 @@ def _rejected(
     for state, plans in zip(states, texts, strict=True):
         # A plan that was agreed upon before is not rejected permanently, because all ranks may run it again at the next
         # call.
-        for digest in {plan.digest, *(p.digest for p in plans.values())} - state.agreed:
+        # A plan that a rank ran uncompiled once is compared again, too.
+        seen = {plan.digest, *(p.digest for p in plans.values())} if verdict[0] != ONCE else set()
+        for digest in seen - state.agreed:
             state.rejected.setdefault(digest, why)
         if verdict[0] == APART:
             call_board.part(state, why)
@@ -270,7 +330,8 @@ def _rejected(
         f"rank {dist.get_rank()} and other ranks do not exchange the same, so all of them run this graph without"
         f" overlap: {why}"
     )
-    pair = (plan.digest, *sorted({p.digest for plans in texts for p in plans.values()}))
+    once = ("uncompiled",) if verdict[0] == ONCE else ()
+    pair = once or (plan.digest, *sorted({p.digest for plans in texts for p in plans.values()}))
     if any(pair in s.reported for s in states):
         return NO
     for state in states:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,25 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
         return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
         return distributed_c10d.default_pg_timeout
+
+
+def counter(group: dist.ProcessGroup) -> tuple[Callable[[], int], bool]:
+    """``(count, exact)``. ``count`` returns how many collectives the group's backend has issued on this rank: that of
+    the accelerator if the group has one, else that of the CPU. ``exact`` is whether it counts collectives only. NCCL
+    does so (``seqCollective_`` of torch's ``ProcessGroupNCCL``). Gloo also counts sends and receives. For a backend
+    that has no count, ``count`` returns 0."""
+    for device in (torch.accelerator.current_accelerator(), torch.device("cpu")):
+        try:
+            backend = group._get_backend(device)
+            backend._get_sequence_number_for_group()
+        except (RuntimeError, TypeError, AttributeError):
+            continue
+        return backend._get_sequence_number_for_group, backend.name().lower() == "nccl"
+    return _uncounted, True
+
+
+def _uncounted() -> int:
+    return 0
 
 
 def group_description(group_name: str) -> str | None:

@@ -17,6 +17,7 @@ from tests.support import hugging_face
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 from tests.support.graph_text import waste
+from tests.support.heard import Heard
 from tests.support.hugging_face import LAYERS
 from tests.support.interpreted import interpreted
 
@@ -83,3 +84,63 @@ def test_experts_of_a_model(
     arguments = family, str(tmp_path), generated, fields
     for rank, (sites, problems) in enumerate(run_ranks(world_size, _problems, *arguments, timeout=500)):
         assert problems == [] and sites == {pattern: 1 if family.endswith(", one layer") else LAYERS}, f"rank {rank}"
+
+
+def _trained(
+    rank: int, world_size: int, family: str, folder: str, limits: tuple[int, ...], fields: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Training steps, each with a recompile limit for rank 0. With limit 1, rank 0 compiles nothing more, so it runs
+    frames uncompiled that routing made different. Each rank has its own switches, ``fields``."""
+    import overlap_inductor
+
+    model = hugging_face.load(family, folder, "cpu", experts=world_size).train()
+    exact = hugging_face.whole(family, folder, "cpu", experts_implementation="eager")
+    compile_anew(kernels=False)
+    heard, problems, graphs = Heard(), [], []
+
+    def step(run: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        loss = run(ids, labels=ids).loss
+        loss.backward()
+        return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    with overlap_inductor.overlap(schedule="ring", sequence_parallel="off", agreement_timeout=60, **fields[rank]):
+        compiled = torch.compile(model)
+        for number, limit in enumerate(limits):
+            torch._dynamo.config.recompile_limit = 64 if rank else limit
+            ids = torch.randint(
+                0, hugging_face.VOCABULARY, (1, hugging_face.TOKENS), generator=torch.Generator().manual_seed(number)
+            )
+            loss, gradients = step(compiled, ids)
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+            _, wanted = step(model, ids)
+            if not abs(loss.double() - exact(ids, labels=ids).loss.detach()) < 1e-5:
+                problems.append(f"step {number}: the loss is off")
+            for name, gradient in wanted.items():
+                if not (gradients[name] - gradient).abs().max() < 1e-5 * max(1.0, float(gradient.abs().max())):
+                    problems.append(f"step {number}: the gradient of {name} is off")
+    counts = dict(torch._dynamo.utils.counters["overlap_inductor"])
+    return {"problems": problems, "warnings": heard.texts, "graphs": graphs, "counts": counts}
+
+
+def test_training_where_routing_makes_graphs_differ(tmp_path: Path) -> None:
+    """The graphs around the exchange of tokens hold how many tokens each expert got, so ranks recompile at different
+    times. Catches ranks that take this for a difference of their plans."""
+    arguments = "mixtral, one layer", str(tmp_path), (64, 1, 1), [{}, {}]
+    results = run_ranks(2, _trained, *arguments, timeout=400)
+    for result in results:
+        assert result["problems"] == [] and result["warnings"] == [], result
+        assert result["counts"]["sites_overlapped"] > 0 and "reason.ranks_differ" not in result["counts"], result
+    first, second = (r["graphs"] for r in results)
+    assert first[0] == first[-1] and second[0] < second[-1], "rank 0 compiled as often as rank 1"
+
+
+def test_training_with_plans_that_differ(tmp_path: Path) -> None:
+    """The plain program of a forward passes a ``DeviceMesh`` on to the backward. Catches a plain program that returns
+    ``None`` in its place."""
+    arguments = "mixtral, one layer", str(tmp_path), (64,), [{}, {"sub_chunks": 2}]
+    results = run_ranks(2, _trained, *arguments, timeout=400)
+    for result in results:
+        assert result["problems"] == [] and result["counts"]["reason.ranks_differ"] > 0, result
+    assert all("sub_chunks is 4 here and 2 there" in w for r in results for w in r["warnings"]), results
+    assert results[0]["warnings"] and not results[1]["warnings"], results

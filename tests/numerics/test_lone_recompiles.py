@@ -18,8 +18,9 @@ from overlap_inductor.facts.exchange import ExchangePlan
 from overlap_inductor.runtime import agreement
 from overlap_inductor.runtime import call_board
 from overlap_inductor.runtime import call_page
+from overlap_inductor.runtime import call_store
 from overlap_inductor.runtime import shared_file
-from overlap_inductor.runtime.call_board import state_of
+from overlap_inductor.runtime.call_state import state_of
 from overlap_inductor.torch_compat.distributed import group_store
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
@@ -261,9 +262,9 @@ def _differs_for_long(rank: int, world_size: int) -> list[int]:
     same, other = (agreement.Comparison(plan, groups, False) for plan in plans)
     assert same.call().overlapped
     keys = []
-    for number in range(3 * call_board.KEPT_CALLS):
+    for number in range(3 * call_store.KEPT_CALLS):
         assert not (other if rank else same).call().overlapped
-        if number % call_board.KEPT_CALLS == call_board.KEPT_CALLS - 1:
+        if number % call_store.KEPT_CALLS == call_store.KEPT_CALLS - 1:
             dist.barrier()
             keys.append(group_store(groups[0]).num_keys())
             dist.barrier()
@@ -274,7 +275,7 @@ def test_reasons_of_old_verdicts_do_not_stay_in_the_store() -> None:
     """A verdict says whether the ranks overlap a call. Its reason does not fit on the page, so it is in the store.
     Reasons of old calls must be deleted."""
     for _, first, second in run_ranks(2, _differs_for_long, timeout=120):
-        assert second - first < call_board.KEPT_CALLS, (first, second)
+        assert second - first < call_store.KEPT_CALLS, (first, second)
 
 
 def _inside_a_plan_of_two_groups(rank: int, world_size: int, overlaps: bool) -> list[Any]:

@@ -11,6 +11,7 @@ import pytest
 
 from overlap_inductor.runtime import call_board
 from overlap_inductor.runtime import call_page
+from overlap_inductor.runtime import call_state
 from overlap_inductor.runtime.call_page import CALLS
 from overlap_inductor.runtime.call_page import MOST_CHARACTERS
 from overlap_inductor.runtime.call_page import MOST_ROUNDS
@@ -49,15 +50,15 @@ def test_calls_and_rounds_do_not_touch_each_other() -> None:
     assert all(pages[0].published(call, 1) == f"{call}:1" for call in range(1, CALLS + 1))
 
 
-class Said(dict[tuple[int, object], str]):
+class Said(dict[tuple[str, object], str]):
     """A store of one rank's verdicts, by call and round."""
 
     first_pause, growth = 0.0, 1.0
 
-    def say(self, call: int, number: object, text: str) -> None:
+    def say(self, call: str, number: object, text: str) -> None:
         self[call, str(number)] = text
 
-    def said(self, call: int, number: object, rank: int) -> str | None:
+    def said(self, call: str, number: object, rank: int) -> str | None:
         return self.get((call, str(number)))
 
 
@@ -65,7 +66,7 @@ def test_rounds_without_a_place_on_the_page_go_through_the_store() -> None:
     """A graph with many groups has more rounds than the page has places. Such a verdict must not overwrite the entry of
     the next call, or be written past the page's end."""
     with fake_group(2) as group:
-        state = call_board.state_of(group)
+        state = call_state.state_of(group)
         store = Said()
         memory, (state.page, theirs) = _pages(2)
         state.store, state.calls = store, CALLS - 1  # type: ignore[assignment]
@@ -73,7 +74,7 @@ def test_rounds_without_a_place_on_the_page_go_through_the_store() -> None:
             call_board.say(state, number, call_board.EQUAL)
             if number < MOST_ROUNDS:
                 theirs.say(state.calls, number, call_board.EQUAL)
-        assert list(store) == [(CALLS - 1, str(number)) for number in (MOST_ROUNDS, MOST_ROUNDS + 1)]
+        assert list(store) == [(str(CALLS - 1), str(number)) for number in (MOST_ROUNDS, MOST_ROUNDS + 1)]
         assert all(page.published(CALLS, 0) is None for page in (state.page, theirs))
         deadline = time.monotonic() + 5
         assert all(call_board.said(state, 1, n, deadline) == call_board.EQUAL for n in range(MOST_ROUNDS + 2))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from overlap_inductor.errors import OverlapError
 from overlap_inductor.errors import TransferError
 from overlap_inductor.runtime import group_state
-from overlap_inductor.runtime.call_board import state_of
+from overlap_inductor.runtime.call_state import state_of
 from overlap_inductor.runtime.group_state import Kind
 from overlap_inductor.runtime.group_state import Owner
 from overlap_inductor.torch_compat import symmetric

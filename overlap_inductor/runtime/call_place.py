@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``CallPlace``: the place of a rank's call in the sequence of a group's collectives. It tells whether calls of two
+ranks are the same call.
+
+The n-th call of one rank need not be the n-th call of another. Dynamo runs a frame uncompiled when its recompile limit
+is reached, and then this rank alone makes no call for the frame's graph. Or a graph may be broken into two on one rank.
+The collectives are issued in either case. So a call's *place* is the number of the group's collectives that this rank
+has issued before the call. They are those of the graphs that it called, and those that the backend counted between
+calls::
+
+    rank 0   A: place 0   (uncompiled: one collective)   C: place 2
+    rank 1   A: place 0    B: place 1                    C: place 2
+
+Calls are published under the number of the call (``call_board``). Rank 0 finds B where it expected C. B ends at place 2
+at the latest, so it ended before C began: rank 0 has run it uncompiled. Rank 0 writes that it skipped this number, and
+goes on to the next one. A rank that waits in B reads this, and runs its plain program.
+
+The backend's count is exact if it counts collectives only, as NCCL does. Gloo also counts sends and receives, so places
+of ranks may differ for no reason that matters here (``monitored_barrier``, or a pipeline on the same group). There,
+calls are the same if all else is equal: the plan, the number of the call, and the collectives in the calls before it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+SKIPPED, REFUSED, MOVED = "-", "!", "~"
+"""Marks of a value. ``SKIPPED``: the rank ran this call uncompiled. ``REFUSED``: the rank runs the plan without
+overlap. ``MOVED``: the rank has skipped a number to reach this call, so the ranks must exchange verdicts."""
+
+
+class Order(enum.Enum):
+    """How another rank's call stands to this rank's call of the same number."""
+
+    SAME = "same"
+    EARLIER = "earlier"
+    """Their call ended before mine began, so this rank ran it uncompiled."""
+    LATER = "later"
+    """Their call began after mine ended, so they ran mine uncompiled."""
+    UNKNOWN = "unknown"
+    """The two calls hold some collectives in common, and not others."""
+
+
+@dataclass(frozen=True)
+class CallPlace:
+    """What a rank publishes for a call, apart from a mark at its end.
+
+    Attributes:
+        constant: what the values of all calls of a plan share. It ends in the number of the plan's collectives in the
+            group.
+        passed: number of the group's collectives in the graphs of this rank's earlier calls.
+        place: number of the group's collectives that this rank issued before the call.
+        mark: ``SKIPPED``, ``REFUSED``, ``MOVED`` or ``""``.
+    """
+
+    constant: str
+    passed: int
+    place: int
+    mark: str = ""
+
+    @property
+    def end(self) -> int:
+        """The place behind the call."""
+        return self.place + int(self.constant.rsplit(":", 1)[1])
+
+    @property
+    def text(self) -> str:
+        return f"{self.constant}:{self.passed}:{self.place}{self.mark}"
+
+    @classmethod
+    def parsed(cls, text: str) -> CallPlace:
+        """The value that ``text`` wrote."""
+        mark = text[-1] if text[-1] in (SKIPPED, REFUSED, MOVED) else ""
+        constant, passed, place = text.removesuffix(mark).rsplit(":", 2)
+        return cls(constant, int(passed), int(place), mark)
+
+
+def order(mine: CallPlace, theirs: CallPlace, exact: bool) -> Order:
+    """How ``theirs`` stands to ``mine``. If it is ``EARLIER`` from one side, it is ``LATER`` from the other, unless the
+    mark ``SKIPPED`` was written in between.
+
+    Args:
+        exact: whether the backend counts collectives only.
+    """
+    if theirs.mark == SKIPPED:
+        return Order.LATER
+    alike = (mine.constant, mine.passed) == (theirs.constant, theirs.passed)
+    if mine.place == theirs.place or (alike and not exact):
+        return Order.SAME
+    if theirs.end <= mine.place:
+        return Order.EARLIER
+    if mine.end <= theirs.place:
+        return Order.LATER
+    return Order.SAME if alike else Order.UNKNOWN

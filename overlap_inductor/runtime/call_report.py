@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells waiting ranks that this rank is inside a collective that it issued outside of graphs.
+
+A rank may run a frame uncompiled whose graph its peers overlap. It publishes nothing before the frame's collective, and
+the collective waits for the peers, while the peers wait for its plan::
+
+    rank 0   (uncompiled) all_reduce: waits for rank 1
+    rank 1   the graph's call: waits for the plan of rank 0
+
+So each process has a thread that looks at its groups (``call_state``). It acts if the thread that calls graphs is
+inside a collective, outside of graphs, and finds the backend's count unchanged at its next look. Then it writes
+the place that the rank has reached to the group's store, once for each place. A report is a promise: this rank joins no
+call that begins before the reported place. A waiting rank whose call does so runs its plain program. The rank that has
+reported skips such a call (``call_board.skip``).
+
+If the thread is inside a collective of a call, the thread that looks writes the call's number. A rank that has skipped
+this call, and waits for the next one, then knows that it skipped the call by mistake: the ranks count differently.
+
+A report and the count of a call exclude each other by a lock. So a rank that has published a call makes no report about
+the time before the call, and both sides decide by the same report.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import Protocol
+
+import torch.distributed as dist
+
+from overlap_inductor.torch_compat.distributed import group_store
+
+INTERVAL, AGAIN = 0.2, 0.01
+"""Seconds between two looks before this process makes its first report, and after it. A rank that has run a frame
+uncompiled will probably do so again, and its peers wait for each report."""
+
+
+class Watched(Protocol):
+    """A group's counts.
+
+    Attributes:
+        lock: held while a call is counted.
+        promised: the place that was reported last.
+        told_inside: the number of the call that was reported last.
+    """
+
+    lock: threading.Lock
+    promised: int
+    told_inside: int
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+    @property
+    def prefix(self) -> str: ...
+    def reached(self) -> int | None:
+        """The place that this rank has reached outside of graphs since its last call. ``None`` if it is in a call, has
+        issued nothing since, or is not inside a collective."""
+
+    def inside(self) -> tuple[int, int] | None:
+        """The number of the call of which this rank is inside a collective, and the backend's count. ``None`` if there
+        is none."""
+
+
+_STATES: list[weakref.ref[Watched]] = []
+_LOCK = threading.Lock()
+_STARTED: list[threading.Thread] = []
+
+
+def watch(state: Watched) -> None:
+    """Report the places that this rank reaches in the group of ``state``, until the group is destroyed."""
+    with _LOCK:
+        _STATES.append(weakref.ref(state))
+        if not _STARTED:
+            _STARTED.append(threading.Thread(target=_watch, name="overlap_inductor places", daemon=True))
+            _STARTED[0].start()
+
+
+def place_of(state: Watched, rank: int) -> int:
+    """The place that ``rank`` of the group has reported last, or -1."""
+    return _number(state, "reached", rank)
+
+
+def call_of(state: Watched, rank: int) -> int:
+    """The number of the last call of which ``rank`` was inside a collective for long, or -1."""
+    return _number(state, "inside", rank)
+
+
+Seen = tuple[int | None, tuple[int, int] | None]
+
+
+def report(state: Watched, before: Seen) -> Seen:
+    """Report what ``before``, the result of the last look, shares with this look. Returns the result of this look.
+
+    Raises:
+        KeyError: the group was destroyed.
+        RuntimeError: the rank that keeps the group's store has ended.
+    """
+    with state.lock:
+        place, inside = now = state.reached(), state.inside()
+        if place is not None and place == before[0] and place > state.promised:
+            _write(state, "reached", place)
+            state.promised = place
+        if inside is not None and inside == before[1] and inside[0] > state.told_inside:
+            _write(state, "inside", inside[0])
+            state.told_inside = inside[0]
+    return now
+
+
+def _write(state: Watched, what: str, number: int) -> None:
+    group_store(state.group).set(f"{state.prefix}/{what}/{state.group.rank()}", str(number))
+
+
+def _number(state: Watched, what: str, rank: int) -> int:
+    store, key = group_store(state.group), f"{state.prefix}/{what}/{rank}"
+    return int(store.get(key)) if store.check([key]) else -1
+
+
+def _watch() -> None:
+    seen: dict[weakref.ref[Watched], Seen] = {}
+    interval = INTERVAL
+    while True:
+        time.sleep(interval)
+        for reference in tuple(_STATES):
+            state = reference()
+            try:
+                if state is not None:
+                    seen[reference] = report(state, seen.get(reference, (None, None)))
+                    interval = AGAIN if state.promised >= 0 else interval
+            except (KeyError, RuntimeError):
+                state = None
+            if state is None:
+                seen.pop(reference, None)
+                with _LOCK:
+                    _STATES.remove(reference)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``CallStore``: values and verdicts of a group's calls in the group's store. ``call_board`` names the keys."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from overlap_inductor.torch_compat.distributed import group_store
+
+KEPT_CALLS = 64
+"""Number of this rank's newest calls whose keys stay in the store. In a CPU group no rank can be this many calls behind
+another, because each call holds a collective, which blocks the host."""
+
+
+class CallStore:
+    """Values and verdicts of a group's calls, by the call's label (``GroupState.label``). Otherwise it has the
+    interface of ``CallPage``.
+
+    Args:
+        prefix: of all keys.
+    """
+
+    first_pause, growth = 1e-4, 1.5
+    looks_cheaply = False
+
+    def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
+        self._group, self._prefix, self._rank = group, prefix, group.rank()
+        self._keys: dict[str, list[str]] = {}
+
+    def publish(self, call: str, text: str) -> None:
+        self._kept(call, self._key(call, self._rank), self._same(call, text))
+        store = group_store(self._group)
+        store.set(self._key(call, self._rank), text)
+        store.add(self._same(call, text), 1)
+
+    def all_publish(self, call: str, text: str) -> bool:
+        return group_store(self._group).add(self._same(call, text), 0) == self._group.size()
+
+    def published(self, call: str, rank: int) -> str | None:
+        return self._get(self._key(call, rank))
+
+    def say(self, call: str, number: int | str, text: str) -> None:
+        key = f"{self._key(call, self._rank)}/{number}"
+        self._kept(call, key)
+        group_store(self._group).set(key, text)
+
+    def said(self, call: str, number: int | str, rank: int) -> str | None:
+        return self._get(f"{self._key(call, rank)}/{number}")
+
+    def _kept(self, call: str, *keys: str) -> None:
+        """Remember the ``keys`` of a call, and delete the keys of all but the ``KEPT_CALLS`` newest calls."""
+        self._keys.setdefault(call, []).extend(keys)
+        while len(self._keys) > KEPT_CALLS:
+            for key in self._keys.pop(next(iter(self._keys))):
+                group_store(self._group).delete_key(key)
+
+    def _key(self, call: str, rank: int) -> str:
+        return f"{self._prefix}/{call}/{rank}"
+
+    def _same(self, call: str, text: str) -> str:
+        return f"{self._prefix}/{call}/same/{text}"
+
+    def _get(self, key: str) -> str | None:
+        store = group_store(self._group)
+        return store.get(key).decode() if store.check([key]) else None

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a thread is inside a collective."""
+
+from __future__ import annotations
+
+import sys
+
+from torch._ops import OpOverload
+from torch._ops import OpOverloadPacket
+from torch.distributed import distributed_c10d
+
+_FRAMES = 4
+"""Number of innermost frames that are looked at. Calls of an op have at most this many frames of torch's own."""
+_NOT_OF_ALL_RANKS = {"monitored_barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv"}
+
+
+def in_collective(thread: int) -> bool:
+    """Whether the thread with the number ``thread`` (``threading.get_ident``) is inside a collective: an op of the
+    namespaces of collectives, or a function of ``torch.distributed``. Sends, receives and ``monitored_barrier`` do not
+    count, because gloo counts them differently on each rank."""
+    frame = sys._current_frames().get(thread)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return False
+        op = frame.f_locals.get("self")
+        if isinstance(op, OpOverload):
+            op = op._overloadpacket
+        if isinstance(op, OpOverloadPacket):
+            return op._qualified_op_name.split("::")[0].lstrip("_").startswith("c10d")
+        if frame.f_code.co_filename == distributed_c10d.__file__:
+            return frame.f_code.co_name not in _NOT_OF_ALL_RANKS
+        frame = frame.f_back
+    return False

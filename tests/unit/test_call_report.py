@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports of a rank that is inside a collective, and the look at a thread that tells so."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.runtime import call_report
+from overlap_inductor.runtime.call_state import GroupState
+from overlap_inductor.torch_compat.blocked_threads import in_collective
+from tests.support.fake_group import fake_group
+
+
+def _looks(state: GroupState, number: int) -> None:
+    before: call_report.Seen = (None, None)
+    for _ in range(number):
+        before = call_report.report(state, before)
+
+
+def test_a_place_is_reported_once_and_only_while_the_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, counted, store = [True], [0], dist.HashStore()
+    monkeypatch.setattr(call_report, "group_store", lambda group: store)
+    monkeypatch.setattr("overlap_inductor.runtime.call_state.in_collective", lambda thread: waits[0])
+    with fake_group(2) as group:
+        state = GroupState(group, 0)
+        state._count = lambda: counted[0]
+        _looks(state, 3)
+        assert call_report.place_of(state, 0) == -1, "it has issued nothing"
+        counted[0] += 2
+        _looks(state, 1)
+        assert call_report.place_of(state, 0) == -1, "it may have begun to wait just now"
+        _looks(state, 2)
+        assert call_report.place_of(state, 0) == state.promised == 2
+        state.count(3)
+        _looks(state, 2)
+        assert (call_report.place_of(state, 0), call_report.call_of(state, 0)) == (2, 1), "it is inside its call"
+        counted[0] += 3
+        state.returned()
+        counted[0] += 1
+        waits[0] = False
+        _looks(state, 2)
+        assert call_report.place_of(state, 0) == 2, "it computes"
+        waits[0] = True
+        _looks(state, 2)
+        assert call_report.place_of(state, 0) == 2 + 3 + 1
+
+
+@pytest.mark.parametrize(("namespace", "wanted"), [("c10d_of_this_test", True), ("other_of_this_test", False)])
+def test_a_thread_inside_an_op(namespace: str, wanted: bool) -> None:
+    held, begun = threading.Lock(), threading.Event()
+    library = torch.library.Library(namespace, "DEF")
+
+    def wait(x: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        with held:
+            return x + 1
+
+    library.define("wait(Tensor x) -> Tensor")
+    library.impl("wait", wait, "CPU")
+    thread = threading.Thread(target=lambda: getattr(torch.ops, namespace).wait(torch.ones(1)))
+    with held:
+        thread.start()
+        assert begun.wait(30) and thread.ident is not None
+        deadline = time.monotonic() + 10
+        while wanted and not in_collective(thread.ident) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert in_collective(thread.ident) is wanted
+    thread.join()
+    assert not in_collective(thread.ident)
