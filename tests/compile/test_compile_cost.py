@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
-from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overlap_inductor.inductor import hooks
-from overlap_inductor.inductor import rank_symbol
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat import step_values
 from overlap_inductor.torch_compat.functional_collectives import all_gather
@@ -211,33 +209,6 @@ def test_what_follows_a_view_of_a_gathered_tensor_is_not_evaluated_again(monkeyp
     assert overlapped["overlap_inductor.gather_start.default"]
     for name in ("aten.sin.default", "aten.cos.default"):
         assert overlapped[name] == written[name] > 0
-
-
-def test_the_scheduler_traces_no_kernel_again_for_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor asks each pointwise kernel for its symbols if the graph has a symbol of the rank. The scheduler's nodes
-    give the same answer as a new trace of the kernel."""
-    compared: list[bool] = []
-    read_writes = rank_symbol.read_writes
-
-    def both(original: Callable[[Any], Any], buffer: Any) -> Any:
-        traced, found = original(buffer), read_writes(original, buffer)
-        if id(buffer) in V.graph.__dict__.get(rank_symbol._ACCESSES, {}):
-            compared.append(traced.get_free_symbol_uses(True) == found.get_free_symbol_uses(True))
-            symbols.update(map(str, found.get_free_symbol_uses(True)))
-        return found
-
-    def model(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        gathered = all_gather(x.relu(), 0, torch.distributed.group.WORLD)
-        return gathered.sin() @ w
-
-    symbols: set[str] = set()
-    monkeypatch.setattr(rank_symbol, "read_writes", both)
-    hooks.uninstall()
-    with fake_group(2), torch.no_grad():
-        (report,) = reports_of(model, torch.empty(16, 16), torch.empty(16, 8))
-    hooks.uninstall()
-    assert report.counters()["sites_overlapped"] == 1
-    assert len(compared) >= 2 and all(compared) and len(symbols) == 1
 
 
 def test_collectives_are_not_searched_for_if_inductor_pads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
