@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Pinned: an open range would install the newest build, with several GB of GPU libraries.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-thorough lint docs test-torch-versions bench-slow-link clean
+.PHONY: demo test test-thorough lint docs test-torch-versions bench-slow-link bench-layers clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +54,9 @@ test-torch-versions: $(VENV)/ready
 
 bench-slow-link: $(VENV)/ready
 	$(BIN)/python -m bench.slow_link
+
+bench-layers: $(VENV)/ready
+	$(BIN)/python -m bench.layers
 
 clean:
 	rm -rf $(VENV) .torch-versions build

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time that comparing plans adds to each call after the ranks have agreed on a plan.
+"""Measure the host time that the comparison of plans adds to each call, after the ranks have agreed on a plan.
 
     torchrun --nproc-per-node 8 -m bench.agreement [--out bench/results/agreement.jsonl]
 
-Ranks are gloo processes that do nothing else. A figure is microseconds for one call: the mean over the calls of a run,
+Ranks are gloo processes that do nothing else. A figure has microseconds for one call: the mean over the calls of a run,
 then the median over runs, then the maximum over ranks::
 
-    own        a rank's own time if all ranks have already published the call (9 runs of 63 calls)
-    together   time from call to call if all ranks call at once, so that each waits for the slowest (9 runs of 2000
+    own        a rank's own time, if all other ranks have already published the call (9 runs of 63 calls)
+    together   the time from call to call, if all ranks call at once and each waits for the slowest (9 runs of 2000
                calls)
-    store      like ``together``, but the ranks compare through the group's store, as they do if they share no memory
-               (3 runs of 200 calls)
+    store      like together, but the ranks share no memory and compare through the group's store (3 runs of 200 calls)
 """
 
 from __future__ import annotations

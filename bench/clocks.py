@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the GPU's clock rate while providers run, and scale their times to the highest clock rate.
 
-The scaled times show whether a provider is slower because it waits, or because the GPU is hotter.
+A provider (``bench.providers``) is one way to compute a case. The scaled times show why a provider is slow: because it
+waits, or because the GPU is hotter.
 
     torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 --schedules chunked
     fused/copy_engine --out rows.jsonl
 
-A matmul of large matrices takes a GPU to its power limit. The clock rate then depends on the work that ran before. It
-falls further on a GPU that multiplies all the time than on one that waits for NCCL between two matmuls. Each provider
-runs in three ways. ``single`` is one call, and ``row`` is ``CALLS`` calls one after the other, both with the host
-hidden. ``compiled`` is ``CALLS`` calls of compiled graphs, with the host in the loop. Before and after each sample, a
-kernel stores the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``). Each rank takes the median time and
-the median clock rate of the repeats. Each provider and way gets one JSON row, with the longest of these times and the
-lowest of these clock rates. Results are compared with fp32 before anything is timed.
+A matmul of large matrices takes a GPU to its power limit. The clock rate then depends on the work that ran before. On a
+GPU that waits for NCCL between two matmuls, the clock rate falls a little. On a GPU that multiplies all the time, it
+falls further. Each provider runs in three ways (``bench.timing`` says what hidden and in the loop mean)::
+
+    single      one call, with the host hidden
+    row         CALLS calls one after the other, with the host hidden
+    compiled    CALLS calls of compiled graphs, with the host in the loop
+
+Before and after each sample, a kernel stores the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``).
+Each rank takes the median time and the median clock rate of its samples. There is one JSON row for each provider in
+each way. It has the longest of the ranks' times and the lowest of the ranks' clock rates. Results are compared with
+fp32 before anything is timed.
 """
 
 from __future__ import annotations
@@ -45,7 +51,7 @@ from overlap_inductor.passes.patterns import PATTERNS
 CALLS = 8
 """Calls of one sample in ways ``row`` and ``compiled``."""
 BLOCKS_AN_SM = 4
-"""Blocks of ``_stamp`` for each SM. They are enough that every SM runs at least one."""
+"""Blocks of ``_stamp`` for each SM: enough blocks that every SM runs at least one of them."""
 
 
 @triton.jit

@@ -5,16 +5,23 @@
     python -m bench.compile_cost --profile ring --repeats 1 [--phases training] [--sort tottime]
 
 The model is a Hugging Face Llama of 32 layers, sharded by ``tp_plan="auto"``. The process group is torch's fake one,
-and this process is its rank 0. The graphs of rank 0 are compiled, and no compiled code runs. Two programs are compiled:
-the forward without gradients (``inference``), and forward and backward (``training``). Settings: ``plain`` (our hooks
-are not installed), ``auto``, ``ring`` (forced; the default budget limits how many sites are unrolled), ``looping``
-(every ring is one op). Each compile uses no cache and one thread, and runs from Dynamo to the generated code. Settings
-take turns. A row is the repeat with the least CPU time.
+and this process is its rank 0. The graphs of rank 0 are compiled, and no compiled code runs. There are two programs:
+the forward without gradients (``inference``), and forward and backward (``training``). There are four settings::
 
-``seconds``: CPU time of this process. ``compiler_seconds``: CPU time of the C++ compiler that it starts.
-``pass_seconds``, ``lowering_seconds``, ``hook_seconds``: the parts of ``seconds`` spent in ``run_overlap_pass``, in our
-lowerings, and in our wrappers of Inductor's functions (without the wrapped functions). ``gc_seconds``: the part spent
-in the garbage collector, which none of these three includes.
+    plain      the package's hooks are not installed
+    auto       the pass chooses the schedules
+    ring       schedule ring is forced; the default budget limits how many sites are unrolled
+    looping    schedule ring is forced; every ring is one op
+
+A compile goes from Dynamo to the generated code. It uses no cache and one thread. Settings take turns. A row is the
+repeat with the least CPU time. Its fields are::
+
+    seconds             CPU time of this process
+    compiler_seconds    CPU time of the C++ compiler that this process starts
+    pass_seconds        the part of seconds in run_overlap_pass
+    lowering_seconds    the part of seconds in the package's lowerings
+    hook_seconds        the part of seconds in the package's wrappers of Inductor's functions, without these functions
+    gc_seconds          the part of seconds in the garbage collector; the three parts above leave it out
 """
 
 from __future__ import annotations
@@ -99,7 +106,7 @@ class Clock:
 
 
 def instrument(clock: Clock) -> list[OverlapReport]:
-    """Time the pass, our lowerings, our hooks and the garbage collector with ``clock`` from now on.
+    """From now on, ``clock`` times the pass, the package's lowerings and hooks, and the garbage collector.
 
     Returns a list to which each run of the pass appends its report.
     """

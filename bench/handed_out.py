@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what it costs if an op also returns the gathered tensor, which the gradient of a weight needs. One torchrun.
+"""Measure what it costs if an op also returns the gathered tensor, which the gradient of a weight needs.
 
     torchrun --nproc-per-node 2 -m bench.handed_out [--tokens 2048 8192] --out bench/results/handed_out.jsonl
 
-Shards are gathered to a tensor ``[tokens, 8192]``, which is multiplied by three weights of 4096 columns each (q, k and
-v). Schedules ``chunked`` and ``fused`` are timed twice: without returning the gathered tensor, and with returning it
-(``handed out``). ``keep``: NCCL's all-gather and three matmuls. It is timed once, because it always produces the
-gathered tensor. ``copy``: only a copy of the gathered tensor. Before the timing, results are compared with those of
-``keep``. Gathered tensors must be bitwise equal. Figures are microseconds of device time with the host hidden. The
-calls take turns. Each rank takes the median of a call's samples, and the figure is the maximum of these medians over
-ranks.
+Shards are gathered to a tensor ``[tokens, 8192]``. This tensor is multiplied by three weights of 4096 columns each (q,
+k and v). These calls are timed in turn::
+
+    keep                   NCCL's all-gather, then three matmuls; the gathered tensor is always produced
+    chunked, fused         the op of the schedule; the gathered tensor is not returned
+    chunked, handed out    the op of chunked; the gathered tensor is returned
+    fused, handed out      the op of fused; the gathered tensor is returned
+    copy                   only a copy of the gathered tensor
+
+Before the timing, results are compared with those of ``keep``. Gathered tensors must be bitwise equal. Figures are
+microseconds of device time with the host hidden. Each rank takes the median of a call's samples. The figure is the
+maximum of these medians over ranks.
 """
 
 from __future__ import annotations

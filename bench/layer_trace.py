@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides the time of a step on this rank among waits for a peer, sends, collectives, matmuls, looping ops and the
-rest: in total, and for each site.
+"""Divides the time of a step on this rank among kinds of work, in total and for each site.
 
-``bench.layers --trace FOLDER`` profiles some steps of each variant. The profiler's ranges of overlap ops carry the
-site's id. A site is open from its first op to its last op. A matmul counts for the site that was opened last and is
-still open.
+The kinds are waits for a peer, sends, collectives, matmuls, looping ops and the rest. ``bench.layers --trace FOLDER``
+profiles some steps of each variant. The profiler's ranges of overlap ops carry the site's id. A site is open from its
+first op to its last op. If several sites are open, a matmul counts for the site that was opened last.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class Span:
 def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
     """``{site: {kind: milliseconds}}``. ``OUTSIDE`` is the key for time outside all sites.
 
-    ``span``: from the site's first op to its last one. The name of a kind with an added ``s`` (``waits``) is the key
-    for the number of ranges of that kind. A range inside a counted range is not counted.
+    ``span`` is the time from the site's first op to its last op. A kind's name with an added ``s`` (``waits``) is the
+    key for the number of ranges of that kind. A range inside a counted range is not counted.
     """
     ordered = sorted(spans, key=lambda s: (s.begin, -s.end))
     bounds: dict[str, list[float]] = {}
@@ -82,7 +81,7 @@ def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
 
 def traced(folder: Path, program: Program, functions: Mapping[str, Any], steps: int) -> None:
     """Profile ``steps`` steps of each function. All ranks call this together. Each rank adds its rows to
-    ``FOLDER/<phase>_<n>_ranks_rank_<r>.jsonl``: a row for each variant and step, with the shares of its sites."""
+    ``FOLDER/<phase>_<n>_ranks_rank_<r>.jsonl``. A row holds one step of one variant, with the times of its sites."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{program.phase}_{dist.get_world_size()}_ranks_rank_{dist.get_rank()}.jsonl"
     with path.open("a") as file:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which ``bench.layers`` compiles a program: plain, with overlap under several switches, and without its
-collectives."""
+"""The ways in which ``bench.layers`` compiles a program.
+
+A program is compiled plain, with overlap under several switches, and without its collectives."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Variant:
 
     Attributes:
         switches: fields of ``OverlapConfig``; ``None``: plain ``torch.compile``.
-        right: whether the results are compared. Without collectives they are wrong, and are not compared.
+        right: whether the results are compared. Without collectives, the results are wrong and are not compared.
     """
 
     name: str

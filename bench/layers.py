@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time whole layers, forward and training: an unchanged Hugging Face Llama and sequence-parallel MLP blocks, under
-plain ``torch.compile`` and with overlap.
+"""Time whole layers under plain ``torch.compile`` and with overlap, forward and training.
+
+The models are an unchanged Hugging Face Llama, and sequence-parallel MLP blocks.
 
     sudo .venv/bin/python -m bench.layers                    # gloo ranks on a slow link: 2, then 4
     torchrun --nproc-per-node 8 -m bench.layers --device cuda
 
-Variants of a program are compiled, compared with the eager program in fp32 on random data, and then timed in turn, in a
-new order each round. Times are milliseconds of a step: median, 20th and 80th percentile, each the maximum over ranks.
-``no collectives``: the program with local ops in place of its collectives. Its time shows what a step takes without
-transfers. It is no strict lower bound, because the rewrite also divides token-wise work among the ranks. Its results
-are wrong and are not compared. Rows are added to ``bench/results/layers_slow_link.jsonl`` or ``layers.jsonl``. From the
-rows of the slow link, ``python -m bench.report`` draws ``docs/assets/layers.png`` and
+A program is compiled in several variants (``bench.layer_variants``). Each variant is compared with the eager program in
+fp32 on random data. The variants are then timed in turn, in a new order each round. Times are milliseconds of a step:
+median, 20th and 80th percentile, each the maximum over ranks.
+
+The variant ``no collectives`` has local ops in place of the program's collectives. Its time shows what a step takes
+without transfers. Other variants may be faster, because the sequence-parallel rewrite also divides token-wise work
+among the ranks. The results of ``no collectives`` are wrong and are not compared.
+
+Rows are added to ``bench/results/layers_slow_link.jsonl`` (slow link) or ``bench/results/layers.jsonl`` (GPUs). Two
+commands read the rows of the slow link: ``python -m bench.report`` draws ``docs/assets/layers.png``, and
 ``python tools/make_docs.py`` writes a table.
 """
 
@@ -112,9 +117,9 @@ def settings_of(options: argparse.Namespace, megabits: int | None) -> Settings:
 
 
 def told_about(megabits: int) -> str:
-    """The value of switch ``machine`` for ranks on a slow link: the link's rate, and the rate of this CPU's matmuls on
-    one thread, rounded to two digits. The rate is that of the fastest of several matmuls, because other programs may
-    use the CPU."""
+    """The value of switch ``machine`` for ranks on a slow link. It has the rate of the link, and the rate of this CPU's
+    matmuls on one thread, rounded to two digits. The matmul is timed several times and the fastest time counts, because
+    other programs may use the CPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

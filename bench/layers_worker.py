@@ -41,9 +41,11 @@ from bench.timing import worst
 from overlap_inductor.report import publish as reporting
 
 FLOOR = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
-"""Largest allowed error of a variant, relative to a tensor's largest element, if plain ``torch.compile`` is exact."""
+"""If plain ``torch.compile`` is exact: the largest allowed error of a variant, relative to a tensor's largest
+element."""
 SLACK = 1.5
-"""The error of a variant may also be this multiple of the error of plain ``torch.compile``, if that is larger."""
+"""The error of a variant may be ``FLOOR``, or this multiple of the error of plain ``torch.compile``, whichever is
+larger."""
 
 
 class Wrong(RuntimeError):
@@ -90,9 +92,9 @@ class Settings:
 
 
 def error(found: Outputs, reference: Outputs) -> float:
-    """The largest difference from ``reference`` (on the CPU, fp32), relative to each tensor's largest element, over all
-    outputs and ranks. Infinite if the names of the outputs differ, if a result is not finite, or if a reference is zero
-    everywhere."""
+    """The largest difference from ``reference`` over all outputs and ranks, relative to each tensor's largest element.
+    ``reference`` is on the CPU, in fp32. The difference is infinite if the names of the outputs differ, if a result is
+    not finite, or if a reference is zero everywhere."""
     if found.keys() != reference.keys():
         return greatest(float("inf"))
     largest = 0.0
@@ -103,8 +105,8 @@ def error(found: Outputs, reference: Outputs) -> float:
 
 
 def memory_of(program: Program, function: Any, device: str) -> tuple[float, float]:
-    """``(most, more)`` in MiB: the peak memory of one step, and the peak minus the memory before the step. On GPUs it
-    is the memory of the allocator. On CPUs it is the resident memory of the process."""
+    """``(most, more)`` in MiB. ``most`` is the peak memory of one step, ``more`` the peak minus the memory before the
+    step. On GPUs, this is the memory of the allocator. On CPUs, it is the resident memory of the process."""
     gc.collect()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -135,8 +137,8 @@ def reference_of(folder: Path, settings: Settings, case: tuple[str, int, int]) -
 
 
 def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Iterator[dict[str, Any]]:
-    """The rows of one program. Raises ``Wrong`` before the variants are timed if a variant's error is above ``FLOOR``
-    and above ``SLACK`` times the error of ``plain``. ``plain`` itself is not refused."""
+    """The rows of one program. Before the variants are timed, their errors are checked. Raises ``Wrong`` if a variant's
+    error is above ``FLOOR`` and above ``SLACK`` times the error of ``plain``. ``plain`` itself is not refused."""
     phase, batch, tokens = case
     reference = reference_of(folder, settings, case)
     program = PHASES[phase](folder, settings.sizes, batch, tokens, settings.dtype, settings.device)
@@ -190,8 +192,8 @@ def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Ite
 
 @contextmanager
 def _on_one_core(device: str) -> Iterator[None]:
-    """On a CPU, keep this thread on a core of its own if there are enough cores. Afterwards it may use all cores again,
-    because the processes in which Inductor compiles inherit the setting."""
+    """On a CPU, keep this thread on a core of its own if there are enough cores. At the end, allow all cores again:
+    Inductor compiles in processes that inherit the setting."""
     cores = sorted(os.sched_getaffinity(0))
     if device == "cpu":
         os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})

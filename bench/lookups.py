@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time lookups in embedding tables and the all-to-all that follows, by schedule, against the plain graph (``keep``).
+"""Time lookups in embedding tables with their all-to-all, with each schedule and as the plain graph (``keep``).
 
     torchrun --nproc-per-node 2 -m bench.lookups
     torchrun --nproc-per-node 8 -m bench.lookups --tables 64 256 --batch 4096 65536 --width 64 256 --pooling 1 20 100
     torchrun --nproc-per-node 8 -m bench.lookups --mode mean --jagged --dtype bfloat16 --budget-seconds 300
 
-Each result is compared with sums in fp64 before and after the calls are timed. A wrong result ends the benchmark. All
-calls but ``exchange`` are compiled. ``lookups`` is the plain graph without the exchange, and ``exchange`` the exchange
-alone. Each row
-holds the time of a call with the host hidden and with the host in the loop (``bench.timing``), and the estimates of the
-cost model. Rows are appended to the file as soon as they are measured.
+Each result is compared with sums in fp64 before and after the calls are timed. A wrong result ends the benchmark. Two
+parts are timed alone: ``lookups`` is the plain graph without the exchange, and ``exchange`` is only the exchange. All
+calls except ``exchange`` are compiled.
+
+Each row holds two times of a call, with the host hidden and with the host in the loop (``bench.timing``). It also holds
+the estimates of the cost model. Rows are appended to the file as soon as they are measured.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures one case: builds every provider, checks it against fp32 on random data, times all in turn, and checks
-again."""
+"""Measures one case: builds every provider, checks it against fp32 on random data, times all providers in turn, and
+checks each provider again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bench.timing import worst
 
 
 class WrongResult(Exception):
-    """A provider's result differs from the one computed in fp32 by more than is allowed."""
+    """A provider's result differs from the result in fp32 by more than is allowed."""
 
 
 def measure(

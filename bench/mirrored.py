@@ -4,24 +4,30 @@
     torchrun --nproc-per-node 2 -m bench.mirrored --world-size 8 --tokens 1024 4096 [--out rows.jsonl] \\
         [--variants '{"name": ["fused", {"parts": 2}]}']
 
-Each GPU plays rank 0 of ``--world-size`` ranks, and the other GPU plays all of its peers. A GPU multiplies, sends and
-receives exactly what it would in the larger group, over the same NVLink. (The links of a GPU end in a switch, so one
-peer can use the GPU's whole bandwidth.) The receiving GPU counts itself as rank 0, too. The sender is ``p`` ranks
-before it, so there it is rank ``world_size - p``. The rows that rank 0 sends to peer ``p`` are therefore written to the
-place of rank ``world_size - p`` in the other GPU's workspace.
+Each GPU plays rank 0 of ``--world-size`` ranks. For each GPU, the other GPU plays all of its peers. A GPU multiplies,
+sends and receives exactly what it would in the larger group, over the same NVLink. (The links of a GPU end in a switch,
+so one peer can use the GPU's whole bandwidth.)
 
-Three things are missing: delays of single peers, contention at receivers, and NCCL's collective. So there is no row for
-``keep``, and times are compared with the matmul alone.
+**Where rows are written.** Both GPUs count themselves as rank 0. Rank 0 sends rows to peer ``p``. From the point of
+view of that peer, the sender is rank ``world_size - p``. So the rows are written to the place of rank ``world_size -
+p`` in the other GPU's workspace.
 
-Times of this program with ``--world-size 8`` were compared with times on 8 GPUs. From 2048 tokens on, the times of
-gathers and scatters are within 5 %. On 8 GPUs, all-reduces of ``fused`` take 6 to 13 % longer than here. All-reduces of
-``chunked`` in bands take 25 to 37 % longer. (With 4096 tokens in 2 bands, they take 720 us on 8 GPUs and 574 us here.
-In 4 bands, they take 914 us and 692 us.) On 8 GPUs, several ranks send to the same receiver at once
-(``transports.copy_engine``). Here, each receiver has one sender. So these rows cannot tell which number of bands is
-best, or whether ``chunked`` in bands or ``fused`` is faster.
+**What is missing.** Delays of single peers, contention at receivers, and NCCL's collective are missing. So there is no
+row for ``keep``, and times are compared with the matmul alone.
+
+**How good the times are.** Times of this program with ``--world-size 8`` were compared with times on 8 GPUs::
+
+    gathers and scatters, from 2048 tokens on    within 5 %
+    all-reduces of fused                         6 to 13 % longer on 8 GPUs
+    all-reduces of chunked in bands              25 to 37 % longer on 8 GPUs
+        4096 tokens in 2 bands                   720 us on 8 GPUs, 574 us here
+        4096 tokens in 4 bands                   914 us on 8 GPUs, 692 us here
+
+On 8 GPUs, several ranks send to the same receiver at once (``transports.copy_engine``). Here, each receiver has one
+sender. So these rows cannot tell which number of bands is best, or whether ``chunked`` in bands or ``fused`` is faster.
 
 Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset, so they do not
-keep calls apart. A barrier or an all-reduce before each call keeps them apart.
+keep calls apart. A barrier or an all-reduce before each call keeps the calls apart.
 """
 
 from __future__ import annotations
@@ -96,12 +102,13 @@ def mirrored(
     Args:
         shift: elements from the place of one source to that of the next.
         margin: elements to leave free at the beginning of the buffer.
-        turned: for the flags of a gather by copy engines with turns. Copies write them through ``peers``. The kernel
-            that waits for a turn reads them through ``pointers``. Before a copy to receiver ``p``, it reads the flag of
-            source ``world_size - 1``. ``peers[p]`` begins at source ``world_size - p``, so a read through it would go
-            past the last source's flag. To prevent this, ``pointers`` are lower by ``world_size * shift`` elements, and
-            the kernel reads the flag of source ``world_size - 1 - p``, which this GPU has set just before. Credits that
-            kernels write through ``pointers`` then fall into the margin.
+        turned: whether the buffer holds the flags of a gather by copy engines with turns. Copies write these flags
+            through ``peers``. The kernel that waits for a turn reads the flags through ``pointers``. Before a copy to
+            receiver ``p``, this kernel reads the flag of source ``world_size - 1``. But ``peers[p]`` begins at source
+            ``world_size - p``, so a read through the same address would go past the last source's flag. To prevent
+            this, ``pointers`` are lower by ``world_size * shift`` elements. The kernel then reads the flag of source
+            ``world_size - 1 - p``, which this GPU has set just before. Credits that kernels write through ``pointers``
+            then fall into the margin.
 
     Raises:
         ValueError: the margin is smaller than ``world_size * shift`` elements, and ``turned`` is set.
@@ -168,9 +175,9 @@ class Site:
         )
 
     def provider(self, schedule: str, settings: dict[str, Any]) -> tuple[Callable[[], torch.Tensor], int]:
-        """Returns a function that calls the schedule with these parameters, and its number of bands. Both ranks make
-        and use providers in the same order, one at a time. Raises ``ValueError`` if a parameter is out of range, or
-        bands are not of one size."""
+        """Returns a function that calls the schedule with these parameters, and the number of bands of such a call.
+        Both ranks make and use providers in the same order, one at a time. Raises ``ValueError`` if a parameter is out
+        of range, or if bands are not of one size."""
         text, sms, pattern = json.dumps(settings), symmetric.multiprocessors(self.a.device), self.pattern
         width = self.a.shape[1] if pattern == "all_gather_matmul" else self.b.shape[1]
         if schedule == "fused":

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time a whole model: an unchanged Hugging Face Llama with the layer shapes of llama3-70b, under plain
-``torch.compile`` and with schedule ``auto``, in turn. One torchrun.
+"""Time a whole model under plain ``torch.compile`` and with schedule ``auto``, in turn.
+
+The model is an unchanged Hugging Face Llama with the layer shapes of llama3-70b.
 
     torchrun --nproc-per-node 4 -m bench.models [--layers 2] [--tokens 1024 4096] [--batches 1 16] --out
     bench/results/models.jsonl
 
-Each number of ``--tokens`` is the length of one sequence (prefill), run with the host in the loop. Each number of
-``--batches`` is a number of sequences of one token, run as CUDA graphs (``triton.cudagraphs``). Such a call has the
-matmuls and collectives of a decode step. ``graphs_made`` in a row: the number of CUDA graphs into which launches of
-sites were captured (``runtime.replay``). Before a shape is timed, its logits are compared with those of the eager
-model. A sample is the mean of three calls. Each rank takes the median of its samples, and the time in a row is the
-maximum of these medians over ranks, in milliseconds.
+Each number of ``--tokens`` is the length of one sequence (prefill). It runs with the host in the loop. Each number of
+``--batches`` is a number of sequences of one token. It runs as CUDA graphs (``triton.cudagraphs``), and has the matmuls
+and collectives of a decode step. Before a shape is timed, its logits are compared with those of the eager model.
+
+A sample is the mean of three calls. Each rank takes the median of its samples. The time in a row is the maximum of
+these medians over ranks, in milliseconds. ``graphs_made`` in a row is the number of CUDA graphs into which launches of
+sites were captured (``runtime.replay``).
 """
 
 from __future__ import annotations

@@ -8,14 +8,18 @@
     torchrun --nproc-per-node 4 -m bench.operators --schedules fused --settings hidden \\
         --set fused.parts=1 fused.parts=2,pushers=8
 
-A case is a pattern of a layer at a token count. Its providers (``bench.providers``) compute it on random data. Each
-result is compared with one computed in fp32 (fp64 for fp32 operands), before and after the providers are timed. A wrong
-result ends the benchmark. The providers are timed in turn, round after round, together with the matmul alone and the
-collective alone.
+A case is a pattern of a layer at a token count. A provider is one way to compute a case (``bench.providers``). All
+providers of a case compute it on the same random data. Each result is compared with one computed in fp32 (fp64 for fp32
+operands), before and after the providers are timed. A wrong result ends the benchmark. The providers are timed in turn,
+round after round, together with the matmul alone and the collective alone.
 
-There are two settings. In ``hidden``, the GPU sleeps before each call, so that the host's time does not count. In
-``compiled``, compiled graphs run one after the other and the host's time counts, too; ``keep`` is then the plain graph
-of Inductor. A figure is the median over rounds on the slowest rank.
+There are two settings:
+
+- ``hidden``: the GPU sleeps before each call, so the host's time does not count.
+- ``compiled``: compiled graphs run one after the other, so a slow host makes the time longer. ``keep`` is then the
+  plain graph of Inductor.
+
+Each rank takes the median over rounds. A figure is the maximum of these medians over ranks.
 
 When a case has been timed in a setting, its rows are appended to the file (``bench.rows``). ``python -m bench.report``
 makes tables and plots from them.
@@ -83,7 +87,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=[],
         dest="variants",
         metavar="SCHEDULE.PARAMETER=VALUE[,...]",
-        help="for each, time one more provider with these parameters (host hidden only)",
+        help="for each argument, time one more provider: the schedule with these parameters (host hidden only)",
     )
     parser.add_argument(
         "--dtype",
@@ -138,7 +142,7 @@ def run(arguments: argparse.Namespace, device: torch.device, start: float) -> li
     All ranks call this function together.
 
     The time budget begins at ``start``. The first case always runs. A later case is assumed to take as long as the
-    longest case so far. If that would exceed the budget, it and all cases after it are left out.
+    longest case so far. If this time would exceed the budget, the case and all cases after it are left out.
     """
     clock, world_size, where = Clock(device), dist.get_world_size(), rows.environment(device)
     found: list[dict[str, Any]] = []

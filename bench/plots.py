@@ -18,43 +18,51 @@ from bench.tables import row_efficiency
 
 
 def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw speed-up and overlap efficiency against the ratio of matmul to transfer time, with a line for each pattern,
-    world size and machine. The rows are stored in the file as its description, so that a test can compare them."""
+    """Draw speed-up and overlap efficiency against the ratio of computation to transfer time: a column for each world
+    size, and a line for each program. The rows are stored in the file as its description, so that a test can compare
+    them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib import ticker
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    for key in sorted({(r["pattern"], r["world_size"], r["cores"]) for r in rows}):
-        chosen = sorted(
-            (r for r in rows if (r["pattern"], r["world_size"], r["cores"]) == key),
-            key=lambda r: r["matmul_ms"] / r["collective_ms"],
-        )
-        ratio = [r["matmul_ms"] / r["collective_ms"] for r in chosen]
-        label = f"{key[0]}, {key[1]} ranks on {key[2]} cores"
-        left.plot(ratio, [r["serial_ms"] / r["ring_ms"] for r in chosen], marker="o", label=label)
-        points = [
-            (x, e) for x, e in ((x, row_efficiency(r)) for x, r in zip(ratio, chosen, strict=True)) if e is not None
-        ]
-        right.plot([x for x, _ in points], [e for _, e in points], marker="o", label=label)
-    left.axhline(1.0, color="grey", linewidth=0.8)
-    left.set_ylabel("speed-up over the plain graph")
-    right.set_ylabel("overlap efficiency")
-    right.axhline(1.0, color="grey", linewidth=0.8)
-    for axis in (left, right):
-        axis.set_xlabel("matmul time / transfer time")
-        axis.set_xscale("log")
-        # For a range of one decade, the default labels ("2 x 10^-1" and so on) overlap.
-        axis.xaxis.set_major_locator(ticker.FixedLocator([0.125, 0.25, 0.5, 1.0, 2.0]))
-        axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        axis.xaxis.set_minor_locator(ticker.NullLocator())
-    handles, labels = left.get_legend_handles_labels()
+    sizes = sorted({row["world_size"] for row in rows})
+    patterns = list(dict.fromkeys(row["pattern"] for row in rows))
+    figure, axes = pyplot.subplots(2, len(sizes), figsize=(5 * len(sizes), 7.5), squeeze=False, sharex=True)
+    for (speedup, efficiency), world_size in zip(axes.T, sizes, strict=True):
+        for pattern in patterns:
+            chosen = sorted(
+                (_ratio(r), r["serial_ms"] / r["ring_ms"], row_efficiency(r))
+                for r in rows
+                if (r["pattern"], r["world_size"]) == (pattern, world_size)
+            )
+            style: dict[str, Any] = {"marker": "o", "markersize": 4, "color": f"C{patterns.index(pattern)}"}
+            speedup.plot([x for x, _, _ in chosen], [s for _, s, _ in chosen], label=pattern, **style)
+            points = [(x, e) for x, _, e in chosen if e is not None]
+            efficiency.plot([x for x, _ in points], [e for _, e in points], **style)
+        speedup.axhline(1.0, color="grey", linewidth=0.8)
+        efficiency.axhline(1.0, color="grey", linewidth=0.8)
+        efficiency.axhline(0.6, color="grey", linewidth=0.8, linestyle=":")
+        speedup.set_title(f"{world_size} ranks")
+        speedup.set_ylabel("speed-up over the plain graph")
+        efficiency.set_ylabel("overlap efficiency")
+        efficiency.set_xlabel("computation time / transfer time")
+        for axis in (speedup, efficiency):
+            axis.set_xscale("log")
+            # For a range of one decade, the default labels ("2 x 10^-1" and so on) overlap.
+            axis.xaxis.set_major_locator(ticker.FixedLocator([0.125, 0.25, 0.5, 1.0, 2.0, 4.0]))
+            axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+            axis.xaxis.set_minor_locator(ticker.NullLocator())
+    handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=8.5)
-    figure.tight_layout(rect=(0, 0.16, 1, 1))
-    figure.savefig(path, dpi=130, metadata={"Description": json.dumps(rows), "Software": None})
+    figure.tight_layout(rect=(0, 0.03 + 0.025 * ((len(patterns) + 2) // 3), 1, 1))
+    figure.savefig(path, dpi=110, metadata={"Description": json.dumps(rows), "Software": None})
     pyplot.close(figure)
+
+
+def _ratio(row: dict[str, Any]) -> float:
+    return row["matmul_ms"] / row["collective_ms"]  # type: ignore[no-any-return]
 
 
 def layers(rows: list[dict[str, Any]], path: Path) -> None:

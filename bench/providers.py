@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The providers of a case. A provider is one way to compute the case: ``keep``, Inductor's async TP, every schedule
-over each of its transports, ``auto``, or a schedule with other parameters.
+"""The providers of a case.
 
-What is called depends on the setting:
+A provider is one way to compute the case:
 
-- ``hidden`` (the host's time is hidden): if a schedule turns a site into one op, that op is called directly. The ring
-  and ``auto`` are compiled graphs. ``keep`` runs eagerly.
+- ``keep``: the matmul and the collective of the plain graph, one after the other;
+- ``async_tp``: Inductor's async TP;
+- a schedule over one of its transports;
+- ``auto``: the schedule that the planner chooses;
+- a schedule with parameters other than those of its plan.
+
+What a provider calls depends on the setting:
+
+- ``hidden`` (only GPU time counts): if a schedule turns a site into one op, this op is called directly. The ring and
+  ``auto`` are compiled graphs. ``keep`` runs eagerly.
 - ``compiled``: ``keep``, ``auto`` and every schedule are compiled graphs. Schedules with other parameters are left out.
 
 Async TP is not compiled in either setting: its op is called as Inductor's output code calls it.
@@ -43,7 +50,7 @@ define_ops()
 
 SETTINGS = ("hidden", "compiled")
 ASYNC_TP = ("all_gather_matmul", "matmul_reduce_scatter")
-"""The patterns that Inductor's async TP has ops for."""
+"""The patterns for which Inductor's async TP has ops."""
 LIMIT_MIB = 1 << 16
 RING_PARTS = 1
 """The number of sub-chunks of a shard. Over NCCL, one sub-chunk was the fastest in most cases of an MLP
@@ -69,8 +76,8 @@ class Provider:
         call: computes the case.
         runs: what ``call`` runs: ``keep``, ``async_tp`` or the name of a schedule. For ``auto``, it is the name of the
             schedule that was chosen.
-        parameters: the parameters of that schedule. They are those of the plan if ``call`` is a compiled graph, and
-            otherwise those that the op gets. Empty for the providers ``keep`` and ``async_tp``.
+        parameters: the parameters of that schedule. If ``call`` is a compiled graph, they are those of the plan.
+            Otherwise they are those that the op gets. Empty for the providers ``keep`` and ``async_tp``.
         held: bytes of symmetric memory on each rank that the call needs.
     """
 
@@ -207,12 +214,12 @@ def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) ->
 
 
 def compiled(site: Site, name: str, **switches: Any) -> Provider:
-    """A provider that computes the case as a model does. It is compiled and called once. Our backend compiles it if
-    there are ``switches``, and otherwise plain Inductor does. All ranks call this together.
+    """A provider that computes the case as a model does. It is compiled and called once. With ``switches``, the
+    package's backend compiles it. Without them, plain Inductor compiles it. All ranks call this together.
 
     Raises:
-        RuntimeError: the graph does not hold exactly one site, another schedule than the one asked for was compiled, or
-            the site has no workspace.
+        RuntimeError: the graph does not hold exactly one site, the site was compiled with another schedule than
+            requested, or the site has no workspace.
     """
     # Dynamo caches compiled functions by code object, so each provider gets a code object of its own.
     namespace: dict[str, Any] = {"function": plain(site.example, site.group)}
@@ -256,7 +263,7 @@ def _check_room(site: Site, label: str, name: str) -> None:
 
 def chosen(wanted: Sequence[str], variants: Sequence[Variant], case: Case, device: torch.device) -> list[str]:
     """The names of the providers that compute the case here: ``keep``, those of ``wanted``, then the variants. In
-    ``wanted``, a schedule's name stands for all its transports."""
+    ``wanted``, the name of a schedule stands for the schedule over each of its transports."""
     found = [n for n in provider_names() if n == "keep" or n in wanted or n.split("/")[0] in wanted]
     return [n for n in [*found, *(v.name for v in variants)] if why_not(n, case, device) is None]
 
@@ -268,7 +275,7 @@ def providers(
     this together.
 
     Args:
-        made: the compiled providers that exist already, by name. They are used again, and new ones are added.
+        made: the compiled providers that exist already, by name. They are used again. New compiled providers are added.
     """
     found = []
     for name in wanted:
@@ -298,7 +305,7 @@ def providers(
 
 
 def _planned(schedule: str, case: Case, transport: str) -> dict[str, Any]:
-    """The settings that a plan would choose for the case. Empty for a schedule that does not turn a site into one
-    op."""
+    """The settings that a plan would choose for the case. If the schedule does not turn a site into one op, they are
+    empty."""
     op = schedule_named(schedule).single_op
     return {} if op is None else op.settings_of(_call(case), transport)

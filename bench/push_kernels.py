@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two kernels of ``bench.transfers`` that push a shard to every peer. One uses ordinary stores, the other uses bulk
-copies through shared memory."""
+"""Two kernels of ``bench.transfers`` that push a shard to every peer.
+
+One kernel uses ordinary stores. The other kernel uses bulk copies through shared memory."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def push_striped(
 ):
     """Store ``src`` to word ``offset`` of every peer's memory, in ``PARTS`` parts with a flag for each part.
 
-    Each block stores every ``BLOCKS``-th run of ``BLOCK`` words of a part. Different blocks start with different peers,
-    so that all peers receive at the same time. Grid: ``[BLOCKS]``.
+    A part is divided into runs of ``BLOCK`` words. Each block stores every ``BLOCKS``-th run. Different blocks start
+    with different peers, so that all peers receive at the same time. Grid: ``[BLOCKS]``.
 
     Args:
         src: int32 ``[elements]``.
@@ -35,7 +36,7 @@ def push_striped(
         offset: in words. Data addresses at ``offset`` are multiples of 16 bytes.
         elements: words, a multiple of 4.
         rank: of the sender. The flag of part ``p`` is word ``(rank * PARTS + p) * 32`` of a peer's flags. A call adds
-            ``BLOCKS`` to it.
+            ``BLOCKS`` to this word.
     """
     block = tl.program_id(0)
     part_size = tl.cdiv(tl.cdiv(elements, PARTS), BLOCK) * BLOCK
@@ -66,8 +67,8 @@ def push_bulk(
     C: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Like ``push_striped`` with ``PARTS=1``, but the bulk copy unit copies the data, through ``[R, C]`` tiles in
-    shared memory. ``elements`` is a multiple of ``C``."""
+    """Does what ``push_striped`` does with ``PARTS=1``. Here, the bulk copy unit copies the data, through ``[R, C]``
+    tiles in shared memory. ``elements`` is a multiple of ``C``."""
     from_desc = tl.make_tensor_descriptor(src, [elements // C, C], [C, 1], [R, C])
     block = tl.program_id(0)
     for turn in range(WORLD - 1):

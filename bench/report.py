@@ -2,7 +2,7 @@
 """Write tables and plots of the stored rows of ``bench.operators``.
 
 The output folder gets ``operators.md``, and two plots for each machine, shape and dtype. If ``--rows`` names the
-default file, the pictures of README and ``docs/`` are also drawn.
+default file, this command also draws the pictures of README and ``docs/``.
 
     python -m bench.report [--rows bench/results/operators.jsonl] [--out bench/results]
 """
@@ -28,6 +28,37 @@ PICTURES: dict[Path, tuple[Callable[[], list[summaries.Row]], Callable[[list[sum
 }
 """The pictures of README and ``docs/``. Each has a function that reads its stored rows and a function that draws
 them."""
+INTRODUCTION = """\
+# Stored rows of `bench.operators`
+
+`python -m bench.report` makes this page. Each heading names the machine, the layer's shape, the dtype and the setting.
+Below it are two tables.
+
+The first table has a line for each case. Times are microseconds. A provider's cell has its time and, in brackets, its
+speed-up over `keep` of the same run. The cell of `auto` also names the schedule that ran.
+
+| column | meaning |
+|---|---|
+| matmul, collective | the time of each alone |
+| sum, max | the sum and the maximum of these two times |
+| best | the provider with the largest speed-up |
+| speed-up, ratio, efficiency | those of the best provider |
+
+The second table has a line for each provider of each case.
+
+| column | meaning |
+|---|---|
+| median, p20, p80 | median, 20th and 80th percentile of the time in microseconds |
+| speed-up | time of `keep` divided by the time of the provider |
+| ratio | time of the provider divided by *max* |
+| efficiency | the part of the hideable time that is hidden: `(sum - time) / (sum - max)` |
+| host us | the host's time for one call |
+| extra MiB | memory beyond operands and result |
+
+[Performance](../../docs/performance.md) defines the other words.
+
+"""
+"""The beginning of ``operators.md``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     options.out.mkdir(parents=True, exist_ok=True)
     table = options.out / "operators.md"
-    table.write_text(tables.operators(found, details=True))
+    table.write_text(INTRODUCTION + tables.operators(found, details=True))
     written = [table, *plots.operators(found, options.out)]
     if options.rows.resolve() == _DEFAULT.resolve():
         for picture, (stored, draw) in PICTURES.items():

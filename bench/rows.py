@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of measurements, one JSON object per line. This module makes rows, adds the machine and versions to them, and
-reads files of rows."""
+"""Rows of measurements, one JSON object for each line of a file.
+
+This module makes rows, adds the machine and the versions to them, and reads files of rows.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The machine, versions and commit of a measurement. ``commit``: ``None`` outside a checkout or without git.
-    ``sources``: digest of the package's own files."""
+    """The machine, the versions and the commit of a measurement. ``commit`` is ``None`` outside a checkout or without
+    git. ``sources`` is a digest of the package's own files."""
     gpu = device.type == "cuda"
     driver = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text()) if _DRIVER.exists() else None
     try:
@@ -76,10 +78,13 @@ def rows_of(
     """One row for each provider. ``times`` also holds the times of ``keep``, ``matmul`` and ``collective``, for
     comparison.
 
-    Times are in microseconds, and each figure is the maximum over ranks. ``bound_us``: the longer of matmul and
-    collective. ``ratio``: the provider's time over ``bound_us``. ``efficiency``: see ``overlap_efficiency``. ``error``:
-    the largest error, relative to the largest element. ``peak_extra_bytes``: memory beyond operands and result,
-    including symmetric memory.
+    Times are in microseconds. Each figure is the maximum over ranks. Fields of a row::
+
+        bound_us            the time of matmul or collective, whichever is longer
+        ratio               the provider's time divided by bound_us
+        efficiency          see overlap_efficiency
+        error               the largest error, relative to the largest element
+        peak_extra_bytes    memory beyond operands and result, including symmetric memory
     """
     matmul, collective, keep = (times[name].median for name in ("matmul", "collective", "keep"))
     bound = max(matmul, collective)
@@ -117,7 +122,8 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The last row of each provider of each case. Rows without a setting (older than 0.1.0) are left out."""
+    """The last row of each provider of each case. Rows from before version 0.1.0, which have no setting, are left
+    out."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     keys = ("gpu", "world_size", "shape", "dtype", "setting", "pattern", "tokens", "provider")
     return list({tuple(row[k] for k in keys): row for row in rows if "setting" in row}.values())

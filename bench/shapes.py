@@ -16,7 +16,7 @@ class Layer:
     """A column-parallel and a row-parallel layer of a model, over all ranks.
 
     Attributes:
-        hidden: K of the column-parallel matmul, N of the row-parallel one.
+        hidden: K of the column-parallel matmul, and N of the row-parallel matmul.
         wide: N of the column-parallel matmul (one up-projection, or q, k and v together).
         narrow: K of the row-parallel matmul (the down-projection, or o).
     """

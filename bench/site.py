@@ -16,15 +16,15 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.t()``. With ``scales``, the operands are fp8 and the result is bf16. The scales are one for each row
-    and column, or one for each operand. The library sums with fast accumulation (``use_fast_accum``)."""
+    """``x @ weight.t()``. With ``scales``, the operands are fp8 and the result is bf16. There is one scale for each row
+    and column, or one scale for each operand. The library sums with fast accumulation (``use_fast_accum``)."""
     if not scales:
         return torch.nn.functional.linear(x, weight)
     return torch._scaled_mm(x, weight.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def as_sent(x: torch.Tensor) -> torch.Tensor:
-    """``x``, with fp8 viewed as bytes, because not every backend moves fp8."""
+    """``x``. If its dtype is fp8, it is viewed as bytes, because not every backend moves fp8."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the slow-link benchmark: it times the plain graph, the ring, the matmul and the collective, in turn.
+"""One rank of the slow-link benchmark: it times the plain program, the ring, the computation and the transfers.
 
-Times are in milliseconds: the median over calls of the maximum over ranks. A barrier precedes each call. Before a case
-is timed, the ring's result on random data is compared with that of the plain graph.
+The four are timed in turn, with a barrier before each call. A time is in milliseconds. It is the maximum over ranks for
+each call, and then the median over calls. Before a case is timed, the ring's results on random data are compared with
+those of the plain program.
 """
 
 from __future__ import annotations
@@ -17,81 +18,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-from torch.nn import functional
 
 import overlap_inductor
-from overlap_inductor.torch_compat.functional_collectives import all_to_all
-
-all_gather = getattr(funcol, "all_gather_single", funcol.all_gather_tensor)
-reduce_scatter = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_tensor)
-
-
-def patterns(
-    world_size: int, rows: int, inner: int, columns: int
-) -> dict[str, tuple[Any, Any, Any, list[tuple[int, int]]]]:
-    """``name: (whole, matmul alone, collective alone, input shapes)``. ``[rows, inner]`` is the shape of the tensor
-    that the collective gathers, scatters or exchanges."""
-    group = dist.group.WORLD
-
-    def gather_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return all_gather(x, 0, group) @ w
-
-    def matmul_scatter(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return reduce_scatter(x @ w, "sum", 0, group)
-
-    def matmul_exchange(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return all_to_all(x @ w, group)
-
-    def exchange_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return all_to_all(x, group) @ w
-
-    def lookup_exchange(*tables: torch.Tensor) -> torch.Tensor:
-        return all_to_all(looked_up(*tables), group)
-
-    def looked_up(*tables: torch.Tensor) -> torch.Tensor:
-        return torch.cat([functional.embedding_bag(indices, table, mode="sum") for table in tables], 1)
-
-    full = torch.randn(rows, inner)
-    indices = torch.randint(10_000, (rows, columns // 16))
-    return {
-        "all_gather_matmul": (
-            gather_matmul,
-            lambda x, w: full @ w,
-            lambda x, w: funcol.wait_tensor(all_gather(x, 0, group)),
-            [(rows // world_size, inner), (inner, columns)],
-        ),
-        # The scattered tensor is [rows, inner], so that all patterns move the same number of bytes.
-        "matmul_reduce_scatter": (
-            matmul_scatter,
-            lambda x, w: x @ w,
-            lambda x, w: funcol.wait_tensor(reduce_scatter(full, "sum", 0, group)),
-            [(rows, columns), (columns, inner)],
-        ),
-        "matmul_all_to_all": (
-            matmul_exchange,
-            lambda x, w: x @ w,
-            lambda x, w: funcol.wait_tensor(all_to_all(full, group)),
-            [(rows, columns), (columns, inner)],
-        ),
-        "all_to_all_matmul": (
-            exchange_matmul,
-            lambda x, w: full @ w,
-            lambda x, w: funcol.wait_tensor(all_to_all(x, group)),
-            [(rows, inner), (inner, columns)],
-        ),
-        # Tables of 64 columns, and bags of columns / 16 rows.
-        "embedding_all_to_all": (
-            lookup_exchange,
-            looked_up,
-            lambda *tables: funcol.wait_tensor(all_to_all(full, group)),
-            [(10_000, 64)] * (inner // 64),
-        ),
-    }
+from bench.slow_link_cases import CASES
+from bench.slow_link_cases import Case
+from bench.slow_link_cases import Sizes
+from bench.slow_link_cases import results
 
 
 def timed(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Milliseconds of each function: the median over calls of the maximum over ranks. The first call is not counted."""
+    """Milliseconds of each function: the maximum over ranks for each call, then the median over calls. The first call
+    is not counted."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(repeats + 1):
         for name, function in functions.items():
@@ -112,70 +49,66 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch._dynamo.config.cache_size_limit = 64
+    # The numbers of rows that ranks exchange are read in the graph.
+    torch._dynamo.config.capture_scalar_outputs = True
     for columns in options["columns"]:
-        for name, (whole, matmul, collective, shapes) in patterns(
-            world_size, options["rows"], options["inner"], columns
-        ).items():
-            generator = torch.Generator().manual_seed(rank)
-            inputs = [torch.randn(s, generator=generator) / 16 for s in shapes]
-            torch._dynamo.reset()
-            plain = torch.compile(whole)
-            expected = plain(*inputs)
-            torch._dynamo.reset()
-            with overlap_inductor.overlap(schedule="ring", sub_chunks=options["sub_chunks"]):
-                ring = torch.compile(whole)
-                found = ring(*inputs)
-            error = ((found - expected).abs().max() / expected.abs().max()).item()
-            report = overlap_inductor.last_report()
-            if error > 1e-4 or report is None or report.counters()["sites_overlapped"] != 1:
-                raise SystemExit(
-                    f"{name}: relative error {error:.3g}, report {report.counters() if report else None}; nothing was"
-                    " timed"
-                )
-            plain_code, ring_code = _callables(plain, ring, whole, inputs, options["sub_chunks"])
-            times = timed(
-                {
-                    "serial": plain_code,
-                    "ring": ring_code,
-                    "matmul": lambda matmul=matmul, inputs=inputs: matmul(*inputs),
-                    "collective": lambda collective=collective, inputs=inputs: collective(*inputs),
-                },
-                options["repeats"],
-            )
+        for name in options["cases"]:
+            case = CASES[name](Sizes(rank, world_size, options["rows"], options["inner"], columns))
+            times, error = _measured(name, case, options)
+            row = {
+                "pattern": name,
+                "world_size": world_size,
+                "columns": columns,
+                **{k: options[k] for k in ("rows", "inner", "megabits", "sub_chunks")},
+                **{f"{k}_ms": round(v, 2) for k, v in times.items()},
+                "relative_error": error,
+            }
             if rank == 0:
-                row = {
-                    "pattern": name,
-                    "world_size": world_size,
-                    "columns": columns,
-                    **{k: options[k] for k in ("rows", "inner", "megabits", "sub_chunks")},
-                }
-                print(
-                    "ROW "
-                    + json.dumps(
-                        {**row, **{f"{k}_ms": round(v, 2) for k, v in times.items()}, "relative_error": error}
-                    ),
-                    flush=True,
-                )
+                print("ROW " + json.dumps(row), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _callables(
-    plain: Any, ring: Any, whole: Any, inputs: list[torch.Tensor], parts: int
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Calls of both compiled forms of one function. Dynamo caches by code object, so each form gets its own code
-    object."""
+def _measured(name: str, case: Case, options: dict[str, Any]) -> tuple[dict[str, float], float]:
+    """The times of a case, and the error of the ring relative to the plain program.
+
+    Raises:
+        SystemExit: the results differ by more than the tolerance, or a site was not overlapped.
+    """
     torch._dynamo.reset()
-    namespaces = [{"f": whole}, {"f": whole}]
-    for namespace in namespaces:
-        exec(compile("def g(*inputs):\n    return f(*inputs)\n", "<slow link>", "exec"), namespace)
-    first = torch.compile(namespaces[0]["g"])
-    first(*inputs)
-    with overlap_inductor.overlap(schedule="ring", sub_chunks=parts):
-        second = torch.compile(namespaces[1]["g"])
-        second(*inputs)
-    return lambda: first(*inputs), lambda: second(*inputs)
+    plain, ring, compute = (_compiled(f) for f in (case.whole, case.whole, case.compute))
+    expected = results(case, plain, case.whole)
+    sites_before = _overlapped()
+    with overlap_inductor.overlap(schedule="ring", sub_chunks=options["sub_chunks"]):
+        found = results(case, ring, case.whole)
+    sites = _overlapped() - sites_before
+    error = max(
+        ((f - e).abs().max() / e.abs().max().clamp(min=1e-6)).item() for f, e in zip(found, expected, strict=True)
+    )
+    if not error <= case.tolerance or sites != case.sites:
+        raise SystemExit(f"{name}: relative error {error:.3g}, {sites} sites overlapped; nothing was timed")
+    times = timed(
+        {
+            "serial": lambda: results(case, plain, case.whole),
+            "ring": lambda: results(case, ring, case.whole),
+            "matmul": lambda: results(case, compute, case.compute),
+            "collective": case.transfer,
+        },
+        options["repeats"],
+    )
+    return times, error
+
+
+def _overlapped() -> int:
+    return torch._dynamo.utils.counters["overlap_inductor"]["sites_overlapped"]
+
+
+def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``function`` compiled under a code object of its own. Dynamo caches by code object, so two compiled forms of one
+    function need two."""
+    namespace = {"f": function}
+    exec(compile("def g(*inputs):\n    return f(*inputs)\n", "<slow link>", "exec"), namespace)
+    return torch.compile(namespace["g"])  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

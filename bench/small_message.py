@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time small messages against ``keep``: llama3-70b's down-projection in decode, its all-reduce, residual add and
-RMSNorm. One torchrun.
+"""Time schedule ``small_message`` against ``keep``.
+
+The case is llama3-70b's down-projection in decode, with its all-reduce, residual add and RMSNorm.
 
     torchrun --nproc-per-node 4 -m bench.small_message [--tokens 1 8 16 64 128] [--seconds 80] --out
     bench/results/small_message.jsonl
 
-``keep`` runs the same ops as a compiled graph: ``torch.mm``, NCCL's all-reduce, and one Inductor kernel for residual
-and norm. ``gemv`` is the candidate of ``bench.support.gemv``, for at most 64 tokens: matmul and all-reduce in one
-kernel, then the norm of ``keep``. Providers that end in ``sum`` leave out residual and norm. Every provider is compared
-with fp32 on random data, before and after the timing, because some errors appear only when calls follow each other. The
-results of all ranks must also be bitwise equal, except those of ``keep`` and of Inductor's norm: each rank tunes that
-norm by itself.
+``keep`` runs the ops that a compiled graph runs: ``torch.mm``, NCCL's all-reduce, and one Inductor kernel for residual
+and norm. Every provider is compared with fp32 on random data. This is done before and after the timing, because some
+errors appear only when calls follow each other. The results of all ranks must also be bitwise equal. The results of
+``keep`` need not be, because each rank tunes the norm of ``keep`` by itself.
 
-Providers are timed in turn, round after round. Each rank takes the median over rounds, and a figure is the maximum of
-these medians over ranks, in microseconds for one call. ``us``: one call after a device sleep that hides the host
-(``bench.timing``). ``graph_us``: one call in a captured CUDA graph of 20 calls. ``speedup`` and ``graph_speedup`` are
-over ``keep`` (or ``keep sum``) of the same run. At the end, a table compares the fastest parameters of ``gemv`` with
-``keep`` and with the fastest parameters of ``small_message``.
+Providers are timed in turn, round after round. Each rank takes the median over rounds. A figure is the maximum of these
+medians over ranks, in microseconds for one call. Fields of a row::
+
+    us                         one call after a device sleep that hides the host (bench.timing)
+    graph_us                   one call in a captured CUDA graph of 20 calls
+    speedup, graph_speedup     these times of keep, divided by those of the provider, in the same run
 """
 
 from __future__ import annotations
@@ -28,17 +28,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import triton
 
-from bench import tables
-from bench.support import gemv
-from bench.support.gemv import GemvParameters
 from bench.timing import greatest
 from bench.timing import timed
 from overlap_inductor.lowerings import reference
@@ -75,21 +70,6 @@ def variants(world_size: int, tokens: int) -> dict[str, SmallParameters]:
     return found
 
 
-Results = tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Provider:
-    """A way to compute ``expected``. ``alike``: whether all ranks must get the same bits. ``over``: the provider that
-    the speed-up is relative to."""
-
-    call: Callable[[], Results]
-    expected: Results
-    alike: bool = True
-    over: str = "keep"
-    parameters: SmallParameters | GemvParameters | None = None
-
-
 class Site:
     """The operands, the workspace and the calls of all providers for one token count."""
 
@@ -104,9 +84,7 @@ class Site:
         self.residual, self.weight = (
             torch.randn(*s, device="cuda", generator=shared).bfloat16() for s in ((tokens, COLUMNS), (COLUMNS,))
         )
-        self.candidates = gemv.variants(world_size, tokens, COLUMNS, 2)
         needs = [small_plan.needed(p, world_size, tokens, COLUMNS, 2) for p in self.parameters.values()]
-        needs += [gemv.needed(p, world_size, tokens, COLUMNS, 2) for p in self.candidates.values()]
         name = f"decode {tokens}"
         arena.prepare([Request(name, max(n[0] for n in needs), max(n[1] for n in needs), HALVES)])
         self.launch = Launch(rank, world_size, arena.slot(name, HALVES), faults, faults.number(name), PATIENCE_NS)
@@ -119,31 +97,19 @@ class Site:
         added = residual + summed
         return reference.rms_norm(added, weight, EPS), added
 
-    def keep_sum(self) -> Results:
+    def keep(self) -> tuple[torch.Tensor, torch.Tensor]:
         product = torch.mm(self.a, self.b)
         dist.all_reduce(product)
-        return (product,)
+        return self.add_and_norm(product, self.residual, self.weight)
 
-    def keep(self) -> Results:
-        return self.add_and_norm(*self.keep_sum(), self.residual, self.weight)
-
-    def gemv_sum(self, parameters: GemvParameters) -> Results:
-        return (gemv.matmul_all_reduce(self.a, self.b, self.launch, parameters),)
-
-    def gemv(self, parameters: GemvParameters) -> Results:
-        return self.add_and_norm(*self.gemv_sum(parameters), self.residual, self.weight)
-
-    def small_sum(self, parameters: SmallParameters) -> Results:
-        return (small_message.matmul_all_reduce(self.a, self.b, None, self.launch, parameters),)
-
-    def small(self, parameters: SmallParameters) -> Results:
+    def small(self, parameters: SmallParameters) -> tuple[torch.Tensor, torch.Tensor]:
         return small_message.matmul_all_reduce_norm(
             self.a, self.b, None, self.residual, self.weight, EPS, self.launch, parameters
         )
 
     def parts(self) -> dict[str, Callable[[], Any]]:
         product = torch.mm(self.a, self.b)
-        # The tensor is all zeros, because the sum is in place. Other values would grow from call to call.
+        # The sum is in place, so values other than zero would grow from call to call.
         zeros = torch.zeros_like(product)
         planned = self.parameters["planned"]
         return {
@@ -156,30 +122,16 @@ class Site:
             "planned sum without matmul": lambda: small_message.all_reduce(product, self.launch, planned),
         }
 
-    def providers(self) -> dict[str, Provider]:
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         total = self.a.float() @ self.b.float()
         dist.all_reduce(total)
         added = total + self.residual.float()
-        normed = added * torch.rsqrt(added.pow(2).mean(-1, keepdim=True) + EPS) * self.weight.float()
-        found = {"keep": Provider(self.keep, (normed, added), alike=False)}
-        for name, p in self.parameters.items():
-            found[name] = Provider(partial(self.small, p), (normed, added), parameters=p)
-        for name, candidate in self.candidates.items():
-            found[name] = Provider(partial(self.gemv, candidate), (normed, added), alike=False, parameters=candidate)
-        if self.candidates:
-            over = "keep sum"
-            found[over] = Provider(self.keep_sum, (total,), alike=False, over=over)
-            for name, p in self.parameters.items():
-                found[f"{name} sum"] = Provider(partial(self.small_sum, p), (total,), over=over, parameters=p)
-            for name, candidate in self.candidates.items():
-                call = partial(self.gemv_sum, candidate)
-                found[f"{name} sum"] = Provider(call, (total,), over=over, parameters=candidate)
-        return found
+        return added * torch.rsqrt(added.pow(2).mean(-1, keepdim=True) + EPS) * self.weight.float(), added
 
 
 def error(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], alike: bool) -> float:
-    """The largest relative error on any rank. It is infinite for NaN. If the ranks' results should be ``alike``, it is
-    also infinite if a checksum of them differs."""
+    """The largest relative error on any rank. For NaN, it is infinite. With ``alike``, it is also infinite if the
+    checksums of the ranks' results differ."""
     off = float(
         torch.stack([(f.float() - e).abs().max() / e.abs().max() for f, e in zip(found, expected, strict=True)]).max()
     )
@@ -200,46 +152,44 @@ def captured(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def measure(site: Site, repeats: int) -> list[dict[str, Any]]:
-    checked = site.providers()
-    calls: dict[str, Callable[[], Any]] = {name: provider.call for name, provider in checked.items()}
+    expected = site.expected()
+    providers: dict[str, Callable[[], Any]] = {"keep": site.keep}
+    providers |= {name: lambda p=p: site.small(p) for name, p in site.parameters.items()}
     errors = {}
-    for name, provider in checked.items():
+    for name, function in list(providers.items()):
         # Three calls use both halves of the workspace, and then the first half again.
-        found = [provider.call() for _ in range(3)]
-        errors[name] = max(error(f, provider.expected, provider.alike) for f in found)
+        found = [function() for _ in range(3)]
+        errors[name] = max(error(f, expected, name != "keep") for f in found)
         gave_up = greatest(float(site.launch.faults.error() is not None))
         if gave_up:
             site.launch.faults.check()
             raise RuntimeError(f"{name} gave up waiting on another rank")
-        if errors[name] > TOLERANCE and not name.startswith("keep"):
-            del calls[name]
-    right = [name for name in checked if name in calls]
-    calls |= site.parts()
-    for function in calls.values():
+        if errors[name] > TOLERANCE and name != "keep":
+            del providers[name]
+    right = dict(providers)
+    providers |= site.parts()
+    for function in providers.values():
         function()
     torch.cuda.synchronize()
-    graphs = {name: captured(function) for name, function in calls.items()}
+    graphs = {name: captured(function) for name, function in providers.items()}
     for replay in graphs.values():
         replay()
     torch.cuda.synchronize()
-    single, many = timed(calls, repeats), timed(graphs, max(repeats // 3, 3))
-    for name in right:
-        provider = checked[name]
-        errors[name] = max(errors[name], error(provider.call(), provider.expected, provider.alike))
+    single, many = timed(providers, repeats), timed(graphs, max(repeats // 3, 3))
+    for name, function in right.items():
+        errors[name] = max(errors[name], error(function(), expected, name != "keep"))
     rows = []
     us = {name: greatest(statistics.median(s)) for name, s in single.items()}
     graph_us = {name: greatest(statistics.median(s)) / CALLS for name, s in many.items()}
-    for name in [*checked, *site.parts()]:
+    for name in [*errors, *site.parts()]:
         row: dict[str, Any] = {"provider": name, "error": errors.get(name), "right": errors.get(name, 0.0) <= TOLERANCE}
-        over = checked[name].over if name in checked else "keep"
         if name in us:
             row |= {"us": round(us[name], 1), "graph_us": round(graph_us[name], 1)}
             row |= {
-                "speedup": round(us[over] / us[name], 3),
-                "graph_speedup": round(graph_us[over] / graph_us[name], 3),
+                "speedup": round(us["keep"] / us[name], 3),
+                "graph_speedup": round(graph_us["keep"] / graph_us[name], 3),
             }
-        parameters = checked[name].parameters if name in checked else None
-        rows.append(row if parameters is None else row | {"parameters": asdict(parameters)})
+        rows.append(row | ({"parameters": asdict(site.parameters[name])} if name in site.parameters else {}))
     return rows
 
 
@@ -269,7 +219,6 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name(),
         "world_size": world_size,
     }
-    measured: list[dict[str, Any]] = []
     for tokens in arguments.tokens:
         # Rank 0's clock decides for all ranks.
         if greatest(time.monotonic() - start if rank == 0 else 0.0) > arguments.seconds:
@@ -277,9 +226,7 @@ def main() -> None:
         site = Site(tokens, arena, faults)
         rows = measure(site, arguments.repeats)
         if rank == 0:
-            measured += [{"tokens": tokens, **row, **environment} for row in rows]
-            known = [r for r in rows if "parameters" in r and r["right"] and not r["provider"].endswith(" sum")]
-            best = min(known, key=lambda r: r["graph_us"], default=None)
+            best = min((r for r in rows if "parameters" in r and r["right"]), key=lambda r: r["graph_us"], default=None)
             print(
                 json.dumps(
                     {
@@ -299,8 +246,6 @@ def main() -> None:
         # Graphs hold addresses of the site's tensors. So both are freed together, when no work is running.
         torch.cuda.synchronize()
         del site
-    if rank == 0:
-        print(tables.gemv(measured), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short markdown tables of stored rows, for ``docs/performance.md``. Each function makes one table."""
+"""Makes short markdown tables of stored rows, for ``docs/performance.md``. Each function in ``TABLES`` makes one
+table."""
 
 from __future__ import annotations
 
@@ -48,13 +49,18 @@ PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "
 
 def nvlink() -> str:
     """llama3-70b's MLP in bf16: for each number of GPUs a table by pattern and tokens."""
-    found = [row for row in _operators(shape="llama3-70b-mlp", dtype="bfloat16") if row["tokens"] >= 1024]
+    found = [
+        row
+        for row in _operators(shape="llama3-70b-mlp", dtype="bfloat16")
+        if row["tokens"] >= 1024 and row["pattern"] in PATTERNS and "H200" in row["gpu"]
+    ]
     found.sort(key=lambda r: (-r["world_size"], PATTERNS.index(r["pattern"]), r["tokens"]))
     parts = []
     for (ranks,), members in groups(found, "world_size").items():
         lines = [_nvlink_line(*case, same) for case, same in groups(members, "pattern", "tokens").items()]
-        head = ("pattern", "tokens", "keep", "async TP", "best", "its time", "speed-up", "auto", "bound", "ratio",
-                "in the loop")  # fmt: skip
+        head = ("pattern", "tokens", "`keep` us", "async TP us", "best schedule", "best us", "best: speed-up",
+                "`auto`: speed-up", "bound us", "best / bound", "best, in the loop", "`auto`, in the loop",
+                "async TP, in the loop")  # fmt: skip
         parts.append(f"**{ranks} x H200**\n\n{_table(head, [line for line in lines if line])}")
     return "\n\n".join(parts)
 
@@ -69,8 +75,8 @@ def _nvlink_line(pattern: str, tokens: int, same: list[Row]) -> list[Any]:
     async_tp = f"{hidden['async_tp']['median_us']:.0f}" if "async_tp" in hidden else "-"
     times = [f"{hidden['keep']['median_us']:.0f}", async_tp, best["runs"], f"{best['median_us']:.0f}"]
     ratios = [_speedup(best), _speedup(hidden.get("auto")), f"{best['bound_us']:.0f}", f"{best['ratio']:.2f}"]
-    loop = "/".join(_speedup(row) for row in (_best(looped), looped.get("auto"), looped.get("async_tp")))
-    return [pattern, tokens, *times, *ratios, loop]
+    loop = [_speedup(row) for row in (_best(looped), looped.get("auto"), looped.get("async_tp"))]
+    return [pattern, tokens, *times, *ratios, *loop]
 
 
 HEADLINE = {"world_size": 8, "shape": "llama3-70b-mlp", "dtype": "bfloat16", "setting": "hidden"}
@@ -143,7 +149,7 @@ def _by_tokens(found: list[Row], keys: tuple[str, ...], cell: Callable[[Row], st
     for values, same in groups(found, *keys).items():
         of = {row["tokens"]: cell(row) for row in same}
         lines.append([*values, *(of.get(count, "-") for count in tokens)])
-    return _table([*keys, *map(str, tokens)], lines)
+    return _table([*keys, *(f"{count} tokens" for count in tokens)], lines)
 
 
 def small_message() -> str:
@@ -159,7 +165,7 @@ def small_message() -> str:
         keep, planned, matmul = (found[ranks, tokens, name] for name in ("keep", "planned", "matmul"))
         times = [f"{r['graph_us']:.1f}" for r in (matmul, keep, planned)]
         lines.append([ranks, tokens, *times, f"{planned['graph_speedup']:.2f}"])
-    return _table(("GPUs", "tokens", "matmul alone us", "keep us", "small_message us", "speed-up"), lines)
+    return _table(("GPUs", "tokens", "matmul alone us", "`keep` us", "`small_message` us", "speed-up"), lines)
 
 
 def models() -> str:
@@ -171,7 +177,17 @@ def models() -> str:
         cells = [row.get("layer", "llama3-70b"), row["world_size"], what, row["batch"], f"{row['ms']['plain']:.2f}"]
         before = f"{row['speedup before']:.2f}" if "speedup before" in row else "-"
         lines.append([*cells, f"{row['ms']['auto']:.2f}", f"{row['speedup']:.2f}", before, sites])
-    head = ("layers of", "GPUs", "what", "sequences", "plain ms", "`auto` ms", "speed-up", "before", "sites")
+    head = (
+        "layers of",
+        "GPUs",
+        "what",
+        "sequences",
+        "plain ms",
+        "`auto` ms",
+        "speed-up",
+        "before",
+        "sites and their schedules",
+    )
     return _table(head, lines)
 
 
@@ -196,10 +212,19 @@ def ring_nccl() -> str:
     for row in _read("ring_nccl"):
         rings = {name: us for name, us in row.items() if name.startswith("ring S=")}
         name, us = min(rings.items(), key=lambda pair: pair[1])
-        cells = [row["world_size"], row["pattern"], row["tokens"], f"{row['keep']:.0f}", f"{us:.0f} {name[5:]}"]
+        cells = [row["world_size"], row["pattern"], row["tokens"], f"{row['keep']:.0f}", name[5:], f"{us:.0f}"]
         worst = row["keep"] / max(rings.values())
         lines.append([*cells, f"{row['keep'] / us:.2f}", f"{worst:.2f}"])
-    head = ("GPUs", "pattern", "tokens", "keep us", "fastest ring us", "its speed-up", "of the slowest ring")
+    head = (
+        "GPUs",
+        "pattern",
+        "tokens",
+        "`keep` us",
+        "fastest S",
+        "fastest us",
+        "fastest: speed-up",
+        "slowest: speed-up",
+    )
     return _table(head, lines)
 
 
@@ -214,7 +239,7 @@ def turns() -> str:
     for rounds, size in sorted({key[:2] for key in found}, reverse=True):
         both = [found.get((rounds, size, name)) for name in ("copy_engine", "copy_engine, in turn")]
         lines.append([rounds, size, *("-" if rate is None else f"{rate:.0f}" for rate in both)])
-    return _table(("pieces", "MiB each", "GB/s without turns", "GB/s with turns"), lines)
+    return _table(("pieces that a rank sends", "MiB of a piece", "GB/s without turns", "GB/s with turns"), lines)
 
 
 def compile_cost() -> str:
@@ -228,13 +253,13 @@ def compile_cost() -> str:
             plain[run] = both
         cells = [f"{s:.1f} ({s / base:.2f})" for s, base in zip(both, plain[run], strict=True)]
         lines.append([row["phase"], row["setting"], row["cpu"], row["date"], *cells, f"{row['pass_seconds']:.2f}"])
-    head = ("phase", "setting", "CPU", "date", "without C++ compiler s", "with it s", "the pass s")
+    head = ("phase", "setting", "CPU", "date", "without the C++ compiler s", "with the C++ compiler s", "the pass s")
     return _table(head, lines)
 
 
 def host() -> str:
-    """Host time of one call, from the last run of each case. Timed are the op alone, the compiled graph with the op,
-    the plain compiled graph, a replayed call, and one ``torch.empty``."""
+    """Host time of one call, from the last run of each case. The columns are the op alone, the compiled graph with the
+    op, the plain compiled graph, a replayed call, and one ``torch.empty``."""
     lines = {}
     for row in _read("host"):
         for pattern, found in row["found"].items():
@@ -249,7 +274,7 @@ def host() -> str:
         "schedule",
         "pattern",
         "op us",
-        "graph with it us",
+        "graph with the op us",
         "plain graph us",
         "replayed us",
         "`torch.empty` us",
@@ -263,7 +288,7 @@ def agreement() -> str:
         [row["ranks"], f"{row['own']:.1f}", f"{row['together']:.1f}", f"{row['store']:.0f}"]
         for row in _read("agreement")
     ]
-    return _table(("ranks", "a rank's own share us", "all ranks together us", "over the store us"), lines)
+    return _table(("ranks", "own share us", "all together us", "over the store us"), lines)
 
 
 def slow_link_rows() -> list[Row]:
@@ -292,10 +317,80 @@ def layers() -> str:
     return tables.layers(layers_rows()).strip()
 
 
+EXCHANGES = ("matmul_all_to_all", "all_to_all_matmul")
+
+
+def exchanges() -> str:
+    """llama3-70b's MLP in bf16 beside all-to-alls: times with the host hidden, and the overlap efficiency."""
+    found = [row for row in _operators(setting="hidden", dtype="bfloat16") if row["pattern"] in EXCHANGES]
+    lines = []
+    for case, same in groups(found, "gpu", "world_size", "pattern", "tokens").items():
+        gpu, ranks, pattern, tokens = case
+        of = {row["provider"]: row for row in same}
+        best, auto = _best(of), of.get("auto")
+        if best is None or auto is None:
+            continue
+        kept = of["keep"]
+        lines.append(
+            [
+                f"{ranks} x {_short(gpu)}",
+                pattern,
+                tokens,
+                *(f"{kept[k]:.0f}" for k in ("matmul_us", "collective_us", "median_us")),
+                f"`{best['provider']}`",
+                f"{best['median_us']:.0f}",
+                _speedup(best),
+                f"{best['efficiency']:.2f}",
+                _speedup(auto),
+            ]
+        )
+    lines.sort(key=lambda cells: (cells[0], EXCHANGES.index(cells[1]), cells[2]))
+    head = ("GPUs", "pattern", "tokens", "matmul us", "all-to-all us", "`keep` us", "best schedule", "best us",
+            "best: speed-up", "best: efficiency", "`auto`: speed-up")  # fmt: skip
+    return _table(head, lines)
+
+
+def lookups() -> str:
+    """Lookups in embedding tables and an all-to-all: the last run of each case."""
+    lines = {}
+    for row in _read("lookups"):
+        case = (
+            f"{row['world_size']} x {_short(row['gpu'])}",
+            row["tables"],
+            row["batch"],
+            row["width"],
+            row["pooling"],
+        )
+        alone, loop = ({n: t["median"] for n, t in row["us"][setting].items()} for setting in ("hidden", "compiled"))
+        cells = [f"{alone[name]:.0f}" for name in ("lookups", "exchange", "keep", "fused")]
+        lines[case] = [*case, *cells, *(f"{us['keep'] / us['fused']:.2f}" for us in (alone, loop))]
+    head = ("GPUs", "tables", "bags", "width", "indices of a bag", "lookups us", "all-to-all us", "`keep` us",
+            "`fused` us", "speed-up", "speed-up, in the loop")  # fmt: skip
+    return _table(head, [lines[case] for case in sorted(lines)])
+
+
+def experts() -> str:
+    """Layers of experts on GPUs: the last run of each case, with the host in the loop."""
+    lines = {}
+    for row in _read("experts"):
+        case = (f"{row['world_size']} x {_short(row['gpu'])}", row["layer"], row["form"], row["tokens"])
+        us = {name: timing["median"] for name, timing in row["us"]["compiled"].items()}
+        cells = [f"{us[name]:.0f}" for name in ("transfers", "keep", "ring")]
+        lines[case] = [*case, *cells, *(f"{us['keep'] / us[name]:.2f}" for name in ("ring", "auto"))]
+    head = ("GPUs", "layer", "form", "tokens", "transfers us", "`keep` us", "`ring` us", "`ring`: speed-up",
+            "`auto`: speed-up")  # fmt: skip
+    return _table(head, [lines[case] for case in sorted(lines)])
+
+
+def _short(gpu: str) -> str:
+    """``H100`` for ``NVIDIA H100 80GB HBM3``."""
+    return gpu.removeprefix("NVIDIA ").split()[0]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
         headline, nvlink, other_shapes, fp8, without_peers, small_message, models, training, handed_out, ring_nccl,
-        turns, compile_cost, host, agreement, slow_link, layers,
+        turns, compile_cost, host, agreement, slow_link, layers, exchanges, lookups, experts,
     )
 }  # fmt: skip

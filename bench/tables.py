@@ -11,8 +11,8 @@ SETTING_WORDS = {"hidden": "the host hidden", "compiled": "compiled graphs, the 
 
 
 def overlap_efficiency(serial: float, overlapped: float, matmul: float, collective: float) -> float:
-    """The part of the hideable time that is hidden: ``(serial - overlapped) / (serial - max(matmul, collective))``. All
-    times have the same unit.
+    """The part of the hideable time that is hidden: ``(serial - overlapped) / (serial - max(matmul, collective))``.
+    ``serial`` is the time of matmul and collective one after the other. All times have the same unit.
 
     Raises:
         ValueError: nothing can be hidden (``serial`` is not more than the longer of the two).
@@ -115,12 +115,16 @@ def heading(row: dict[str, Any]) -> str:
 
 
 def operators(rows: Sequence[dict[str, Any]], details: bool = False) -> str:
-    """Rows of ``bench.operators`` as tables, one for each GPU, number of ranks, shape, dtype and setting. The cell of a
-    provider except ``keep`` has microseconds and, in brackets, the speed-up over ``keep`` of the same run. For
-    ``auto``, the brackets also name the schedule that ran.
+    """Rows of ``bench.operators`` as tables, one for each GPU, number of ranks, shape, dtype and setting.
 
-    ``best``: the provider except ``keep`` with the largest speed-up, its ratio to ``max`` (the bound) and its overlap
-    efficiency. ``details``: after each table, add one with every row, including schedules with parameters of ``--set``.
+    The cell of ``keep`` has microseconds. The cell of another provider has microseconds and, in brackets, the speed-up
+    over ``keep`` of the same run. For ``auto``, the brackets also name the schedule that ran. ``best`` is the provider
+    with the largest speed-up, ``keep`` left out. The last columns have its speed-up, its time divided by ``max`` (the
+    bound), and its overlap efficiency.
+
+    Args:
+        details: whether another table follows each table. It has every row, also those of schedules whose parameters
+            were set by ``--set``.
     """
     parts = []
     for same in groups(rows, "gpu", "world_size", "shape", "dtype", "setting").values():
@@ -196,34 +200,4 @@ def _details(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             line(row["pattern"], row["tokens"], row["provider"], *times, *figures, f"{row['host_us']:.0f}", extra)
         )
-    return "\n".join(lines) + "\n"
-
-
-def gemv(rows: Sequence[dict[str, Any]]) -> str:
-    """A table of rows of ``bench.small_message``, for the token counts that ``gemv`` supports.
-
-    For ``small_message`` and ``gemv`` it has the fastest parameters that gave right results. Speed-ups are those of
-    ``gemv``.
-    """
-    lines = header(
-        "GPUs", "tokens", "result", "launch", "matmul us", "keep us", "small_message us", "gemv us", "gemv is",
-        "over keep", "over small_message",
-    )  # fmt: skip
-    for (ranks, tokens), same in groups(rows, "world_size", "tokens").items():
-        timed = [row for row in same if row["right"] and "us" in row]
-        matmul = next(row for row in same if row["provider"] == "matmul")
-        for result, end in (("norm", ""), ("sum alone", " sum")):
-            keep = next((row for row in same if row["provider"] == f"keep{end}"), None)
-            alike = [row for row in timed if row["provider"].endswith(" sum") == bool(end)]
-            for launch, us in (("single", "us"), ("CUDA graph", "graph_us")):
-                # The kernels' parameters tell which of the two a row is of.
-                small, new = (
-                    min((r for r in alike if which in r.get("parameters", {})), key=lambda r: r[us], default=None)
-                    for which in ("segment", "block_n")
-                )
-                if keep is None or small is None or new is None:
-                    continue
-                times = [f"{row[us]:.1f}" for row in (matmul, keep, small, new)]
-                ratios = [f"{row[us] / new[us]:.2f}" for row in (keep, small)]
-                lines.append(line(ranks, tokens, result, launch, *times, new["provider"].removesuffix(" sum"), *ratios))
     return "\n".join(lines) + "\n"

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times several calls in turn, on all ranks together. Results are microseconds of device time and of host time.
 
-With the host *hidden*, the device sleeps before each call. Meanwhile the host launches the call, so only device time
-counts. With the host *in the loop*, a sample is several calls in a row without a sleep. All samples have the same
-number of calls. This number is chosen so that a sample of the fastest call takes about ``LOOP_MS``, within the limits
-``CALLS_IN_LOOP``. A call then takes its device time or its host time, whichever is longer. One call before the sample
-is not counted, because the device is idle while the host launches it. The tensors of a call get the addresses that the
-previous call used, as in the steps of a compiled model. On a CPU, both times are wall-clock time.
+With the host *hidden*, the device sleeps before each call. The host launches the call during this sleep, so only device
+time counts.
+
+With the host *in the loop*, a sample is several calls in a row without a sleep. A call then takes its device time or
+its host time, whichever is longer. All samples have the same number of calls. This number is within ``CALLS_IN_LOOP``,
+and is chosen so that a sample of the fastest call takes about ``LOOP_MS``. One more call before the sample is not
+counted, because the device is idle while the host launches this call. The tensors of a call get the addresses that the
+previous call used, as in the steps of a compiled model.
+
+On a CPU, both times are wall-clock time.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ LOOP_MS = 8.0
 CALLS_IN_LOOP = 4, 40
 """Fewest and most calls in a sample with the host in the loop."""
 LEAST_REPEATS = 5
-"""Fewest samples of a call if time is short, unless fewer rounds are allowed (``most`` of ``in_turn``)."""
+"""Fewest samples of a call if time is short. If ``most`` of ``in_turn`` is less, it takes the place of this number."""
 
 Call = Callable[[], Any]
 
@@ -70,7 +74,7 @@ class Clock:
 
         Args:
             sleep_ms: the device's sleep before the first call. With 0, the host pauses for ``REST_MS`` instead, and one
-                more call is made first that is not counted. Ignored on a CPU: there, only the counted calls run.
+                call that is not counted is made first. On a CPU, the value is ignored, and only the counted calls run.
 
         Returns:
             ``(device, host)``: mean microseconds of one call. On a CPU, both are the same.

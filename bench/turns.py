@@ -3,14 +3,14 @@
 
     torchrun --nproc-per-node 8 -m bench.turns --out rows.jsonl
 
-Without turns, two ranks that are some microseconds out of step send to the same receiver at once. Each gets half of the
-link, and is further out of step in the next round (``transports.copy_engine``). So the bandwidth falls with the number
-of rounds.
+Without turns, two ranks that are some microseconds out of step send to the same receiver at once. Each of the two gets
+half of the receiver's link, and is further out of step in the next round (``transports.copy_engine``). So the bandwidth
+falls with the number of rounds.
 
-The time of a call ends when the rank knows that the rows of all peers have arrived. Each rank takes the median of the
-repeats. Each measurement is one JSON row, with the maximum of these medians over ranks. The transfers are timed alone,
-and beside two matmuls that take longer. Before they are timed, the data that arrived is compared with the data that was
-sent.
+The time of a call ends when the rank knows that the rows of all peers have arrived. Each rank takes the median of its
+samples. Each measurement is one JSON row, with the maximum of these medians over ranks. The transfers are timed alone,
+and beside two matmuls that take longer than the transfers. Before the timing, the data that arrived is compared with
+the data that was sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from overlap_inductor.transports.transport import Share
 
 WIDTH = 8192
 LEGS = 3
-"""Transfers of one call: a scatter, a gather, a scatter."""
+"""The number of transfers of one call: a scatter, a gather, a scatter."""
 LIMIT = 1 << 34
 
 

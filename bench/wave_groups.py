@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time schedule ``wave_groups`` against ``keep`` and the bounds, and its partition against others, on llama3-70b's MLP.
-One torchrun.
+"""Time schedule ``wave_groups`` against ``keep``, and its planned partition against others, on llama3-70b's MLP.
+
+A *partition* is a division of the matmul's waves into groups. The collective of a group starts when its waves end.
 
     torchrun --nproc-per-node 4 -m bench.wave_groups --tokens 4096 8192 --out bench/results/wave_groups.jsonl
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 -m bench.wave_groups
@@ -8,15 +9,14 @@ One torchrun.
 Every provider is compared with fp32 on random data before it is timed. Providers are timed in turn as in
 ``bench.timing``. A site's rows, by provider::
 
-    keep          ``bound``: its time over the longer of matmul and collective
+    keep          the plain call. ``bound``: its time divided by that of matmul or collective, whichever is longer
     wave_groups   the planned call
-    free N        the partition predicted to be best if N SMs are left free for NCCL
+    free N        a call that leaves N SMs free for NCCL, with the partition that is predicted to be best for N
     matmul        the matmul alone
     collective    the collective alone
-    partitions    the planned partition against others. If there are more than ``--candidates`` partitions, only that
-                  many are tried: those into equal groups, then random ones. The planned partition and the three
-                  fastest others are timed again. ``within``: the planned partition's time over the shortest time, both
-                  from the second timing
+    partitions    the planned partition against others. At most ``--candidates`` partitions are tried: first those into
+                  equal groups, then random ones. The planned partition and the three fastest others are timed again.
+                  ``within``: the planned partition's time divided by the shortest time, both from the second timing
     timeline      microseconds from the call's start to the end of the matmul and of each group's collective. If all
                   collectives end after the matmul, NCCL's blocks found no room beside it
 """
@@ -93,7 +93,7 @@ class Site:
 
 def error_of(function: Callable[[], torch.Tensor], expected: torch.Tensor) -> float:
     """Make two calls. Returns the largest error of the second call over all ranks, relative to the largest element. The
-    second call also shows whether the first left a wrong state."""
+    second call also shows whether the first call left a wrong state."""
     function()
     return greatest(float((function().float() - expected).abs().max() / expected.abs().max()))
 

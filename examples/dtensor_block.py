@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sequence-parallel block, sharded by DTensor: an all-gather before its first matmul, a reduce-scatter at its end.
+"""A sequence-parallel block that is sharded by DTensor.
+
+The block has an all-gather before its first matmul and a reduce-scatter after its last one.
 
     torchrun --nproc-per-node 2 examples/dtensor_block.py
 
-Output and gradients are compared with eager. ``auto`` would keep sites of this size, so ``ring`` is forced.
+Output and gradients are compared with those of eager. ``auto`` would not overlap sites of this size, so schedule
+``ring`` is forced.
 """
 
 import torch

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-written tensor parallelism: functional collectives beside plain matmuls, nothing else.
+"""Hand-written tensor parallelism: functional collectives beside plain matmuls, and nothing else.
 
     torchrun --nproc-per-node 2 examples/functional_collectives.py
 
-The result is compared with that of plain ``torch.compile``. ``auto`` would keep sites of this size, so schedule
+The result is compared with that of plain ``torch.compile``. ``auto`` would not overlap sites of this size, so schedule
 ``ring`` is forced.
 """
 
@@ -15,7 +15,8 @@ import overlap_inductor
 
 
 def mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """``x``: this rank's rows. ``up``: its columns of the first weight. ``down``: its rows of the second one."""
+    """``x``: this rank's rows. ``up``: this rank's columns of the first weight. ``down``: this rank's rows of the
+    second weight."""
     everything = functional.all_gather_tensor(x, 0, dist.group.WORLD)
     partial = torch.relu(everything @ up) @ down
     return functional.reduce_scatter_tensor(partial, "sum", 0, dist.group.WORLD)

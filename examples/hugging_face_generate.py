@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate text with a Hugging Face Llama that is sharded by its own ``tp_plan``: prefill and decode, static cache.
+"""Generate text with a Hugging Face Llama that is sharded by its own ``tp_plan``: prefill and decode with a static
+cache.
 
     torchrun --nproc-per-node 2 examples/hugging_face_generate.py
 
-The weights are random and small. ``auto`` would keep sites of this size, so schedule ``ring`` is forced.
+The weights are random and small. ``auto`` would not overlap sites of this size, so schedule ``ring`` is forced.
 """
 
 import tempfile
@@ -23,7 +24,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0, 
 
 
 def load_sharded() -> torch.nn.Module:
-    """Rank 0 saves a model with random weights; every rank reads its shards, as from any checkpoint."""
+    """Rank 0 saves a model with random weights. Every rank reads its shards, as from any checkpoint."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     if dist.get_rank() == 0:
@@ -46,7 +47,7 @@ prompt = torch.arange(1, 17)[None]
 options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
 expected = model.generate(prompt, **options)
 
-# Two graphs: one for the prompt, one that all later tokens share.
+# There are two graphs: one for the prompt, and one that all later tokens share.
 model.forward = torch.compile(model.forward, backend="overlap_inductor", options={"schedule": "ring"})
 tokens = model.generate(prompt, **options)
 show("prefill", all_reports()[0])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a Hugging Face Llama that is sharded by its own ``tp_plan``: two steps, compared with eager ones.
+"""Train a Hugging Face Llama that is sharded by its own ``tp_plan``. Two steps are compared with eager steps.
 
     torchrun --nproc-per-node 2 examples/hugging_face_train.py
 
-The weights are random and small. ``auto`` would keep sites of this size, so schedule ``ring`` is forced.
+The weights are random and small. ``auto`` would not overlap sites of this size, so schedule ``ring`` is forced.
 """
 
 import tempfile

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile block by block: every layer is compiled on its own, and equal layers share one graph.
+"""Compile a model block by block. Every layer is compiled by itself, and equal layers share one graph.
 
     torchrun --nproc-per-node 2 examples/per_block_compile.py
 
-The report of that one graph holds for every layer. The result is compared with that of the whole model, run eagerly on
-one rank. ``auto`` would keep sites of this size, so schedule ``ring`` is forced.
+The report of this graph holds for every layer. The result is compared with that of the whole model, which runs eagerly
+on one rank. ``auto`` would not overlap sites of this size, so schedule ``ring`` is forced.
 """
 
 import torch

@@ -86,8 +86,9 @@ class OverlapConfig:
     """
 
     mode: str = _key("on")
-    """``off`` | ``report`` (find and explain, leave the graph alone) | ``on`` | ``strict`` (as ``on``, but raise an
-    error if a site is refused or something fails; a site that is kept raises none)."""
+    """``off`` | ``report`` | ``on`` | ``strict``. ``report``: find and explain sites, and leave the graph alone.
+    ``strict``: as ``on``, but raise an error if a site is refused or something fails. A site that is kept raises no
+    error."""
 
     schedule: str = _key("auto")
     """``auto``, ``keep`` (leave every site as written) or a schedule's name. A schedule given by name applies wherever
@@ -104,53 +105,55 @@ class OverlapConfig:
     travel from rank to rank, rounded at each hop."""
 
     sequence_parallel: str = _key("auto")
-    """``auto`` | ``on`` | ``off``: rewrite all-reduces into reduce-scatters and all-gathers, with the token-wise work
-    between them on each rank's rows. ``auto``: where that is estimated to pay together with the overlap. ``on``:
-    wherever it is legal."""
+    """``auto`` | ``on`` | ``off``: whether all-reduces become reduce-scatters and all-gathers. Each rank then does the
+    token-wise work between them on its own rows only. ``auto``: where the rewrite and the overlap together are
+    estimated to pay. ``on``: wherever the rewrite is legal."""
 
     tune: str = _key("off")
-    """``off`` | ``on``: measure instead of estimating. Only ``off`` is available today; ``on`` raises ``ConfigError``.
-    """
+    """``off`` | ``on``: whether schedules are measured instead of estimated. Only ``off`` is available today; ``on``
+    raises ``ConfigError``."""
 
     ring_direction: str = _key("unidirectional")
-    """``unidirectional`` | ``bidirectional``: how gathered slices travel."""
+    """``unidirectional`` | ``bidirectional``: whether gathered shards travel around the ring in one direction or in
+    both."""
 
     sub_chunks: int = _key(4)
     """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard. In a site of embedding tables,
-    they are groups of tables, at most ``4 * S``. On CPUs, ``auto`` takes fewer if their estimate is at most 5 % slower,
-    because fewer steps compile faster. The cost model assumes that ``1 / (world_size * S)`` of the shorter of
-    matmul and transfer stays exposed."""
+    the ring sends groups of tables instead, at most ``4 * S`` of them. On CPUs, ``auto`` takes fewer sub-chunks if their
+    estimate is at most 5 % slower, because fewer steps compile faster. The cost model assumes that
+    ``1 / (world_size * S)`` of the shorter of matmul and transfer stays exposed."""
 
     step_node_budget: int = _key(3000)
-    """FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. Sites are unrolled
-    while they fit: first those that no looping op computes, then the others, each in graph order. Every other site
-    becomes one looping op, or is refused if no looping op computes it."""
+    """The number of FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. Sites are unrolled
+    while they fit. Sites that no looping op computes come first, in graph order, then the other sites. A site that does
+    not fit becomes one looping op. If no looping op computes the site, it is refused."""
 
     workspace_limit: int = _key(4096)
-    """MiB of symmetric memory on each rank that one group's sites may hold. Sites beyond it run as written."""
+    """MiB of symmetric memory on each rank that one group's sites may hold. Sites that do not fit run as written."""
 
     max_tokens: int = _key(16384)
-    """Token count up to which a site of dynamic size holds workspace. Calls with more tokens run as written."""
+    """The largest token count for which a site of dynamic size holds workspace. Calls with more tokens run as
+    written."""
 
     replay: str = _key("on")
     """``on``: a site's launches are replayed as one CUDA graph if its tensors have the same addresses as before.
-    ``off``: they are launched one by one at each call."""
+    ``off``: each call makes its launches one by one."""
 
     agreement_timeout: int = _key(300)
-    """Seconds that a rank waits for the others to publish their plan of a graph; at most half of the group's timeout.
-    """
+    """Seconds that a rank waits for the other ranks to publish their plans of a graph. It waits at most half of the
+    group's timeout."""
 
     machine: str | None = _key(None)
-    """Facts about this job's ranks and links that ``auto`` estimates with, such as ``{"link_bytes": 6.25e7}``: the path
-    of a JSON file, or the JSON object itself. A fact that is left out keeps its shipped value. After reading, the field
-    holds the facts, so that cache keys have the content and not the path."""
+    """Figures of this job's ranks and links, with which ``auto`` estimates, such as ``{"link_bytes": 6.25e7}``. The
+    value is the path of a JSON file, or the JSON object itself. A figure that is left out keeps its shipped value. The
+    field holds the content of the file and not its path, so cache keys depend on the content."""
 
     dump: str | None = _no_key(None)
     """Folder for reports; not part of any cache key."""
 
     notice: str = _no_key("on")
     """``on``: rank 0 writes one line to standard error, or to the program's own log handlers, for each compiled graph
-    that has a collective. ``off``: only to the log, at level INFO. Not part of any cache key."""
+    that has a collective. ``off``: the line goes only to the log, at level INFO. Not part of any cache key."""
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fails if a file of ``sources`` does not begin with the licence's SPDX line. A ``#!`` line may come before it. With
-``--fix``, writes the missing lines."""
+"""Fails if a file of ``sources`` does not begin with the licence's SPDX line.
+
+A ``#!`` line may come before the SPDX line. With ``--fix``, missing SPDX lines are written."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ SINGLE = (".ci/run", "Makefile", "MANIFEST.in", "pyproject.toml")
 
 
 def sources() -> Iterator[Path]:
-    """Every file that needs the line."""
+    """Every file that needs the SPDX line."""
     for folder in FOLDERS:
         yield from sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
     yield from (ROOT / name for name in SINGLE)
 
 
 def with_header(text: str) -> str:
-    """``text`` with the licence line at its beginning, or after a ``#!`` line."""
+    """``text`` with the SPDX line at its beginning, or after its ``#!`` line."""
     first, rest = ("", text)
     if text.startswith("#!"):
         first, newline, rest = text.partition("\n")

@@ -2,7 +2,7 @@
 """Fails if a sentence of the documentation, of a docstring, of a comment or of a message has more than 28 words.
 
 Code is left out: fenced and literal blocks, indented drawings, tables, commands, and strings that hold a program. The
-generated parts of pages are left out too, because the texts that they are made from are read at their sources.
+generated parts of pages are left out too, because this program reads the texts from which they are made.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def is_program(text: str) -> bool:
 
 
 def _dedented(text: str) -> str:
-    """A docstring without the indentation that its lines share. The first line has none. The closing quotes count as a
-    line."""
+    """A docstring without the indentation that its lines share. The first line has no indentation. The line of the
+    closing quotes counts as a line."""
     first, *rest = text.split("\n")
     shared = min((len(line) - len(line.lstrip()) for line in rest if line.strip() or line is rest[-1]), default=0)
     return "\n".join([first.lstrip(), *(line[shared:] for line in rest)])
@@ -116,8 +116,8 @@ def _dedented(text: str) -> str:
 def python_texts(source: str) -> Iterator[tuple[int, str]]:
     """``(line, text)`` of each docstring, block of comments and string of ``source``. Lines are counted from 1.
 
-    The lines of a string that is no docstring are printed as they are, so each is a paragraph. ``X`` stands for each
-    value of an f-string.
+    In a string that is no docstring, each line is a paragraph, because such a string is printed as it is. ``X`` stands
+    for each value of an f-string.
     """
     waiting: list[ast.AST] = [ast.parse(source)]
     while waiting:

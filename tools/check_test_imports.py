@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fails if a module of ``tests`` or ``tools`` imports a test module or a ``conftest``, or if ``bench`` imports anything
-from ``tests``.
+"""Fails if a test module is imported.
 
-If other files imported a test module, a change of its tests might break these files, and it could not be moved alone.
-Shared code belongs in ``tests/support`` or ``bench/support``.
+No module of ``tests`` or ``tools`` may import a test module or a ``conftest``. No module of ``bench`` may import
+anything from ``tests``. If other files imported a test module, a change of its tests might break these files, and
+nobody could move the test module alone. Shared code belongs in ``tests/support`` or ``bench/support``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def imported(source: str, module: str) -> Iterator[tuple[int, str]]:
     """``(line, dotted name)`` of every import in ``source``, also inside functions.
 
     Relative imports are resolved against ``module``, the dotted name of the file. ``from a import b`` gives ``a.b``,
-    which may name a module or something in one.
+    which may name a module or a name in a module.
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -33,7 +33,7 @@ def imported(source: str, module: str) -> Iterator[tuple[int, str]]:
 
 
 def complaint(module: str, name: str) -> str | None:
-    """The reason why ``module`` must not import ``name``. ``None`` if it may."""
+    """The reason why ``module`` must not import ``name``. ``None`` if the import is allowed."""
     parts = name.split(".")
     if parts[0] == "tests":
         if module.split(".")[0] == "bench":

@@ -50,7 +50,8 @@ def outdated() -> dict[Path, str]:
 
 
 def run_samples(paths: Sequence[Path], folder: Path) -> list[tuple[Path, samples.Sample, str]]:
-    """Run the blocks of the pages in ``folder``. Returns each output block with the output of this run."""
+    """Run the blocks of the pages in ``folder``. Returns ``(page, output block, output of this run)`` of each output
+    block."""
     found = []
     for path in paths:
         outputs = samples.run(samples.samples(path.read_text(encoding="utf-8")), folder)
@@ -59,7 +60,7 @@ def run_samples(paths: Sequence[Path], folder: Path) -> list[tuple[Path, samples
 
 
 def page_runs() -> list[list[Path]]:
-    """The pages whose blocks share a folder."""
+    """Lists of pages. The blocks of the pages of one list share a folder."""
     return [[README], [DOCS / name for name in RUN]]
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs models and random programs without overlap and with it, and compares the results. Some of their sizes, such as
-the vocabulary, are not multiples of the number of ranks.
+"""Runs models and random programs without overlap and with it, and compares the results.
+
+By default, some sizes of the models, such as the vocabulary, are not multiples of the number of ranks.
 
     python tools/sweep_models.py    # every part: some hours
     python tools/sweep_models.py --part hugging_face --families llama gemma2 --ranks 3 --train
@@ -9,24 +10,24 @@ the vocabulary, are not multiples of the number of ranks.
     python tools/sweep_models.py --part torchtitan    # tests/support/torchtitan_models.py says what must be installed
     python tools/sweep_models.py --part programs --seeds 0 500    # the ranks differ in bias, K and padding
 
-Ranks are gloo processes, weights are random, and nothing is downloaded. Schedule ``ring`` is forced, so it overlaps
-every site that it can. The rewritten graphs are interpreted, because a site's generated code does not depend on the
-model. ``--generated`` runs Inductor's code instead.
+Ranks are gloo processes, weights are random, and nothing is downloaded. Schedule ``ring`` is forced, so every site that
+the ring can compute is overlapped. The rewritten graphs are interpreted, because a site's generated code does not
+depend on the model. ``--generated`` runs Inductor's code instead.
 
-``--sequence-parallel on`` rewrites every all-reduce that may be rewritten. The rows of Hugging Face families say how
-many all-reduces the graphs have, how many of them were rewritten, and why the others were not (``left``).
+``--sequence-parallel on`` rewrites every all-reduce that may be rewritten. A row of a Hugging Face family says how many
+all-reduces its graphs have, how many of them were rewritten, and why the others were not rewritten (``left``).
 
 Each case is one JSON row, appended to ``--out``. Its ``outcome`` is one of::
 
     right                          the results are those of the plain compile
-    fell back                      right; the ranks differed, so they ran the plain program
-    nothing overlapped             right; no site was overlapped
-    nothing to compare             the plain compile's results are rounding errors alone
+    fell back                      the results are right, but the ranks differed, so they ran the plain program
+    nothing overlapped             the results are right, but no site was overlapped
+    nothing to compare             all results of the plain compile are rounding errors
     does not run without overlap   the plain compile failed; the row has its error
-    wrong                          other results, or an error that occurs only with overlap
+    wrong                          the results differ, or an error occurs only with overlap
 
-The exit status is 1 if any case is wrong. If a Hugging Face family with odd sizes does not run even without overlap, it
-is tried once more with only the vocabulary odd.
+The exit status is 1 if any case is wrong. If a Hugging Face family does not run even without overlap, its sizes may be
+the cause. The family is then tried once more, with an odd vocabulary and all other sizes even.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs tests on every supported minor version of torch, each in an environment of its own. It runs the unit and compile
-tests, and a DTensor block forward and backward.
+"""Runs tests on every supported minor version of torch, each in an environment of its own.
+
+The tests are the unit tests, the compile tests, and those of a DTensor block, forward and backward.
 
     python tools/test_torch_versions.py [--all] [2.11.0 2.15.0]
 
-``--all`` also runs the kernels in Triton's interpreter, the numerics over gloo and all models (some 15 minutes a
-version on two cores). ``TORCH_PYTHONS`` may list interpreters that already have a torch, separated by spaces. Without
-it, an environment for each version is made in ``.torch-versions/``. Two versions run at a time. A version that cannot
-be installed is reported as such.
+``--all`` also runs the kernels in Triton's interpreter, the numerics over gloo, and all models. This takes some 15
+minutes for each version on two cores. ``TORCH_PYTHONS`` may list interpreters that already have a torch, separated by
+spaces. Without this variable, an environment for each version is made in ``.torch-versions/``. Two versions run at a
+time. If a version cannot be installed, the output says so.
 """
 
 from __future__ import annotations

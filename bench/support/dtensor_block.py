@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformer block in sequence-parallel form, by DTensor or by hand, and the same block unsharded in fp64 as its
-reference."""
+"""A transformer block in sequence-parallel form, sharded by DTensor or by hand. Its reference is the same block,
+unsharded, in fp64."""
 
 from __future__ import annotations
 

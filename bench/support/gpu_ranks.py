@@ -21,9 +21,9 @@ def start_rank(seconds: float = 600.0, share_gpus: bool = False) -> tuple[int, i
     """Choose the rank's GPU and make the default group, with NCCL unless ``share_gpus`` is set. Returns ``(rank, world
     size)``. ``seconds`` is the timeout of the group and of the waits in its kernels.
 
-    ``share_gpus``: several ranks share a GPU, so that a test of many ranks needs only a few GPUs. NCCL refuses that, so
-    the group uses gloo. Processes take turns on a GPU, milliseconds at a time, so kernels that wait for each other
-    proceed slowly.
+    With ``share_gpus``, several ranks share a GPU, so a test of many ranks needs only a few GPUs. NCCL does not allow
+    this, so the group uses gloo. Processes take turns on a GPU, milliseconds at a time. So kernels that wait for each
+    other proceed slowly.
     """
     timeout = datetime.timedelta(seconds=seconds)
     local = int(os.environ["LOCAL_RANK"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block of ``dtensor_block`` sharded by hand, as Megatron does: with autograd functions and sliced weights in place
+"""The block of ``dtensor_block``, sharded by hand as in Megatron. Autograd functions and sliced weights take the place
 of DTensor."""
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def shard(block: Any, mesh: DeviceMesh, dim: int) -> nn.Module:
 
 
 def whole_gradient(parameter: nn.Parameter, shape: torch.Size, mesh: DeviceMesh) -> torch.Tensor:
-    """The gradient of the unsharded parameter, which has shape ``shape``. The ranks' slices of a sharded parameter are
-    joined. The gradients of a replicated parameter, each over a rank's tokens, are summed."""
+    """The gradient of the unsharded parameter, which has shape ``shape``. If the parameter is sharded, the gradients of
+    the ranks' slices are joined. If it is replicated, the gradients over the tokens of each rank are summed."""
     assert parameter.grad is not None
     grad = parameter.grad.contiguous()
     if grad.shape == shape:

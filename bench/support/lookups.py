@@ -40,12 +40,12 @@ class LookupCase:
 
     @property
     def sent(self) -> int:
-        """Bytes of what the all-to-all moves, this rank's own slice included."""
+        """Bytes that the all-to-all moves, with this rank's own slice."""
         return self.tables * self.batch * self.width * self.dtype.itemsize
 
     @property
     def memory(self) -> int:
-        """Bytes on a rank, about: tables, indices, and four tensors of the size of the exchange."""
+        """About how many bytes a rank holds: tables, indices, and four tensors of the size of the exchange."""
         indices = 8 * self.tables * self.batch * max(self.pooling, 1)
         return self.tables * self.height * self.width * self.dtype.itemsize + indices + 4 * self.sent
 
@@ -66,7 +66,7 @@ class LookupSite:
         self.operands = (self.tables, self.indices, self.offsets, self.samples)
 
     def _offsets(self, kind: dict[str, object]) -> torch.Tensor:
-        """Where each bag begins, and where the last one ends."""
+        """The index at which each bag begins, and the index at which the last bag ends."""
         case = self.case
         device = kind["device"]
         if not case.jagged:
@@ -81,7 +81,7 @@ class LookupSite:
         offsets: list[torch.Tensor],
         samples: list[torch.Tensor],
     ) -> torch.Tensor:
-        """As a model computes it: ``[batch, tables * width]`` is sent."""
+        """The case as a model computes it: ``[batch, tables * width]`` is sent."""
         if not offsets:
             return self.exchange(torch.cat([F.embedding(i, t) for t, i in zip(tables, indices, strict=True)], 1))
         mode = "mean" if self.case.mode == "mean" else "sum"

@@ -17,8 +17,8 @@ MARGIN = 1.05
 """With ``OVERLAP_INDUCTOR_SCHEDULE=auto``, a schedule is chosen only if it is estimated to be more than this many times
 as fast as ``keep``."""
 MARGIN_UNMEASURED = 1.25
-"""``MARGIN`` for what was not measured. For ``chunked``, ``fused`` and ``wave_groups``, this is an all-to-all, or a
-group of more ranks than any that was measured. For ``ring``, it is attention on GPUs."""
+"""``MARGIN`` for what was not measured. For ``chunked``, ``fused`` and ``wave_groups``, this is a group of more ranks
+than any that was measured. For ``ring``, it is attention on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class SiteSizes:
         received: bytes that other ranks send to this one, if the collective is an all-to-all after the matmuls; else 0.
             An op copies them out of its workspace.
         memory: bytes that lookups in tables read and write. Memory limits them, not the rate of multiplications.
+        lookups: number of lookups in tables. The program launches kernels of its own for each.
         skipped: the part of ``flops`` that only a schedule's pieces compute. The program's causal attention skips
             hidden keys.
     """
@@ -58,6 +59,7 @@ class SiteSizes:
     exchanges: bool = False
     received: float = 0.0
     memory: float = 0.0
+    lookups: int = 0
     weights: float = 0.0
     skipped: float = 0.0
 
@@ -65,7 +67,7 @@ class SiteSizes:
 def matmul_seconds(sizes: SiteSizes, machine: Machine) -> float:
     rate = machine.matmul_flops.get(sizes.itemsize, min(machine.matmul_flops.values()))
     multiplied = max(sizes.flops / rate, sizes.weights / machine.memory_bytes)
-    return multiplied + sizes.memory / machine.memory_bytes
+    return multiplied + sizes.memory / machine.memory_bytes + sizes.lookups * machine.lookup_seconds
 
 
 def written_seconds(sizes: SiteSizes, machine: Machine) -> float:

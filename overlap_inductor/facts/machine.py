@@ -27,6 +27,8 @@ class Machine:
         memory_bytes: B/s of a kernel that is limited by memory, with the bytes that it reads and those that it writes
             added up. A kernel that sums partial results reached 2.72e12 on one H100. Lookups in tables are estimated
             with it, too.
+        lookup_seconds: fixed cost of one lookup in a table as the program writes it. On an H100, 64 embedding_bags of
+            4096 bags of one index, 64 columns wide, took 680 us, and their reads and writes would take 50.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Machine:
     overlapped_efficiency: float
     least_tiles: int = 200
     memory_bytes: float = 2.7e12
+    lookup_seconds: float = 0.0
 
 
 WITHOUT_PEERS = "cuda without peer access"
@@ -47,11 +50,13 @@ _MACHINES = {
     # One H200 reaches 780 TFLOP/s of dense bf16 in large matmuls, and NCCL's send and receive about 300 GB/s each way
     # on NVLink. NCCL's kernels take SMs and memory bandwidth from the matmuls that run at the same time. The ring
     # reached an efficiency of 0.75 on 4 H200s (bench/results/ring_nccl.jsonl).
-    "cuda": Machine("cuda", {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15}, 3e11, 20e-6, 30e-6, 0.75),
+    "cuda": Machine("cuda", {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15}, 3e11, 20e-6, 30e-6, 0.75, lookup_seconds=1e-5),
     # GPUs of one machine that cannot access each other's memory. With NCCL_P2P_DISABLE=1, two H200s moved 25 to 29 GB/s
     # through the host's memory at 4096 to 16384 tokens. Wave groups ran 1.34 to 1.54 times as fast as the plain graph,
     # and the ring 0.82 to 0.98 times as fast (bench/results/operators_without_peers.jsonl).
-    WITHOUT_PEERS: Machine(WITHOUT_PEERS, {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15}, 2.8e10, 20e-6, 30e-6, 0.3),
+    WITHOUT_PEERS: Machine(
+        WITHOUT_PEERS, {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15}, 2.8e10, 20e-6, 30e-6, 0.3, lookup_seconds=1e-5
+    ),
 }
 
 

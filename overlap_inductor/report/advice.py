@@ -45,7 +45,7 @@ ADVICE = {
     "split_contraction": "Gather along a dim that the scaled matmul does not contract.",
     "stream_boundary": "Put the matmul and its collective on one stream.",
     "strides": "Make the tensor that the reason names dense, for example with .to_dense().",
-    "switched_off": "Set OVERLAP_INDUCTOR_PATTERNS or OVERLAP_INDUCTOR_SCHEDULE so that it allows this site.",
+    "switched_off": "Set OVERLAP_INDUCTOR_PATTERNS or OVERLAP_INDUCTOR_SCHEDULE so that this site is allowed.",
     "taken_by_async_tp": "Set torch._inductor.config._micro_pipeline_tp to False, so that this pass can take the site.",
     "too_many_steps": "Raise OVERLAP_INDUCTOR_STEP_NODE_BUDGET, or lower OVERLAP_INDUCTOR_SUB_CHUNKS.",
     "too_small": "If much could be saved, use more tokens in a call; else leave it. OVERLAP_INDUCTOR_SCHEDULE=<name>"

@@ -111,6 +111,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         handed_out=handed_out * scale,
         received=sent * scale if moved.exchanges and site.nodes.is_sum else 0.0,
         memory=sum(s.memory for s in sizes) * scale,
+        lookups=sum(s.memory > 0 for s in sizes),
         weights=sum(_weights(m, scale) for m in site.matmuls if isinstance(m, GroupedNode)),
     )
 

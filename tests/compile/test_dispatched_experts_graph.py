@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 
+from bench.support.experts import SMALL
+from bench.support.experts import DispatchedExperts
 from overlap_inductor.lowerings.ring import looped_experts_ops as ops
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.sites import permutations
 from overlap_inductor.sites.row_program import RowProgram
 from tests.compile.readings import summary
-from tests.support.dispatched_experts import DispatchedExperts
 from tests.support.dispatched_experts import inputs
-from tests.support.expert_layers import HIDDEN
 from tests.support.fake_group import fake_group
 from tests.support.fake_group import report_of
 from tests.support.fake_group import reports_of
@@ -105,7 +105,7 @@ def test_order_in_the_generated_code() -> None:
     def run(x: torch.Tensor) -> torch.Tensor:
         return layer(x.bfloat16(), (x[:, :2].abs() * 100).long() % 8, x[:, 2:4])
 
-    lines = lines_of(run, (16, HIDDEN), world_size=2, rank=0)
+    lines = lines_of(run, (16, SMALL.hidden), world_size=2, rank=0)
     marks = {"all_to_all_experts.default(": "experts", "extern_kernels.mm(": "mm", "exchange_wait.default(": "wait"}
     found = [step for line in lines for mark, step in marks.items() if mark in line]
     assert found == ["experts", "mm", "wait"]

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
+from bench.support.experts import Experts
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 from tests.compile.readings import misses
 from tests.compile.readings import summary
-from tests.support.expert_layers import Experts
 from tests.support.expert_layers import inputs
 from tests.support.fake_group import fake_group
 from tests.support.fake_group import report_of

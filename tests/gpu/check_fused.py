@@ -241,6 +241,7 @@ def main() -> int:
     rank, world_size = start_rank()
     # Beyond the limit, Dynamo would run a function uncompiled, and the kernels would not be checked.
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.config.recompile_limit = 64
     failed, schedule = 0, arguments.schedule
     checks: list[tuple[str, Callable[[], Any]]] = [
         ("patterns", lambda: patterns(schedule, rank, world_size)),

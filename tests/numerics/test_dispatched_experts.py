@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench.support.experts import DispatchedExperts
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.publish import all_reports
 from overlap_inductor.report.report import OverlapReport
-from tests.support.dispatched_experts import DispatchedExperts
 from tests.support.dispatched_experts import inputs
 from tests.support.expert_layers import LOADS
 from tests.support.gloo_ranks import compile_anew

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.support.experts import Experts
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.publish import all_reports
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 from tests.support.expert_layers import LOADS
-from tests.support.expert_layers import Experts
 from tests.support.expert_layers import inputs
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks

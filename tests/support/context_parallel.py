@@ -8,14 +8,15 @@ import math
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+
+from overlap_inductor.torch_compat.functional_collectives import all_gather
 
 MASKS = ("none", "causal", "random", "heads", "one row", "nothing", "is_causal")
 
 
 def gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return funcol.all_gather_tensor(x, dim, dist.group.WORLD)
+    return all_gather(x, dim, dist.group.WORLD)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None) -> torch.Tensor:

@@ -60,7 +60,7 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
         "gather sequence, batch 1": (lambda x, a: all_gather(x, 1, g) @ a, [(1, s, 16), (16, 24)], 1),
         "gather sequence, batch 2": (lambda x, a: all_gather(x, 1, g) @ a, [(2, s, 16), (16, 24)], 1),
         "gather an uneven sequence, batch 2": (
-            lambda x, a: torch.relu(all_gather(x, 1, g)[:, : s * w - 3].reshape(-1, 16) @ a),
+            lambda x, a: torch.relu(all_gather(x, 1, g)[:, :-3].flatten(0, 1) @ a),
             [(2, s, 16), (16, 24)],
             1,
         ),

@@ -276,36 +276,3 @@ def test_every_named_layer_has_shards_that_kernels_support() -> None:
             for pattern in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
                 made = Case(shape, pattern, 1024, world_size, "bfloat16")
                 assert made.why_not() is None and made.inner % 8 == made.columns % 8 == 0
-
-
-def test_the_table_of_small_messages_compares_the_fastest_parameters_of_each_kernel() -> None:
-    small, candidate = {"segment": 1024}, {"block_n": 64}
-
-    def of(provider: str, us: float, graph_us: float, right: bool = True, **more: Any) -> dict[str, Any]:
-        row = {"world_size": 8, "tokens": 1, "provider": provider, "us": us, "graph_us": graph_us, "right": right}
-        return {**row, **more}
-
-    found = [
-        of("keep", 50.0, 40.0),
-        of("planned", 30.0, 25.0, parameters=small),
-        of("one-shot 1024 w4", 26.0, 26.0, parameters=small),
-        of("gemv", 25.0, 22.0, parameters=candidate),
-        of("gemv one-shot n32 k/1", 20.0, 24.0, parameters=candidate),
-        # Parameters that give wrong results do not count, however fast they are.
-        of("gemv two-shot n32 k/1", 5.0, 5.0, False, parameters=candidate),
-        {"world_size": 8, "tokens": 1, "provider": "gemv broken", "right": False, "parameters": candidate},
-        of("keep sum", 45.0, 36.0),
-        of("planned sum", 24.0, 20.0, parameters=small),
-        of("gemv sum", 20.0, 16.0, parameters=candidate),
-        of("matmul", 18.0, 16.0),
-        # More tokens than the candidate supports.
-        of("keep", 60.0, 60.0, tokens=128),
-        of("planned", 40.0, 40.0, tokens=128, parameters=small),
-        of("matmul", 18.0, 18.0, tokens=128),
-    ]
-    assert tables.gemv(found).splitlines()[2:] == [
-        "| 8 | 1 | norm | single | 18.0 | 50.0 | 26.0 | 20.0 | gemv one-shot n32 k/1 | 2.50 | 1.30 |",
-        "| 8 | 1 | norm | CUDA graph | 16.0 | 40.0 | 25.0 | 22.0 | gemv | 1.82 | 1.14 |",
-        "| 8 | 1 | sum alone | single | 18.0 | 45.0 | 24.0 | 20.0 | gemv | 2.25 | 1.20 |",
-        "| 8 | 1 | sum alone | CUDA graph | 16.0 | 36.0 | 20.0 | 16.0 | gemv | 2.25 | 1.25 |",
-    ]

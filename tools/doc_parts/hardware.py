@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's table of hardware: which schedules run on each kind (each schedule is asked with ``why_not_between``), and
-on which kinds the schedules were measured."""
+"""README's table of hardware: which schedules run on each kind of hardware, and on which kinds they were measured.
+
+``why_not_between`` of each schedule says whether the schedule runs.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def table() -> str:
 
 
 def _on_gpus(name: str) -> list[str]:
-    """Names of the schedules that run between 8 GPUs of one machine that reach each other's memory."""
+    """Names of the schedules that run on 8 GPUs of one machine, if the GPUs reach each other's memory."""
     with planning_for(Box(name, name, len(RANKS), GPUS[name], machine_for("cuda"))):
         # A plan may be made for another machine. The tensors in this process may then be on the CPU.
         return [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]

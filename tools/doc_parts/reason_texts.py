@@ -11,60 +11,60 @@ GROUPS: dict[str, dict[str, str]] = {
         "switched_off": "The pattern is not in `OVERLAP_INDUCTOR_PATTERNS`, or the schedule is `keep`.",
         "report_mode": "Mode `report` finds and plans, and leaves the graph as it is.",
         "schedule_not_available": (
-            "The schedule or transport that you forced does not compute this site, or no schedule does. The text says"
-            " why."
+            "The schedule or transport that you forced does not compute this site, or no schedule computes it. The text"
+            " says why."
         ),
     },
     "It does not pay, or does not fit": {
         "too_small": "No schedule is estimated to be fast enough. The text has the estimate of each.",
         "workspace": (
-            "The sites of the group would hold more symmetric memory than `OVERLAP_INDUCTOR_WORKSPACE_LIMIT`. The"
-            " sites with the largest requests are left as written until the others fit."
+            "The sites of the group would hold more symmetric memory than `OVERLAP_INDUCTOR_WORKSPACE_LIMIT`. So sites"
+            " are left as written, those with the largest requests first, until the others fit."
         ),
         "too_many_steps": (
             "The unrolled steps exceed `OVERLAP_INDUCTOR_STEP_NODE_BUDGET`, and no looping op computes this site."
-            " Looping ops compute no batched or scaled matmuls, and no pointwise op but one cast between matmul and"
-            " collective. They compute no pointwise op after a gather if its result is also read elsewhere. Some"
-            " compute no bias, or not every layout."
+            " Looping ops compute no batched or scaled matmuls. The only pointwise op that they compute between matmul"
+            " and collective is one cast. After a gather, they compute no pointwise op whose result is also read"
+            " elsewhere. Some looping ops compute no bias, or not every layout."
         ),
         "moving_pass": (
-            "Inductor buckets collectives or schedules overlap itself (`bucket_all_gathers_fx`,"
-            " `enable_overlap_scheduling`, ...), which moves nodes after this pass. Rings then run as looping ops, and"
-            " no looping op computes this site."
+            "An option of Inductor moves nodes after this pass: it buckets collectives (`bucket_all_gathers_fx`, ...)"
+            " or schedules overlap itself (`enable_overlap_scheduling`). Rings then run as looping ops, and no looping"
+            " op computes this site."
         ),
         "world_size_one": "The group has one rank: nothing is moved.",
         "few_tokens": (
-            "A stretch has fewer tokens than ranks, or so few that the reduce-scatters and all-gathers of the"
-            " sequence-parallel rewrite would cost more than the all-reduces."
+            "A stretch has fewer tokens than ranks. Or it has so few tokens that the reduce-scatters and all-gathers of"
+            " the sequence-parallel rewrite would cost more than the all-reduces."
         ),
         "uneven_tokens": (
-            "The number of tokens is symbolic, and in this graph it is not a multiple of the number of ranks. Numbers"
-            " that are multiples get a graph of their own, which the sequence-parallel rewrite may take."
+            "The number of tokens is symbolic, and in this graph it is not a multiple of the number of ranks. Token"
+            " counts that are multiples get a graph of their own. The sequence-parallel rewrite may rewrite that graph."
         ),
     },
     "There is no matmul to overlap with": {
-        "no_matmul": "No matmul beside the collective could hide it.",
+        "no_matmul": "No matmul stands beside the collective, so nothing could hide it.",
         "no_token_wise_work": (
             "The sequence-parallel rewrite has nothing to divide among the ranks: no op behind the all-reduce can be"
             " computed on some of the tokens alone."
         ),
-        "no_wait": "The collective has no wait, has more than one, or its result is used without one.",
+        "no_wait": "The collective has no wait, or has more than one. Or its result is used without a wait.",
         "grouped_matmul": (
-            "The matmul beside the collective is grouped, as in a mixture of experts. It is cut into blocks of tokens"
-            " only if a reduction follows, and one index before the reduction brings the rows back to the tokens. Only"
-            " pointwise ops may stand between the matmul and this index. Between two all-to-alls it is cut by ranks"
-            " only if each row is computed by itself. The second exchange must return the rows of the first to where"
-            " they came from."
+            "The matmul beside the collective is grouped, as in a mixture of experts. A grouped matmul is cut in two"
+            " cases. Before a reduction, it is cut into blocks of tokens. One index must then bring the rows back to"
+            " the tokens before the reduction, with only pointwise ops between the matmul and this index. Between two"
+            " all-to-alls, it is cut by ranks. Each row must then be computed by itself, and the second all-to-all must"
+            " return the rows to the ranks from which the first one brought them."
         ),
-        "fsdp_weight_gather": "A weight is gathered for use (FSDP), and a setting of Inductor hides the gather.",
+        "fsdp_weight_gather": "The collective gathers a weight (FSDP), and a setting of Inductor hides this gather.",
     },
     "The matmul or the ops beside it cannot be cut": {
         "other_users": (
-            "An op outside the site needs the matmul's whole result before the collective, or a result of attention"
-            " other than its output. In training, the forward graph saves the log-sum-exp of attention for the backward"
-            " graph, so attention is overlapped at inference only."
+            "An op outside the site needs the matmul's whole result before the collective. Or an op needs a result of"
+            " attention other than its output. In training, the forward graph saves the log-sum-exp of attention for"
+            " the backward graph. So attention is overlapped at inference only."
         ),
-        "op_between": "An op between matmul and collective cannot be computed in pieces. The text names it.",
+        "op_between": "An op between matmul and collective cannot be computed in pieces. The text names the op.",
         "one_table": (
             "Each rank exchanges the results or the gradients of one embedding table, so no other table's work can hide"
             " the exchange. One table is enough only if its results are plain rows that can be looked up rank by rank."
@@ -72,16 +72,16 @@ GROUPS: dict[str, dict[str, str]] = {
         "split_contraction": "The sharded dim is the contracted one (K), and the operands are scaled (fp8).",
         "matmul_form": (
             "This form of matmul is not cut: a product with a vector, `alpha` or `beta` other than 1, or a kind that"
-            " is not known. Or it is a form of attention that is not cut: with dropout, or with a mask or `is_causal`"
-            " that the op cannot apply to pieces."
+            " is not known. Or this form of attention is not cut: it has dropout, or a mask or `is_causal` that the op"
+            " cannot apply to pieces."
         ),
         "layout": ("A reshape splits the sharded dim, or no cut of the matmul matches the collective's shards."),
         "not_plain_gather": "The gathered shards are joined out of order, with gaps or with overlaps.",
         "not_plain_scatter": (
-            "The scattered shards are taken out of order, or a bias or another op stands between the matmul and the"
-            " padding of its result."
+            "The scattered shards are taken out of order. Or a bias or another op stands between the matmul and the"
+            " padding of the matmul's result."
         ),
-        "weight_depends_on_collective": "The matmul's other operand is also computed from the collective's result.",
+        "weight_depends_on_collective": "More than one operand of the matmul is computed from the collective's result.",
     },
     "The nodes cannot be moved": {
         "shares_nodes": (
@@ -89,8 +89,8 @@ GROUPS: dict[str, dict[str, str]] = {
             " pattern needs two collectives, and one of them already belongs to another site."
         ),
         "hoist": (
-            "Operands of the site cannot be computed before its steps without moving a node that must stay, or an"
-            " accepted site stands in the way."
+            "The operands of the site must be computed before its steps. To do so, the pass would have to move a node"
+            " that must stay, or an accepted site stands in the way."
         ),
         "mutation": "A tensor that the site reads is written in place between the site's nodes.",
         "stream_boundary": "The site's nodes stand on different CUDA streams.",
@@ -100,13 +100,14 @@ GROUPS: dict[str, dict[str, str]] = {
         "dtype": "The matmul or the collective has a dtype that is not supported, or partial sums would be in fp8.",
         "strides": "The collective's input is not a strided tensor.",
         "uneven_splits": (
-            "The parts that an all-to-all sends are not known to have equal sizes. Then they must be rows of a matmul,"
-            " and no op may be computed between the matmul and the all-to-all. Or an exchange of shard dims is uneven."
+            "The parts that an all-to-all sends are not known to have equal sizes. They must then be rows of a matmul,"
+            " with only views, casts and sums between the matmul and the all-to-all. Or an exchange of shard dims is"
+            " uneven."
         ),
         "not_divisible": "The number of rows of a reduce-scatter is not a multiple of the number of ranks.",
         "dynamic_shape": (
-            "A size is only known when the graph runs (unbacked), so the pass can neither cut nor estimate. Or a size"
-            " is dynamic, and no single op can choose a schedule by it at run time."
+            "A size is only known when the graph runs (unbacked), so the pass can neither cut the site nor estimate its"
+            " time. Or a size is dynamic, and no single op can choose a schedule by this size at run time."
         ),
     },
     "The collective itself is not supported": {
@@ -116,9 +117,9 @@ GROUPS: dict[str, dict[str, str]] = {
         "taken_by_async_tp": "Inductor's own async TP has replaced the site before this pass ran.",
         "group_not_resolved": "The process group does not exist in this process.",
         "backend_not_supported": (
-            "The graph is compiled ahead of time (AOTInductor) or with `cpp_wrapper`, or it cannot be kept for a run"
-            " without overlap. All-reduces are also not rewritten in a nested compile region, or if Inductor's freezing"
-            " is on."
+            "The graph is compiled ahead of time (AOTInductor) or with `cpp_wrapper`. Or a copy of the graph cannot be"
+            " kept for a run without overlap. The sequence-parallel rewrite also does not rewrite a nested compile"
+            " region, or any graph if Inductor's freezing is on."
         ),
     },
     "A bug": {

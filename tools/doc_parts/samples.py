@@ -33,8 +33,8 @@ SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One block. ``kind``: file | runs | runs in the checkout | output; ``start``, ``end``: where its content stands in
-    the text."""
+    """One block. ``kind``: file | runs | runs in the checkout | output. ``start`` and ``end`` are the positions of its
+    content in the text."""
 
     kind: str
     name: str

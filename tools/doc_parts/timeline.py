@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drawing of work over time: lanes of boxes, as SVG that follows the page's colours.
+"""Draws work over time: lanes of boxes, as SVG that takes the colours of the page.
 
 A box starts when its lane is free and all boxes on which it depends have ended. So a drawing cannot show work that
 starts too early.
@@ -15,8 +15,8 @@ from xml.sax.saxutils import escape
 
 MATMUL, TRANSFER, OTHER = "matmul", "transfer", "other"
 LANE, LEFT, UNIT, TOP, BOX = 38, 150, 26.0, 24, 26
-"""Sizes in pixels: the height of a lane, the width of the column of lane names, and the width of one unit of time. Then
-the space above the first lane, and the height of a box."""
+"""Sizes in pixels. ``LANE``: height of a lane. ``LEFT``: width of the column of lane names. ``UNIT``: width of one unit
+of time. ``TOP``: space above the first lane. ``BOX``: height of a box."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class ChunkedCost:
     Attributes:
         exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``.
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
-        ranks: largest measured group.
+        ranks / exchange_ranks: largest measured group, and largest group in which all-to-alls were measured.
         copy_exposed: exposed fraction of the copy of the gathered tensor while a matmul runs. On 2 H200s, returning the
             gathered tensor costs a call in chunks 10 us for 2048 tokens and 46 us for 8192. It costs a fused kernel,
             whose copy runs under no matmul, 23 and 67 us. (bench/results/handed_out.jsonl; not measured in larger
@@ -42,6 +42,7 @@ class ChunkedCost:
     leg_seconds: float = 8e-6
     leg_peer_seconds: float = 7e-6
     ranks: int = 8
+    exchange_ranks: int = 2
     copy_exposed: float = 0.45
     host_seconds: float = 200e-6
     peer_seconds: float = 10e-6
@@ -79,8 +80,8 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether chunks are estimated to be at least 5 % faster than ``keep`` (25 % for all-to-alls and in groups larger
-    than those measured). They must also save more time than the host or late peers may cost.
+    """Whether chunks are estimated to be at least 5 % faster than ``keep`` (25 % in groups larger than those measured).
+    They must also save more time than the host or late peers may cost.
 
     A call must take the GPU at least as long as the host: a model without CUDA graphs would wait for the host. If the
     call's launches are replayed as one, fewer tiles and a smaller gain are enough.
@@ -95,6 +96,6 @@ def pays(sizes: SiteSizes, machine: Machine) -> bool:
     if sizes.tiles < tiles or estimate < host:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
-    measured = sizes.world_size <= COST.ranks and not sizes.exchanges
+    measured = sizes.world_size <= (COST.exchange_ranks if sizes.exchanges else COST.ranks)
     margin = MARGIN if measured else MARGIN_UNMEASURED
     return max(estimate * margin, estimate + gain) < keep
