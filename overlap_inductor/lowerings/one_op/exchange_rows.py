@@ -94,8 +94,8 @@ class ReceivedRows(GatherRows):
         return read == {tools.dtype(nodes.source)} and (super().loopable(site) or _contraction(site) is not None)
 
     def served(self, site: OverlapSite) -> OverlapSite:
-        """See ``form.RowsForm``. If no matmul has the exchanged dim among its rows or columns, the site keeps only the first
-        matmul that contracts this dim."""
+        """See ``form.RowsForm``. If no matmul has the exchanged dim among its rows or columns, the site keeps only the
+        first matmul that contracts this dim."""
         rows = super().served(site)
         if rows is not site or super().loopable(site):
             return rows
