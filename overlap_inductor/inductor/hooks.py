@@ -96,6 +96,7 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
     from torch._inductor import scheduler
     from torch._inductor.fx_passes import pad_mm
     from torch._inductor.fx_utils import FakeTensorUpdater
+    from torch._inductor.ir import ComputedBuffer
     from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.scheduler import BaseSchedulerNode
     from torch._inductor.scheduler import Scheduler
@@ -115,6 +116,7 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
         _wrap(pad_mm, "should_pad", _should_pad)
         _wrap(BaseSchedulerNode, "has_aliasing_or_mutation", _has_aliasing_or_mutation)
         _wrap(Scheduler, "compute_dependencies", rank_symbol.compute_dependencies)
+        _wrap(ComputedBuffer, "get_read_writes", rank_symbol.read_writes)
         _wrap(scheduler, "get_scheduler_node_symbol_uses", rank_symbol.symbol_uses)
         _wrap(Scheduler, "graph_partition", partitions.graph_partition)
         _wrap(Scheduler, "should_partition", partitions.should_partition)

@@ -28,6 +28,9 @@ from torch._inductor.virtualized import V
 from overlap_inductor.torch_compat.distributed import resolve_group
 
 _KNOWN = "_overlap_inductor_ranks"
+_ACCESSES = "_overlap_inductor_accesses"
+"""Attribute of a graph while its scheduler computes dependencies: by the ``id`` of a buffer, what its kernel reads and
+writes."""
 
 
 class GroupRank(ir.ExternKernel):
@@ -75,11 +78,25 @@ def rank_symbol(group_name: str) -> sympy.Symbol:
 
 def compute_dependencies(original: Callable[..., Any], scheduler: Any) -> Any:
     """Around ``Scheduler.compute_dependencies``: order every kernel with a rank-rotated view after the rank's
-    symbol."""
+    symbol.
+
+    If a graph has such a symbol, Inductor asks every pointwise kernel for its symbols, and traces the kernel's loads
+    and stores once more for the answer. The scheduler's nodes already have these loads and stores (``read_writes``)."""
     for node in scheduler.nodes:
         for rank in _needed(node.node):
             V.graph.additional_buffer_deps[node.get_name()].add(rank.get_name())
-    return original(scheduler)
+    accesses = {id(node.node): node.read_writes for node in scheduler.nodes if isinstance(node.node, ir.ComputedBuffer)}
+    V.graph.__dict__[_ACCESSES] = accesses if V.graph.__dict__.get(_KNOWN) else {}
+    try:
+        return original(scheduler)
+    finally:
+        del V.graph.__dict__[_ACCESSES]
+
+
+def read_writes(original: Callable[..., Any], buffer: Any) -> Any:
+    """Around ``ComputedBuffer.get_read_writes``: what ``compute_dependencies`` noted."""
+    found = V.graph.__dict__.get(_ACCESSES, {}).get(id(buffer))
+    return original(buffer) if found is None else found
 
 
 def symbol_uses(original: Callable[..., Any], node: Any) -> Any:

@@ -61,23 +61,51 @@ class StepValues:
     def keep(self, node: fx.Node) -> None:
         """Mark ``node``, one of whose arguments was replaced, as up to date if its value is still right.
 
-        The value is right if a new evaluation has the same sizes, strides, offset, dtype and device. A view is left to
-        Inductor, because it shares memory with its argument. Without the mark, Inductor gives the node a new value, and
-        finds that the storage of the new value differs. Inductor then evaluates every node that depends on this node,
-        to the end of the graph.
+        The value is right if a new evaluation has the same sizes, strides, offset, dtype and device. A view shares
+        memory with its argument. So a view gets the newly evaluated value, and so do the views of that view. If one of
+        these views cannot be evaluated here, all of them are left to Inductor.
+
+        Without the mark, Inductor gives the node a new value, and finds that the storage of the new value differs.
+        Inductor then evaluates every node that depends on this node, to the end of the graph.
         """
+        pending, views = [node], []
+        while pending:
+            reader = pending.pop()
+            old = reader.meta.get("val")
+            anew = self._as_before(reader)
+            if anew is None:
+                for view, before in views:
+                    view.meta["val"] = before
+                    view.meta.pop(_MARK, None)
+                return
+            if anew is old:
+                continue
+            reader.meta["val"] = anew
+            views.append((reader, old))
+            memory = _memory(old)
+            pending += [u for u in reader.users if memory in map(_memory, _strided(u.meta.get("val")))]
+
+    def _as_before(self, node: fx.Node) -> FakeTensor | None:
+        """The value of ``node`` for its present arguments: the value that it has, or a new one if it is a view.
+        ``None`` if the value cannot be evaluated here, or if its sizes, strides, offset, dtype or device differ. The
+        node is marked unless the result is ``None``."""
         value = node.meta.get("val")
         if operators.operator(node) is None or operators.is_mutable(node) or not isinstance(value, FakeTensor):
-            return
+            return None
         lies = _lies(value)
-        if lies is None:
-            return
-        if any("val" not in n.meta for n in node.all_input_nodes):
-            return
+        if lies is None or any("val" not in n.meta for n in node.all_input_nodes):
+            return None
         inputs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         anew = self.evaluate(node, "")
-        if not isinstance(anew, FakeTensor) or _lies(anew) != lies or not _is_new(anew, inputs):
+        if not isinstance(anew, FakeTensor) or _lies(anew) != lies:
             del node.meta[_MARK]
+            return None
+        if _is_new(anew, inputs):
+            return value
+        if _memory(anew) in set(map(_memory, _strided(inputs))):
+            return anew
+        del node.meta[_MARK]
+        return None
 
 
 def evaluated(node: fx.Node) -> Any:
@@ -108,6 +136,15 @@ def up_to_date(node: fx.Node) -> bool:
     arguments are replaced, never changed in place."""
     args, kwargs = node.meta.get(_MARK, (None, None))
     return args is node.args and kwargs is node.kwargs
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """A number for the memory of ``tensor``: two tensors that share memory have the same number."""
+    return tensor.untyped_storage()._cdata
+
+
+def _strided(values: Any) -> list[torch.Tensor]:
+    return [t for t in operators.tensors_in(values) if t.layout is torch.strided]
 
 
 def _lies(value: FakeTensor) -> tuple[Any, ...] | None:
@@ -146,8 +183,8 @@ def _is_new(value: Any, given: Any) -> bool:
         return False
     if value.is_conj() or value.is_neg():
         return False
-    memory = value.untyped_storage()._cdata
-    bases = (t for t in operators.tensors_in(given) if t.untyped_storage()._cdata == memory)
+    memory = _memory(value)
+    bases = (t for t in operators.tensors_in(given) if _memory(t) == memory)
     return next(bases, None) is None and all(type(n) is int for n in (*value.shape, *value.stride()))
 
 

@@ -12,7 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._inductor.ir import ComputedBuffer
+from torch._inductor.virtualized import V
 
+from overlap_inductor.inductor import rank_symbol
+from overlap_inductor.switch.install import install_hooks
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
@@ -190,3 +194,25 @@ def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Te
             if not in_flight[match[1]] and int(hop) == last:
                 in_flight.pop(match[1])
     assert checked >= sub_chunks and not in_flight, in_flight
+
+
+def test_the_scheduler_traces_no_kernel_again_for_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph with the rank's symbol makes Inductor ask each pointwise kernel for its symbols. The scheduler's nodes
+    have the same symbols as a new trace of the kernel."""
+    install_hooks()
+    ours = ComputedBuffer.get_read_writes
+    used: dict[str, set[str]] = {}
+
+    def compared(buffer: ComputedBuffer) -> Any:
+        found = ours(buffer)
+        if V.graph.__dict__.get(rank_symbol._ACCESSES):
+            traced = ours.__wrapped__(buffer)  # type: ignore[attr-defined]
+            assert found is not traced and found.get_free_symbol_uses(True) == traced.get_free_symbol_uses(True)
+            used[buffer.get_name()] = {str(symbol) for symbol in found.get_free_symbol_uses(True)}
+        return found
+
+    monkeypatch.setattr(ComputedBuffer, "get_read_writes", compared)
+    lines = lines_of(lambda x, w: (all_gather(x.sin(), 0, world()).cos() @ w).relu(), (16, 32), (32, 24))
+    assert events(lines).count("pointwise") == len(used) == 1 + 2 * WORLD_SIZE
+    # ``cos`` reads a rank's slice of the gathered rows, at an offset that holds the symbol. ``sin`` reads ``x``.
+    assert set() in used.values() and sum(len(symbols) == 1 for symbols in used.values()) >= WORLD_SIZE

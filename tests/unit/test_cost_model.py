@@ -92,6 +92,26 @@ def test_parts_hide_more() -> None:
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
 
+def test_fewest_sub_chunks() -> None:
+    """If both sides are equal, halving 4 sub-chunks of 2 shards exposes another eighth. Of 8 shards, or if one side is
+    much shorter, it exposes too little to matter."""
+    two = dataclasses.replace(BALANCED, world_size=2)
+    assert ring_cost.fewest_parts(two, FREE, 4) == 4
+    assert ring_cost.fewest_parts(BALANCED, FREE, 4) == 2
+    assert ring_cost.fewest_parts(dataclasses.replace(two, flops=two.flops / 3), FREE, 4) == 2
+    assert ring_cost.fewest_parts(BALANCED, dataclasses.replace(FREE, step_seconds=0.01), 4) == 1
+
+
+def test_fewest_sub_chunks_pay_if_more_do() -> None:
+    """Fewer sub-chunks never make a ring too slow to pay. If the most allowed do not pay, the number stays."""
+    for exponent in range(-40, 6):
+        sizes = dataclasses.replace(BALANCED, flops=BALANCED.flops * 1.5**exponent, world_size=2)
+        machine = dataclasses.replace(FREE, step_seconds=1e-4)
+        parts = ring_cost.fewest_parts(sizes, machine, 4)
+        assert ring_cost.pays(sizes, machine, parts) == ring_cost.pays(sizes, machine, 4)
+        assert ring_cost.pays(sizes, machine, 4) or parts == 4
+
+
 def test_never_better_than_the_longer_side() -> None:
     """The ring is never estimated below the lower bound max(matmul, collective), whatever the ratio of the two."""
     for factor in (0.01, 0.1, 1.0, 10.0, 100.0):

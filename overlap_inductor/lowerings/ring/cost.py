@@ -10,6 +10,10 @@ from overlap_inductor.facts.cost_model import matmul_seconds
 from overlap_inductor.facts.cost_model import written_seconds
 from overlap_inductor.facts.machine import Machine
 
+TOLERANCE = 1.05
+"""A ring of fewer sub-chunks may be estimated up to this factor slower than the fastest one. Each sub-chunk adds nodes,
+which Inductor compiles."""
+
 
 def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
     """Estimated seconds of a ring that cuts each shard into ``parts`` sub-chunks.
@@ -38,3 +42,14 @@ def pays(sizes: SiteSizes, machine: Machine, parts: int, margin: float = MARGIN)
         return False
     keep = written_seconds(sizes, machine) + collective_seconds(sizes, machine)
     return seconds(sizes, machine, parts) * margin < keep
+
+
+def fewest_parts(sizes: SiteSizes, machine: Machine, limit: int) -> int:
+    """The fewest sub-chunks of a shard for which the ring is estimated to be about as fast as the fastest one
+    (``TOLERANCE``), and still to pay. ``limit`` if ``limit`` sub-chunks do not pay. The numbers ``limit``,
+    ``limit // 2``, ``limit // 4`` ... are compared."""
+    if not pays(sizes, machine, limit):
+        return limit
+    counts = [limit >> halvings for halvings in range(limit.bit_length())]
+    estimates = {n: seconds(sizes, machine, n) for n in counts if pays(sizes, machine, n)}
+    return min(n for n, estimate in estimates.items() if estimate <= TOLERANCE * min(estimates.values()))

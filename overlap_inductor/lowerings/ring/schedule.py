@@ -26,8 +26,10 @@ from overlap_inductor.lowerings.ring.form import form_of
 from overlap_inductor.lowerings.schedule import ExchangeTerms
 from overlap_inductor.lowerings.schedule import Replaced
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.gather_nodes import GatherNodes
 from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.sites.nodes import OverlapSite
+from overlap_inductor.sites.reduce_nodes import ReduceNodes
 from overlap_inductor.sites.sizes import has_example
 from overlap_inductor.sites.sizes import hint
 from overlap_inductor.sites.sizes import machine_of
@@ -159,7 +161,14 @@ def _transport(config: OverlapConfig) -> Exchanges:
 
 
 def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-    return form_of(site).parameters(site, config)
+    """The form's parameters. If ``auto`` plans a site of a gather or of a reduction on a CPU, it takes the fewest
+    sub-chunks that are estimated to be about as fast. (On GPUs, rings were only measured with all sub-chunks.)"""
+    found = form_of(site).parameters(site, config)
+    estimated = config.schedule == "auto" and isinstance(site.nodes, GatherNodes | ReduceNodes) and has_example(site)
+    if estimated and not on_gpu(tools.value(site.collectives[0].input).device):
+        sizes, machine = sizes_at(site), machine_of(site, config)
+        found["sub_chunks"] = cost_of_ring.fewest_parts(sizes, machine, found["sub_chunks"])
+    return found
 
 
 def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | None:
