@@ -68,7 +68,8 @@ class StepValues:
         Without the mark, Inductor gives the node a new value, and finds that the storage of the new value differs.
         Inductor then evaluates every node that depends on this node, to the end of the graph.
         """
-        pending, views = [node], []
+        pending = [node]
+        views: list[tuple[fx.Node, Any]] = []
         while pending:
             reader = pending.pop()
             old = reader.meta.get("val")
