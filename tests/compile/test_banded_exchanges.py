@@ -54,7 +54,7 @@ def test_each_band_is_sent_before_the_next_one_is_multiplied() -> None:
     found = events(lines)
     assert found.index("start") < found.index("send"), found
     steps = [e for e in found if e != "start"]
-    assert steps[:11] == [*["mm", "pointwise", "send", "send", "send"] * 2, steps[10]], found
+    assert steps[:10] == ["mm", "pointwise", "send", "send", "send"] * 2, found
     assert steps.count("wait") == 1 and steps.index("wait") >= 10, found
 
 
