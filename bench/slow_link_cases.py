@@ -175,7 +175,7 @@ def _expert_inputs(of: Sizes, tokens: int) -> tuple[torch.Tensor, torch.Tensor, 
 
 def _experts(of: Sizes) -> Case:
     """The experts of ``transformers`` at inference, in bf16. The all-reduce moves ``[rows, inner]``."""
-    sizes = ExpertSizes(EXPERTS, CHOSEN, of.inner, of.columns // 4)
+    sizes = ExpertSizes(EXPERTS, CHOSEN, of.inner, of.columns)
     # All ranks have the same tokens.
     x, ids, weights = _expert_inputs(Sizes(0, of.world_size, of.rows, of.inner, of.columns), of.rows)
     return Case(
@@ -190,7 +190,7 @@ def _experts(of: Sizes) -> Case:
 def _dispatched(of: Sizes, trains: bool) -> Case:
     """The experts of torchtitan, in bf16. ``rows`` rows of ``inner`` elements travel to the experts and back. A
     backward has two more exchanges."""
-    sizes = ExpertSizes(EXPERTS, CHOSEN, of.inner, of.columns // 4)
+    sizes = ExpertSizes(EXPERTS, CHOSEN, of.inner, of.columns)
     x, ids, scores = _expert_inputs(of, of.rows // CHOSEN)
     full, even = of.drawn(of.rows, of.inner).bfloat16(), [of.rows // of.world_size] * of.world_size
 

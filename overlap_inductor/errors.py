@@ -10,8 +10,8 @@ class OverlapError(RuntimeError):
 
 
 class ConfigError(OverlapError, ValueError):
-    """A switch has a value that is not allowed, or a name is not that of a switch. The message names the variable or
-    option, its value, and what is allowed.
+    """A switch has a value that is not allowed, or a name is not the name of a switch. The message names the variable
+    or option, its value, and what is allowed.
 
     Attributes:
         field: the field of ``OverlapConfig`` whose value is not allowed; empty if the error is about something else.

@@ -65,8 +65,8 @@ class Redaction:
     def __init__(self, home: str | None = None, user: str | None = None) -> None:
         place = Path(home) if home is not None else Path.home()
         name = _user_name() if user is None else user
-        # A user without an entry in /etc/passwd has the root folder as home. It is not replaced, because every path
-        # begins with it.
+        # A user without an entry in /etc/passwd has the root folder as home. The root folder is not replaced, because
+        # every path begins with it.
         homes = sorted({str(p) for p in (place, place.resolve()) if len(p.parts) > 1}, key=len, reverse=True)
         parts = [re.escape(form) + r"(?![\w-]|\.\w)" for one in homes for form in _forms(one)]
         # The dump may have been written on another machine, so usual places of home folders are also replaced.

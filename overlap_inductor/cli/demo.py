@@ -79,8 +79,8 @@ class Setup:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo and print what it found. Returns 0 if all went well. Returns 1 if a rank failed, or if a part
-    returned no result, has numbers that differ too much, or has no site that a schedule overlapped.
+    """Run the demo and print what it found. Returns 0 if all went well. Returns 1 if a rank failed or a part returned
+    no result. Also returns 1 if the numbers of a part differ too much, or if no schedule overlapped a site of it.
 
     Raises:
         ConfigError: the options contradict each other, do not fit this machine, or name a folder that cannot be

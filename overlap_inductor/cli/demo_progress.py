@@ -14,7 +14,7 @@ from typing import TextIO
 class Progress:
     """Shows rank 0's steps and how long each takes, one line per step. On a terminal the running step's time counts up.
 
-    ``line`` is called by the thread that reads rank 0's output, ``wait`` by the one that watches the ranks.
+    The thread that reads rank 0's output calls ``line``. The thread that watches the ranks calls ``wait``.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:

@@ -22,7 +22,8 @@ def overlapped(form: dict[str, Any]) -> int:
 
 
 def passed(result: dict[str, Any]) -> bool:
-    """Whether the outputs of all forms agree with those of plain ``torch.compile``, and some form overlaps a site."""
+    """Whether the outputs of all forms agree with the outputs of plain ``torch.compile``, and at least one form
+    overlaps a site."""
     checks = [check for form in result["forms"] for check in form["checks"]]
     return any(map(overlapped, result["forms"])) and all(check["passed"] for check in checks)
 

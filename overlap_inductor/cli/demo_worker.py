@@ -34,8 +34,9 @@ from overlap_inductor.report.report import OverlapReport
 REPEATS = 9
 GROUP_TIMEOUT = timedelta(seconds=120)
 
-# Relative to the largest value. A split matmul may use another kernel, and the sum over ranks may be in another order.
-# The results then differ by rounding, more in longer sums and in bfloat16. The tolerances are far above that.
+# Largest allowed difference, relative to the largest value. A split matmul may use another kernel, and the sum over
+# ranks may be in another order. The results then differ by rounding, more in longer sums and in bfloat16. The
+# tolerances are far above these differences.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 Outputs = dict[str, torch.Tensor]
@@ -80,9 +81,9 @@ def synchronize(device: str) -> None:
 
 
 def quartiles_ms(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, list[float]]:
-    """The first quartile, the median and the third quartile of each call's times in milliseconds, each the maximum over
-    the ranks. The calls take turns for ``REPEATS`` rounds, after one round that is not counted. All ranks call this
-    together."""
+    """The first quartile, the median and the third quartile of each call's times, in milliseconds. Of each quartile,
+    the maximum over the ranks is returned. The calls take turns for ``REPEATS`` rounds, after one round that is not
+    counted. All ranks call this together."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(REPEATS + 1):
         for name, call in calls.items():

@@ -26,8 +26,8 @@ _ASCII_MARKS = {GOOD: "+", BAD: "x", NOTE: "-"}
 
 @dataclass(frozen=True)
 class Check:
-    """One fact. ``state``: ``good``; ``bad`` (something that is required or requested cannot take effect); ``note``
-    (neither, for example something that is absent and not required).
+    """One fact. ``state`` is ``good``, ``bad`` or ``note``. ``bad``: something that is required or requested cannot
+    take effect. ``note``: neither good nor bad, for example something that is absent and not required.
 
     ``advice`` tells the user what to do. It is empty if there is nothing to do. If the check answers a question,
     ``answer`` is ``yes``, ``no`` or a number, and ``value`` says why.

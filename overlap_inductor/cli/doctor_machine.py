@@ -164,8 +164,8 @@ def handle_exchange(section: str) -> Check:
 
 
 def pidfd_refusal() -> str:
-    """Try to duplicate a file descriptor of this process through a pidfd. Returns the reason why that is not allowed,
-    or an empty text if it is."""
+    """Try to duplicate a file descriptor of this process through a pidfd. Returns the reason why this is not allowed,
+    or an empty text if it is allowed."""
     if not hasattr(os, "pidfd_open"):
         return "not offered by this system"
     try:

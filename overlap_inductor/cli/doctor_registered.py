@@ -57,7 +57,7 @@ def why_not_here(schedule: SiteSchedule) -> str:
     torch.cuda.init()
     reasons: dict[str, list[int]] = {}
     for gpu in range(number):
-        # In a real run each rank asks the schedule, with the rank's own GPU as the current one.
+        # In a real run each rank asks the schedule, and the rank's own GPU is the current one.
         with torch.cuda.device(gpu):
             if reason := schedule.why_not_between(ranks, torch.device("cuda", gpu)):
                 reasons.setdefault(reason, []).append(gpu)

@@ -52,9 +52,9 @@ def explain_script(
     """Run ``script`` in this process as ``__main__`` with ``arguments``. After it has ended, print the reports of all
     graphs (of the last 256, if there are more) and the estimated time of their sites together.
 
-    Graphs stay as they are, unless the script itself switches overlap on. Only rank 0 prints reports. Returns the
-    script's own exit status, or 1 if it raised an exception, whose traceback is printed first. If the script needs a
-    launcher's variables, a line says how to start it.
+    Graphs stay as they are. (If the script itself switches overlap on, its switch holds.) Only rank 0 prints reports.
+    Returns the script's own exit status. If the script raised an exception, prints the traceback and returns 1. If the
+    script needs a launcher's variables, a line says how to start it.
 
     Args:
         machine: name of the machine for which plans are made. ``None`` means this machine.

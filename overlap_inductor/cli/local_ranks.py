@@ -58,8 +58,8 @@ def run_ranks(
     have ended.
 
     Args:
-        folder: where each rank's log goes (``rank_<r>.log``): its standard error, and its standard output unless it is
-            rank 0.
+        folder: where each rank's log goes (``rank_<r>.log``). The log has the rank's standard error, and for all ranks
+            but 0 also the standard output.
         environment: variables of the ranks, without those that this function sets.
         hosts: network namespaces to run in, one for each rank. If empty, all ranks share this process's network.
         timeout: seconds after which all ranks are stopped.
@@ -131,8 +131,9 @@ def _watch(ranks: list[_Rank], timeout: float, on_wait: Callable[[], None]) -> N
 
 
 def _first_to_blame(failed: list[_Rank]) -> _Rank:
-    """The failed rank to report: the first for which the last lines of its log have the word "Traceback" and do not
-    name a connection. Errors about lost peers name a connection. If there is no such rank, the first failed rank."""
+    """The failed rank to report. This is the first rank for which the last log lines have the word "Traceback" and do
+    not name a connection. (Errors about lost peers name a connection.) If there is no such rank, it is the first failed
+    rank."""
     blamed = [r for r in failed if "Traceback" in _tail(r) and "onnection" not in _tail(r)]
     return (blamed or failed)[0]
 

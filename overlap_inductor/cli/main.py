@@ -99,8 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns its exit status: 0 if it succeeded, 1 if a check failed, 2 if it could not be run as
-    asked. It is 141 if the reader of its output has gone away (a shell reports 141 for a program that SIGPIPE ended).
-    ``explain`` returns the status of the user's script."""
+    asked. The status is 141 if the reader of the command's output has gone away. (A shell reports 141 for a program
+    that SIGPIPE ended.) ``explain`` returns the status of the user's script."""
     chosen = build_parser().parse_args(arguments)
     try:
         status = int(chosen.run(chosen))

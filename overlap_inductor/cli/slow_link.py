@@ -37,8 +37,8 @@ class Host:
 
 
 def why_not() -> str | None:
-    """The reason why this process cannot make a slow link, or ``None`` if it can. To find out, it makes a link and
-    removes it."""
+    """The reason why this process cannot make a slow link, or ``None`` if it can. To find out, this function makes a
+    link and removes it."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "making network namespaces needs root; run the command as root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]

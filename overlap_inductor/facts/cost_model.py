@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost model estimates the seconds of a site's matmul alone and of its collective alone, from the site's sizes.
 
-Without overlap a site takes ``T_matmul + T_collective``. A schedule hides a part of one behind the other and pays a
-fixed cost. The ``cost.py`` of each schedule says how much stays exposed. Section 1.3 of CommFuse and the gate of XLA's
-windowed einsum use the same form.
+Without overlap a site takes ``T_matmul + T_collective``. A schedule hides a part of one of these times behind the
+other, and pays a fixed cost. The ``cost.py`` of each schedule says how much stays exposed. Section 1.3 of CommFuse and
+the gate of XLA's windowed einsum use the same form.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MARGIN = 1.05
 as fast as ``keep``."""
 MARGIN_UNMEASURED = 1.25
 """``MARGIN`` for what was not measured. For ``chunked``, ``fused`` and ``wave_groups``, this is a group of more ranks
-than any that was measured. For ``fused``, it is also an all-to-all beside a matmul. For ``ring``, it is attention on
-GPUs."""
+than any that was measured. For ``chunked`` and ``fused``, it is also a matmul that contracts what an all-to-all
+exchanges. For ``ring``, it is attention on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class SiteSizes:
         bytes_sent: bytes that a rank sends in each leg.
         itemsize: bytes of an element of the matmuls' left operand.
         legs: number of exchanges: 2 for an all-reduce (a reduce-scatter and an all-gather), else 1.
-        tiles: number of output tiles of 128 x 256 elements: of all its matmuls together, or of the largest one if they
-            run one after the other (``SiteNodes.is_sum``).
+        tiles: number of output tiles of 128 x 256 elements. All matmuls of the site count together. If they run one
+            after the other (``SiteNodes.is_sum``), only the largest counts.
         gathers: whether the collective is an all-gather.
-        replays: whether its launches are replayed as one (``runtime.replay``).
+        replays: whether the call's launches are replayed as one (``runtime.replay``).
         weights: bytes of experts' weights that a grouped matmul reads, however few rows it multiplies; 0 for other
             matmuls.
         handed_out: bytes of the gathered tensor if nodes other than the site's matmuls read it, else 0. For these nodes
@@ -42,10 +42,13 @@ class SiteSizes:
         exchanges: whether the collective is an all-to-all.
         received: bytes that other ranks send to this one, if the collective is an all-to-all after the matmuls; else 0.
             An op copies them out of its workspace.
-        memory: bytes that lookups in tables read and write. Memory limits them, not the rate of multiplications.
-        lookups: number of lookups in tables. The program launches kernels of its own for each.
-        skipped: the part of ``flops`` that only a schedule's pieces compute. The program's causal attention skips
-            hidden keys.
+        contracted: bytes of what other ranks send if the collective is an all-to-all before matmuls that contract the
+            exchanged dim, else 0.
+        memory: bytes that lookups in tables read and write. Memory bandwidth limits lookups, not the rate of
+            multiplications.
+        lookups: number of lookups in tables. The program launches separate kernels for each lookup.
+        skipped: FLOPs, a part of ``flops``, that only a schedule's pieces compute. The causal attention of the program
+            as written skips hidden keys.
     """
 
     flops: float
@@ -59,6 +62,7 @@ class SiteSizes:
     handed_out: float = 0.0
     exchanges: bool = False
     received: float = 0.0
+    contracted: float = 0.0
     memory: float = 0.0
     lookups: int = 0
     weights: float = 0.0

@@ -26,8 +26,8 @@ class PlanPiece:
         schedule: name of the schedule, or ``keep``.
         transport: name of the transport; ``None`` for ``keep``. Several names joined by "or" if the op chooses one of
             them at each call.
-        tokens: first and last token count that the piece serves, in rows of the rank's own matmul. A last count of
-            ``None`` means no upper bound.
+        tokens: first and last token count that the piece serves, counted in rows of the rank's own matmul. If the last
+            count is ``None``, there is no upper bound.
         parameters: parameters of the schedule (``sub_chunks``, ``route``, ``unrolled``...).
         estimate_us: estimated microseconds of every schedule that was compared, of ``keep``, and of the two parts of
             ``keep``: ``matmul`` and ``collective``.

@@ -2,8 +2,8 @@
 """``ExchangePlan`` describes what a rank exchanges in one graph, as text that ranks can compare. Plain data.
 
 Ranks must agree on what moves between them: the order, the sizes and dtypes, the schedules and transports. The plan
-leaves out what a rank computes for itself: the contracted size, a bias, the epilogue of a fused kernel, the kind of
-matmul, its own padding.
+leaves out what a rank computes for itself. This is the contracted size, a bias, the epilogue of a fused kernel, the
+kind of matmul, and the rank's own padding.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class ExchangePlan:
 
     Attributes:
         version: version of overlap_inductor.
-        mode: the switch (``off``, ``report``, ``on``, ``strict``). The digest holds only whether it is ``off``, so
-            ``on`` and ``strict`` agree.
+        mode: the switch (``off``, ``report``, ``on``, ``strict``). The digest holds only whether the mode is ``off``,
+            so ``on`` and ``strict`` agree.
         steps: one line for each collective that all ranks of a group call, overlapped or kept, in the order in which
             they are issued. If a site merges all-reduces, each of them has a line. Last comes one line for each rewrite
-            that divides tokens among the ranks. Sends, receives, ops of namespaces ``c10d`` and ``c10d_functional``,
-            and collectives of groups of one rank have none.
-        overlaps: whether the pass changed the graph: a line is an overlapped transfer, or the graph was rewritten to
-            divide tokens among the ranks.
+            that divides tokens among the ranks. There is no line for sends, receives, ops of namespaces ``c10d`` and
+            ``c10d_functional``, and collectives of groups of one rank.
+        overlaps: whether a pass changed the graph. This is so if a line is an overlapped transfer, or if the graph was
+            rewritten to divide tokens among the ranks.
         config: the switches. Not in the digest. If steps differ, ``difference`` also names the switches that differ,
             because they are a likely cause.
         groups: this rank's names of the process groups that the steps call g0, g1, ...; one tuple for each joined plan.
             Not in the digest.
         parts: the plans that ``joined`` made this one from; empty for the plan of a single graph.
-        inputs: digests of the parameters and buffers that must be the same on all ranks for this exchange to be right,
-            by name of the graph's input (``runtime.same_inputs``).
+        inputs: ``{name of the graph's input: digest}`` of the parameters and buffers that must be the same on all ranks
+            for this exchange to be right (``runtime.same_inputs``).
     """
 
     version: str

@@ -3,7 +3,7 @@
 
 The values ship with the package, or the user states them (``facts.machine_file``); nothing is measured at run time.
 Which shipped values are used depends only on facts that all ranks of a group share. So every rank plans with the same
-values, if the user states the same ones on all ranks.
+values, provided that the user states the same values on all ranks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ class Machine:
         link_bytes: B/s in each direction between two ranks.
         step_seconds: fixed cost of one hop of a ring.
         collective_seconds: fixed cost of a collective.
-        overlapped_efficiency: FLOP/s of the matmuls of single chunks while transfers run at the same time, as a
-            fraction of the FLOP/s of the whole matmul alone.
-        least_tiles: fewest output tiles of 128 x 256 elements for which a schedule that cuts the matmul inside one op
-            pays. ``chunked`` may go lower if its launches are replayed.
-        memory_bytes: B/s of a kernel that is limited by memory, with the bytes that it reads and those that it writes
-            added up. A kernel that sums partial results reached 2.72e12 on one H100. Lookups in tables are estimated
-            with it, too.
+        overlapped_efficiency: FLOP/s of the matmuls of single chunks while transfers run, as a fraction of the FLOP/s
+            of the whole matmul when it runs alone.
+        least_tiles: a schedule that cuts the matmul inside one op pays from this many output tiles on (128 x 256
+            elements each). ``chunked`` may go lower if its launches are replayed.
+        memory_bytes: B/s of a kernel that is limited by memory; bytes read and bytes written are added up. A kernel
+            that sums partial results reached 2.72e12 on one H100. Lookups in tables are estimated with this rate, too.
         lookup_seconds: fixed cost of one lookup in a table as the program writes it. On an H100, 64 embedding_bags of
-            4096 bags of one index, 64 columns wide, took 680 us, and their reads and writes would take 50.
+            4096 bags of one index, 64 columns wide, took 680 us. Their reads and writes alone would take 50 us.
     """
 
     name: str
@@ -85,5 +84,5 @@ BOXES = {"h200": Box("h200", "8 x NVIDIA H200, each linked to all others by NVLi
 
 def machine_for(device_type: str) -> Machine:
     """The shipped ``Machine`` for ``device_type``: a torch device type, or ``WITHOUT_PEERS``. An unknown accelerator
-    gets that of the CPU, with which only large sites are overlapped."""
+    gets the ``Machine`` of the CPU; then only large sites are overlapped."""
     return _MACHINES.get(device_type, _MACHINES["cpu"])

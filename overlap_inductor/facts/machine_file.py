@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the facts of a machine that a user tells: a JSON object whose fields replace those of ``Machine``.
+"""Read the facts of a machine that a user states: a JSON object whose fields replace those of ``Machine``.
 
 The switch ``machine`` holds the path of a file with such an object, or the object's text. ``read`` turns both into one
 text, which is equal for equal facts. So caches and ranks compare the facts, and not where they are stored.
@@ -55,8 +55,8 @@ def read(source: str) -> str:
 
 
 def told(machine: Machine, text: str | None) -> Machine:
-    """``machine`` with the facts that ``read`` returned as ``text`` in place of its own; rates of ``matmul_flops`` that
-    the text does not name are kept. ``None``: no facts are told."""
+    """``machine`` with the facts in ``text``, as ``read`` returned it, in place of its own. Rates of ``matmul_flops``
+    that the text does not name are kept. ``None``: the user stated no facts."""
     if text is None:
         return machine
     facts: dict[str, Any] = json.loads(text)
@@ -81,7 +81,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _number(value: Any, name: str) -> float:
-    """``value`` as a float. JSON of Python may hold ``true``, ``NaN`` and ``Infinity``, which are no rates."""
+    """``value`` as a float. Python's JSON may hold ``true``, ``NaN`` and ``Infinity``; these are no rates."""
     try:
         number = float(value) if type(value) in (int, float) else math.nan
     except OverflowError:

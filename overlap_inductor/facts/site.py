@@ -18,13 +18,13 @@ class Collective:
     """A collective of the graph.
 
     Attributes:
-        kind: all_gather, reduce_scatter, all_reduce or all_to_all; ``fused`` for an op of Inductor's async TP. For
-            another collective it is its operator's name without a final ``_``, and for a functional one also without
-            ``_coalesced`` or ``_out``.
+        kind: all_gather, reduce_scatter, all_reduce or all_to_all; ``fused`` for an op of Inductor's async TP. For any
+            other collective it is the operator's name without a final ``_``. If the collective is functional, a final
+            ``_coalesced`` or ``_out`` is left out, too.
         ranks: global ranks of the group; empty if this process does not know the group.
         dtype: dtype of the result, without ``torch.``; empty if the op returns several tensors.
-        mesh_dim: the group's description, which is the name of the mesh dim if a ``DeviceMesh`` made the group;
-            ``None`` if it has none.
+        mesh_dim: the group's description; ``None`` if the group has none. If a ``DeviceMesh`` made the group, this is
+            the name of the mesh dim.
         dim: All-gather before the matmuls: the gathered dim, counted in the tensor before it is flattened for the
             matmul. Reduce-scatter or all-to-all after the matmuls: the dim of the first matmul's result that is
             scattered. All-to-all before the matmuls: the dim of the all-to-all's result that holds the ranks.
@@ -32,8 +32,8 @@ class Collective:
         role: role (M, N, K or B) of the cut dim in the first matmul, or ``None``. An all-gather of an output has a role
             and no ``dim``.
         reduce_op: ``sum``, ``avg``, ...; ``None`` if the collective does not reduce.
-        bytes: bytes of the full tensor (after a gather, before a scatter), an int or an expression. For ``fused``,
-            those of the op's result; if the op returns several tensors, those of the first one.
+        bytes: bytes of the full tensor (after a gather, before a scatter), an int or an expression. For ``fused``, the
+            bytes of the op's result, or of its first result if the op returns several tensors.
     """
 
     kind: str

@@ -2,7 +2,7 @@
 """``StretchFacts`` describes a stretch, and what the sequence-parallel rewrite did to it.
 
 A stretch has all-reduces and the token-wise work after them. The rewrite turns the all-reduces into reduce-scatters,
-runs the work on each rank's rows, and gathers where all rows are needed. Plain data.
+runs the work on each rank's rows, and writes gathers in front of ops that need all rows. Plain data.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from overlap_inductor.facts.site import Size
 DIVIDED = "overlap_inductor_divided"
 """Metadata of a graph's output: ``(group, program)`` of each rewritten stretch that has a collective in the graph."""
 META = "overlap_inductor_stretch"
-"""Metadata of a collective's node: the ``to_dict`` of the stretch that it belongs to. The partitioner copies it from
-the joint graph into the forward and the backward graph, where the overlap pass reads it for its report."""
+"""Metadata of a collective's node: the ``to_dict`` of the stretch that it belongs to. The partitioner copies this
+metadata from the joint graph into the forward and the backward graph. There the overlap pass reads it for its
+report."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class StretchFacts:
     """A stretch of one joint graph or inference graph, the same on every rank.
 
     Attributes:
-        id: the same on every rank and in every run. If the stretch is rewritten, a site at one of its collectives names
-            it as ``derived_from``.
+        id: the same on every rank and in every run. If the stretch is rewritten, a site at one of the stretch's
+            collectives names the stretch as ``derived_from``.
         module: path of the module of the first all-reduce.
         ranks: global ranks of the group.
         tokens: number of tokens that the ranks divide, an int or an expression.
@@ -38,17 +39,17 @@ class StretchFacts:
         scatters, gathers, sums: how many collectives of each kind the rewrite makes. ``scatters`` are reduce-scatters
             (one written as an all-to-all and a sum counts as one), and ``gathers`` are all-gathers of rows. ``sums``
             are collectives that combine the ranks' parts of a sum, maximum or minimum over tokens.
-        gathered_again: number of the all-gathers that the backward repeats, so that rows are saved for it.
+        gathered_again: number of the all-gathers that the backward repeats. For these, only rows are saved.
         nodes: number of nodes that run on rows.
         status: ``rewritten`` | ``kept`` | ``refused``.
         source: ``analytic`` | ``forced``.
         estimate_us: estimated microseconds as written (``keep``) and as ``rewritten``. Each is the sum of the matmuls
-            beside the collectives, the exposed parts of the collectives, and the token-wise work. Empty if they were
-            not estimated.
+            beside the collectives, the exposed parts of the collectives, and the token-wise work. Empty if the times
+            were not estimated.
         reasons: why the stretch is not rewritten.
         program: the first 16 hex digits of a hash. It covers the operators and numbers of all nodes that run on rows or
-            reduce rows, and of the nodes that compute their inputs. Ranks compare it, because such a number may differ
-            between ranks.
+            reduce rows, and of the nodes that compute their inputs. Ranks compare the hash, because such a number may
+            differ between ranks.
         gathered_for: for each op that needs all rows, how often a node of this op reads a tensor that is held as rows:
             ``{"aten.mm.default": 5}``. Several such reads may share one gather.
     """

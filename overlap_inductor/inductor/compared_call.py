@@ -4,7 +4,7 @@
 
 It takes the place of ``CompiledFxGraph.current_callable`` and calls the earlier callable, which may record CUDA graphs.
 So nothing has been read, written or captured when it compares. If the ranks differ, it calls the graph compiled without
-overlap (``plain_program``), which it compiles when first needed::
+overlap (``plain_program``). This plain graph is compiled when it is first needed::
 
     graph(inputs)   ->   all ranks exchange the same?   yes: overlapped(inputs), after making the workspace once
                                                         no:  plain(inputs), compiled now if it is not there yet
@@ -66,10 +66,10 @@ class ComparedCall:
     Args:
         overlapped: the compiled graph's own callable. For a graph without overlap this is the plain program.
         reports: the reports of the graph and its subgraphs, with what they exchange.
-        plain: compiles the plain program. ``None`` if the graph has no overlap, if it has no plain program, or if that
-            cannot be restored.
-        on_accelerator: the graph runs on other devices than the CPU. Ranks that share no memory page
-            (``runtime.call_page``) then compare its plans at first runs only.
+        plain: compiles the plain program. ``None`` if the graph has no overlap, if it has no plain program, or if its
+            plain program cannot be restored.
+        on_accelerator: whether the graph runs on a device other than the CPU. If so, ranks that share no memory page
+            (``runtime.call_page``) compare its plans at first runs only.
         dump: the dump folder, or ``None``.
     """
 
@@ -117,7 +117,7 @@ class ComparedCall:
             return self.overlapped(inputs)
         outcome = comparison.call()
         if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):
-            # Only for graphs that need a workspace: rings do run on a fake group, whose sends and receives move
+            # This is only for graphs that need a workspace. Rings run on a fake group, too: its sends and receives move
             # nothing.
             comparison.withdrawn = True
             outcome = agreement.Outcome(
@@ -141,8 +141,8 @@ class ComparedCall:
         return self._plain()(inputs)
 
     def _comparison(self, inputs: Sequence[Any]) -> agreement.Comparison:
-        """The comparison for the groups that have the graph's group names now, and for these inputs. All comparisons
-        are made again if a group was destroyed and another one has its name."""
+        """The comparison for these inputs, and for the groups that now have the graph's group names. If a group was
+        destroyed and another one has its name, all comparisons are made again."""
         groups = [resolve_group(name) for name in self.names]
         if self.groups is None or any(a is not b for a, b in zip(groups, self.groups, strict=True)):
             self.groups, self.ready = groups, not self.overlaps
@@ -167,8 +167,8 @@ class ComparedCall:
         )
 
     def _prepare(self, inputs: Sequence[Any]) -> str:
-        """Make the workspace that the graph's sites share with their peers, all ranks of a group together. Returns
-        ``""``, or why it failed, the same text on all ranks of the group."""
+        """Make the workspace that the graph's sites share with their peers. All ranks of a group call this together.
+        Returns ``""``, or why it failed. The text is the same on all ranks of the group."""
         for group in self.groups or ():
             for plan in self.plans:
                 agreement.accept(group, plan)

@@ -56,7 +56,7 @@ def compile_graph(
 
     Args:
         patches: settings of ``torch._inductor.config``.
-        name: ``torch.compile``'s name of the region; ``None`` if torch gave the backend none.
+        name: ``torch.compile``'s name of the region; ``None`` if torch gave the backend no name.
         inner_compile: replaces ``compile_fx_inner``.
 
     Returns:

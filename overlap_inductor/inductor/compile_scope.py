@@ -30,10 +30,10 @@ class CompileScope:
         pinned: whether the graph must use ``config`` instead of the configuration that is in effect. A backward is
             pinned to the configuration of its forward.
         config: the configuration of a pinned scope. If overlap is off: ``None``, or a configuration of mode ``off``.
-        without_us: whether the result, compiled now or loaded from a cache, was compiled without the pass.
+        without_us: whether the result was compiled without the pass. (It may be compiled now or loaded from a cache.)
         refusal: why nothing may be overlapped in the graph, or ``None``.
         reports: reports of the pass that are not yet stored with a compiled graph. The report of a subgraph comes
-            before that of the graph that holds it.
+            before the report of the graph that holds it.
         seen: FX graphs that the pass has visited, by ``id``. The dictionary keeps them alive, so no ``id`` is reused.
     """
 
@@ -93,8 +93,8 @@ _local = _Local()
 
 
 def current() -> CompileScope | None:
-    """The scope of the compile in progress on this thread, or ``None`` if there is none. If compiles nest, the
-    innermost."""
+    """The scope of the compile in progress on this thread, or ``None`` if there is none. If compiles nest, the scope of
+    the innermost one."""
     return _local.scope
 
 
@@ -110,8 +110,8 @@ def entered(scope: CompileScope) -> Iterator[CompileScope]:
 
 @contextmanager
 def plain(scope: CompileScope) -> Iterator[None]:
-    """Inside the ``with`` block, compiles on this thread use ``scope``, which must switch overlap off. It is used to
-    compile the plain program that ranks run if their plans of a graph differ."""
+    """Inside the ``with`` block, compiles on this thread use ``scope``, which must switch overlap off. Used to compile
+    plain programs: ranks run the plain program of a graph if their plans of the graph differ."""
     outer, _local.plain = _local.plain, scope
     try:
         yield

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The identity of the pass: a hash of everything, besides a graph itself, that can change what the pass makes of it.
+"""The identity of the pass: a hash of everything that can change what the pass makes of a graph, besides the graph
+itself.
 
 The hash is part of the cache keys of Inductor and AOTAutograd. It covers all sources of the package, also those that
 change no code. It does not cover the dump folder. Reports are stored with the compiled graph, so a cache hit writes the
@@ -86,9 +87,9 @@ def fingerprint(config: OverlapConfig | None) -> str:
 
     The hash covers the process groups, because an ``all_reduce`` names its group and not the group's size. With other
     ranks in the group, the same graph text needs another plan. It covers which peers' memory the GPUs reach, because
-    fused kernels depend on that. It covers the machine for which plans are made, if that is another machine. It covers
-    whether all streams share one hardware queue, because calls are then not replayed. It covers the schedules, patterns
-    and transports that a program registered.
+    fused kernels depend on this. If plans are made for another machine, it covers that machine. It covers whether all
+    streams share one hardware queue, because calls are then not replayed. It covers the schedules, patterns and
+    transports that a program registered.
     """
     if config is None or config.mode == "off":
         return OFF

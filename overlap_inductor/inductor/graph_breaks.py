@@ -3,8 +3,8 @@
 call, so no pass can find it.
 
 Dynamo appends every break, with its reason and the stack of the user's program, to a list before it compiles the graph
-that ends there. Each break is reported once, by the first graph that is compiled after it: the graph that it ends, or
-the next one if that graph was empty.
+that ends there. Each break is reported once, by the first graph that is compiled after it. This is the graph that ends
+at the break, or the next graph if that one was empty.
 """
 
 from __future__ import annotations

@@ -74,8 +74,9 @@ _local = _Local()
 
 
 class _Attached(str):
-    """Reports of a graph that this process compiled, as JSON. It is pickled as a plain ``str``. So if a compiled graph
-    has a plain ``str``, the graph was loaded from a cache. ``known``: the reports were activated."""
+    """Reports of a graph that this process compiled, as JSON. An object of this class is pickled as a plain ``str``. So
+    if a compiled graph has a plain ``str``, the graph was loaded from a cache. ``known``: the reports were
+    activated."""
 
     known = False
 
@@ -120,8 +121,8 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
 
 
 def uninstall() -> None:
-    """Restore Inductor's functions. If other code has wrapped one of our wrappers, the wrapper stays and only calls the
-    original function."""
+    """Restore Inductor's functions. If other code has wrapped one of our wrappers, our wrapper stays, and only calls
+    the original function."""
     global _expected, _shared_pass
     with _lock:
         for owner, name, original, replacement in _wrapped:
@@ -204,8 +205,9 @@ def _stopped(scope: CompileScope, gm: torch.fx.GraphModule, example_inputs: Sequ
 
 
 def _follow_forward(scope: CompileScope, stack: ExitStack) -> None:
-    """Pin a backward to its forward's configuration. A backward is compiled at its first run. That may be outside the
-    ``with overlap()`` of its forward, or on another thread, where Inductor's configuration has its defaults."""
+    """Pin a backward to its forward's configuration. A backward is compiled at its first run. This run may be outside
+    the ``with overlap()`` of the forward. It may also be on another thread, where Inductor's configuration has its
+    defaults."""
     from overlap_inductor.inductor import pass_slot
 
     assert scope.graph_id is not None
@@ -255,7 +257,7 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
 
 def _plain_program(gm: Any, example_inputs: Any) -> plain_program.Captured | None:
     """The plain program of ``gm``. ``None`` for a training graph that was rewritten before it was partitioned. The
-    rewrite has changed what its forward saves, so only both parts together could be compiled as written."""
+    rewrite has changed what the forward saves. So forward and backward could only be compiled as written together."""
     if not rewritten(gm.graph):
         return plain_program.capture(gm, example_inputs)
     written = compile_scope.as_written(gm)
@@ -337,8 +339,8 @@ def _switched_off(groups: list[str]) -> OverlapReport:
 
 def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``FakeTensorUpdater.incremental_update``, which evaluates the shapes of nodes that a pass has added. The
-    nodes that our pass added already have values. They are evaluated again only if an argument has changed, and then
-    without guards, as when the pass added them."""
+    nodes that our pass added already have values. A node is evaluated again only if one of its arguments has changed.
+    This adds no guards, as when the pass added the node."""
     scope = compile_scope.current()
     if scope is None or not any(s.decision.status == "overlapped" for r in scope.reports for s in r.sites):
         return original(updater, *args, **kwargs)
@@ -354,7 +356,7 @@ def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs:
     """Around ``pad_mm.should_pad``: do not pad a matmul next to a collective (``padding``).
 
     It runs on the joint graph, before forward and backward are separated. Inductor is asked first, because it refuses
-    most matmuls by their device and sizes, while our own check may walk far in a deep graph.
+    most matmuls by their device and sizes. Our own check may walk far in a deep graph.
     """
     if not original(match, *args, **kwargs):
         return False
@@ -365,9 +367,9 @@ def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs:
 
 def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
     """Around ``BaseSchedulerNode.has_aliasing_or_mutation``, which Inductor calls only before it fuses. Inductor does
-    not fuse a node into a template if the node's output aliases another buffer. But a node that writes a piece directly
-    into its place in a whole tensor may be fused. Readers of the whole tensor wait for all pieces, and no other node
-    writes to that place.
+    not fuse a node into a template if the node's output aliases another buffer. But this function lets Inductor fuse a
+    node that writes a piece directly into its place in a whole tensor. Readers of the whole tensor wait for all pieces,
+    and no other node writes to that place.
     """
     outputs = node.get_outputs()
     if (
@@ -397,7 +399,7 @@ def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = True) -> None:
     """Activate reports: log, count and dump them. If ``strict``, a ``StrictError`` is raised. (During a load from
-    AOTAutograd's cache, ``_try_load`` raises it at the end.) Without ``strict`` it is dropped."""
+    AOTAutograd's cache, ``_try_load`` raises the error at the end.) Without ``strict``, the error is dropped."""
     config = config_in_effect()
     for report in reports:
         report.graph = compile_scope.current_graph_name() or report.graph

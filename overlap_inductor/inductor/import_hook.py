@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a callback right after a module is first imported, without importing it.
 
-Importing ``torch._inductor`` takes two seconds, which ``import torch`` must not cost. But the pass has to be installed
-before the first compile reads Inductor's configuration. So a finder in ``sys.meta_path`` waits for the import of one
-module, and then removes itself.
+Importing ``torch._inductor`` takes two seconds, and ``import torch`` must not become slower by that. But the pass has
+to be installed before the first compile reads Inductor's configuration. So a finder in ``sys.meta_path`` waits for the
+import of one module, and then removes itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _NEEDED = "overlap_inductor.inductor.pass_slot"
-"""The module that the callbacks use. It may itself be the first to import the module that a callback waits for. Then
-the callback is postponed until the body of ``_NEEDED`` has run, because it cannot use ``_NEEDED`` earlier."""
+"""The module that the callbacks use. ``_NEEDED`` may itself be the first to import the module for which a callback
+waits. Then the callback is postponed until the body of ``_NEEDED`` has run, because a callback cannot use ``_NEEDED``
+earlier."""
 _postponed: list[_Waiting] = []
 """The finders whose callbacks were postponed. ``resume`` will run them."""
 

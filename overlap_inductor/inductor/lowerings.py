@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor lowerings of ops of the ring and of ``agree``. ``take`` and ``narrow`` become views, ``assemble`` becomes a
+"""Inductor lowerings of ops of the ring and of ``agree``. ``take`` and ``narrow`` become views. ``assemble`` becomes a
 buffer into which its pieces are written. ``after``, ``gather_step`` and ``exchange_wait`` add scheduling edges.
 ``packed`` becomes a copy, and ``agree`` stays a call.
 
@@ -51,7 +51,8 @@ def _slot(group_name: str, shift: int) -> sympy.Expr:
 
 
 def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any:
-    """A view of the block of a realized buffer that begins at index ``offsets`` and has shape ``sizes``."""
+    """A view of a block of the realized buffer ``box``. The block begins at index ``offsets`` and has shape
+    ``sizes``."""
     storage, layout = ir.as_storage_and_layout(box)
     offset = layout.offset + sum(o * s for o, s in zip(offsets, layout.stride, strict=True))
     fixed = ir.FixedLayout(layout.device, layout.dtype, list(sizes), list(layout.stride), offset)
@@ -117,8 +118,9 @@ def _after(piece: Any, token: Any) -> Any:
 def _remaining(name: str) -> str:
     """The name of a buffer that the kernel of buffer ``name`` writes and that Inductor keeps.
 
-    A step's token is an output of its kernel that no kernel reads. Inductor removes such an output, and with it each
-    scheduling edge from it. So the edge starts at an argument that the step writes in place.
+    A step's token is an output of the step's kernel, and no kernel reads the token. Inductor removes such an output,
+    and also each scheduling edge that starts at the output. So the edge starts at an argument that the step writes in
+    place.
     """
     buffer = V.graph.get_buffer(name)
     if isinstance(buffer, ir.MultiOutput):
@@ -153,8 +155,8 @@ def _exchange_wait(*args: Any) -> Any:
 
 
 def _after_computed(op: Any, args: tuple[Any, ...], plain: int) -> Any:
-    """Call ``op`` with its first ``plain`` arguments, scheduled after the kernels that compute its last argument
-    ``computed``.
+    """Call ``op`` with its first ``plain`` arguments. The call is scheduled after the kernels that compute the last
+    argument, ``computed``.
 
     The tensors in ``computed`` are not inputs of the generated call. So their layouts stay flexible, and ``assemble``
     can place them.
@@ -187,8 +189,8 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
         same = len(buffer.get_stride()) == len(view.get_stride()) and all(
             known(a, b) for a, b in zip(buffer.get_stride(), view.get_stride(), strict=True)
         )
-        # Other users of the matmul must read it before the assembled tensor is complete, because that tensor may be
-        # freed afterwards. ``after`` ensures this order.
+        # Other users of the matmul must read its result before the assembled tensor is complete, because the assembled
+        # tensor may be freed afterwards. ``after`` ensures this order.
         if same and (
             sum(u.target is not torch.ops.overlap_inductor.exchange_wait.default for u in node.users) == 1
             or any(u.target is torch.ops.overlap_inductor.after.default for u in V.graph.current_node.users)

@@ -30,8 +30,8 @@ _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm"}
 
 
 def beside_collective(matmul: fx.Node) -> bool:
-    """Whether ``matmul`` could be part of a site. One of these must hold, with nothing but views, copies, row-wise
-    and pointwise ops on the way:
+    """Whether ``matmul`` could be part of a site. One of the following must hold, and only views, copies, row-wise and
+    pointwise ops may be on the way:
 
     - ``matmul`` leads to a collective;
     - an all-gather or all-to-all leads to ``matmul``;

@@ -8,9 +8,9 @@ Some nodes cannot be in a CUDA graph. Inductor captures the nodes between them i
                                                               other
     ->  one uncaptured graph, and a notice in its report
 
-Two captures of one transfer cannot work. A capture cannot end before its stream has waited for the work of all other
-captured streams. And the host's state of a transfer is created during the capture, but not during a replay. So such a
-graph is not captured at all, like a graph that mutates its inputs.
+Two captures of one transfer cannot work. First, a capture cannot end before its stream has waited for the work of all
+other captured streams. Second, the host's state of a transfer is created during the capture, but not during a replay.
+So such a graph is not captured at all, like a graph that mutates its inputs.
 """
 
 from __future__ import annotations
@@ -85,13 +85,15 @@ def _transfer(kernel: Any) -> str | None:
         return kernel.get_name()
     if name not in MEMBERS:
         return None
-    # The arguments before the buffer are tensors, too, so its place among all arguments is its place among the tensors.
+    # The arguments before the buffer are tensors, too. So the buffer has the same place among all arguments as among
+    # the tensors.
     names = [argument.name for argument in op._schema.arguments]
     return _maker(kernel.inputs[names.index(MEMBERS[name])])
 
 
 def _maker(buffer: Any) -> str:
-    """The name of the op that computed ``buffer``, which may be a view of its result or one of several results."""
+    """The name of the op that computed ``buffer``. ``buffer`` may be a view of the op's result, or one of several
+    results."""
     from torch._inductor import ir
 
     while not isinstance(buffer, ir.FallbackKernel):

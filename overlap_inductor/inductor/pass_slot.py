@@ -56,8 +56,8 @@ class OverlapPass(_Base):
         self._source, self.slot = source, slot
 
     def config(self) -> OverlapConfig | None:
-        """The configuration for the graph being compiled: that of its compile scope if the scope is pinned
-        (``CompileScope.pinned``), else what ``source`` returns now."""
+        """The configuration for the graph being compiled. If its compile scope is pinned (``CompileScope.pinned``),
+        this is the scope's configuration. Otherwise it is what ``source`` returns now."""
         scope = compile_scope.current()
         return scope.config if scope is not None and scope.pinned else self._source()
 
@@ -147,7 +147,8 @@ def _register_lowerings_of(graph: torch.fx.Graph) -> None:
 
 
 class PassChain(_Base):
-    """Several passes as one pass, for a slot that may hold only one. It is cacheable only if each of them is."""
+    """Several passes as one pass, for a slot that may hold only one pass. The chain is cacheable only if each of its
+    passes is."""
 
     def __init__(self, passes: tuple[Callable[..., None], ...]) -> None:
         self.passes = passes
@@ -201,7 +202,7 @@ def without_pass(value: Any) -> Any:
 def _packed(passes: tuple[Any, ...], like: Any, slot: str) -> Any:
     if len(passes) < 2:
         return passes[0] if passes else None
-    # Every torch takes a chain in both slots. The joint graph's slot could take a list, too, but gets one only if it
+    # Every torch takes a chain in both slots. The joint graph's slot could take a list, too. It gets a list only if it
     # holds one already.
     takes_list = TAKES_LIST and (slot == POST_GRAD or isinstance(like, (list, tuple)))
     if not takes_list:
@@ -221,9 +222,9 @@ def write(value: Any, slot: str = POST_GRAD) -> None:
 
 
 def set_for_other_threads(ours: OverlapPass | None, slot: str = POST_GRAD) -> None:
-    """Set the value for threads that have not assigned the slot, such as a server's workers. A thread that has read a
-    pass there keeps that pass, because torch copies a default at the first read. Before torch 2.12, all threads see
-    what ``write`` assigned."""
+    """Set the value for threads that have not assigned the slot, such as a server's workers. If such a thread has
+    already read a pass from the slot, it keeps this pass, because torch copies a default at the first read. Before
+    torch 2.12, all threads see what ``write`` assigned."""
     entry = inductor_config._config[SETTINGS[slot]]
     if isinstance(entry.user_override, ContextVar):
         entry.default = ours

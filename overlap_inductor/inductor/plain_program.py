@@ -8,10 +8,10 @@ without overlap.
                                                                 "relu", aten.relu, (_Node(0),), ...), ...] as bytes
     compile_plain data, large tensors                       ->  the same graph, compiled without overlap
 
-The bytes are stored with the compiled graph, also in the caches. A rank that loaded its graph from a cache may have to
-run without overlap too. The bytes hold the nodes, the example inputs with their symbols, and the node metadata that
+The bytes are stored with the compiled graph, also in the caches. So a rank that loaded its graph from a cache can also
+run without overlap. The bytes hold the nodes, the example inputs with their symbols, and the node metadata that
 Inductor reads. Shapes are propagated again when the plain program is compiled. Small tensors that the graph holds
-(frozen weights) are copied. Large tensors are taken from the graph that is loaded or compiled.
+(frozen weights) are copied into the bytes. Large tensors are taken from the graph that is loaded or compiled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from overlap_inductor.inductor import compile_scope
 from overlap_inductor.inductor.compile_scope import CompileScope
 
 LARGE = 1 << 20
-"""Bytes. A tensor of the graph of this size or more is not copied."""
+"""In bytes. A tensor of the graph with at least this size is not copied."""
 _META = ("unbacked_bindings", "eager_input_vals", "custom", "recompute", "partitioner_tag", "mutation_region_id")
 _OUTPUT_META = ("user_visible_output_idxs", "output_stack_traces")
 
@@ -98,7 +98,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
 
 def of_this_process(kept: Captured, gm: fx.GraphModule | None, example_inputs: Sequence[Any]) -> Captured | None:
     """``kept`` if it is valid in this process. Otherwise the plain program of ``gm``, the graph whose compiled form
-    came from a cache. Returns ``None`` if there is no ``gm``, because the cache was read before the graph was made."""
+    came from a cache. ``None`` if there is no ``gm``: the cache was then read before the graph was made."""
     if kept.process in (None, _PROCESS):
         return kept
     return capture(gm, example_inputs) if gm is not None else None

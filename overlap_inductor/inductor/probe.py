@@ -52,8 +52,8 @@ def slot_content() -> str:
 
 
 def config_in_slot() -> OverlapConfig | None:
-    """The configuration with which a plain ``torch.compile`` of this process would overlap now, or ``None`` if it would
-    not.
+    """The configuration with which a plain ``torch.compile`` of this process would overlap now. ``None`` if it would
+    not overlap.
 
     Raises:
         ConfigError: a switch has a value that is not allowed.

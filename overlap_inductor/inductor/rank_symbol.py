@@ -10,8 +10,8 @@ graph.
 
 A rank-rotated slice is a view whose offset holds the symbol. If a kernel reports that it uses an unbacked symbol,
 Inductor orders the kernel after the symbol's definition and passes the symbol to the kernel's partition. Two kinds of
-kernels do not report it: a template (Triton's, from max-autotune) that reads such a view, and any kernel that writes
-into one. This module finds these kernels, and adds the order and the symbol for them.
+kernels do not report the symbol: a template (Triton's, from max-autotune) that reads such a view, and any kernel that
+writes into such a view. This module finds these kernels, and adds the order and the symbol for them.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class GroupRank(ir.ExternKernel):
 
     def codegen(self, wrapper: Any) -> None:
         wrapper.writeline(f"{self.symbol} = torch.ops.overlap_inductor.group_rank.default({self.group_name!r})")
-        # A partition for a CUDA graph gets this name as an input besides the symbol, because its kernels are ordered
-        # after this kernel. The value is a number, because CUDA graph trees take only tensors and numbers.
+        # A partition for a CUDA graph gets this name as an input besides the symbol, because the partition's kernels
+        # are ordered after this kernel. The value is a number, because CUDA graph trees take only tensors and numbers.
         wrapper.writeline(f"{self.get_name()} = 0")
 
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused``: ``all_gather(a) @ b``, and ``all_to_all(a) @ b`` for rows, in one persistent kernel. The second
-differs only in what a rank sends (``SCATTERED``): a shard of its own to each rank.
+"""Schedule ``fused``: ``all_gather(a) @ b``, and ``all_to_all(a) @ b`` if rows are exchanged, in one persistent kernel.
+The all-to-all differs only in what a rank sends (``SCATTERED``): a different shard to each rank.
 
 The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, part after part and to all peers in
-turn. All other blocks first multiply this rank's own shard, which is read in place, and then the peers' shards in the
-order in which their parts arrive. Pushers join them when nothing is left to send. A block whose next rows have not
-arrived pushes instead of waiting, as long as there are pieces to push. Without ``SENDS`` no block pushes: a transport
-that needs no SM sends the shard (``copy_engine``).
+turn. All other blocks first multiply this rank's own shard, which is read in place. Then they multiply the peers'
+shards, in the order in which their parts arrive. Pushers join them when nothing is left to send. If a block's next rows
+have not arrived and there are pieces to push, the block pushes instead of waiting. Without ``SENDS`` no block pushes: a
+transport that needs no SM sends the shard (``copy_engine``).
 
 Work is claimed from three queues (pieces to send, own tiles, tiles of peers), so no block has work that only it can do.
 
-Forward progress. Before a block waits for a peer's part, it pushes pieces until the part has arrived or every outgoing
-piece of its own rank has been claimed. The only credits that it waits for are those of the previous call, which does
-not depend on this call. So one resident block on each rank is enough, in whatever order blocks become resident. All
-waits are bounded (``signals``).
+Forward progress. Before a block waits for a peer's part, it pushes pieces. It does so until the part has arrived, or
+until every outgoing piece of its own rank has been claimed. It also waits for the credits of the previous call, and
+that call does not depend on this one. So one resident block on each rank is enough, in whatever order blocks become
+resident. All waits are bounded (``signals``).
 
 Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``). The last piece of
 a part sets the receiver's flag (source, part) to the number of the call. The receiver waits for that flag and then runs
@@ -93,7 +93,7 @@ def all_gather_matmul(
     """
     call = tl.load(calls)
     words = a.to(tl.pointer_type(tl.int32), bitcast=True)
-    # As products of four, so that the compiler knows that masks end between 16-byte words.
+    # Written as products of four: so the compiler knows that masks end between 16-byte words.
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
     weights = (
@@ -253,8 +253,8 @@ def all_gather_matmul(
 
 @triton.jit
 def last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD: tl.constexpr, KEEP: tl.constexpr):
-    """The last block of the grid to call this clears the queues that the kernel's blocks have claimed from. Without
-    ``KEEP`` it also ends the call."""
+    """When the last block of the grid calls this, it clears the queues from which the kernel's blocks have claimed.
+    Without ``KEEP`` it also ends the call."""
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
     if finished == tl.num_programs(0) - 1:

@@ -2,18 +2,18 @@
 """Schedule ``fused``, transport ``sm_push``: ``all_gather(a) @ b`` or ``all_to_all(a) @ b`` for matmuls of one or two
 waves, whose tiles wait for slice after slice of K.
 
-A kernel that waits for whole rows (``all_gather_matmul``) idles until they arrive if nearly every tile needs a peer's
-rows and each SM has one tile. Here a shard arrives in slices of its columns, one after the other. A tile continues with
-each slice of K as soon as it is there, so the transfer is hidden under the tile itself. A wait drains the pipeline of
-loads, so this does not pay with more waves.
+If nearly every tile needs a peer's rows and each SM has one tile, a kernel that waits for whole rows
+(``all_gather_matmul``) idles until they arrive. Here a shard arrives in slices of its columns, one after the other. A
+tile continues with each slice of K as soon as the slice is there, so the transfer is hidden under the tile itself. Each
+wait drains the pipeline of loads, so slices do not pay with more waves.
 
 The ``PUSHERS`` blocks that begin first (each block takes a ticket) store this rank's shard into the peers' workspace.
 They store the first slice to all peers before the second (``push.push_slice``). Then they multiply.
 
-Forward progress. If a block runs that is not a pusher, all tickets of pushers have been taken, by blocks that run or
-have ended. A pusher waits only for credits, which depend only on the previous call. It begins to multiply when every
-piece of its rank has been claimed. So a rank sends its shard whatever its tiles wait for, even if only one block is
-resident. All waits are bounded (``signals``).
+Forward progress. When a block runs that is no pusher, blocks that run or have ended have taken all tickets of pushers.
+A pusher waits only for credits, which depend only on the previous call. It begins to multiply when every piece of its
+rank has been claimed. So a rank sends its shard whatever its tiles wait for, even if only one block is resident. All
+waits are bounded (``signals``).
 
 Memory ordering, CUDA graphs: as in ``all_gather_matmul``. A slice has a flag of its own, and each wait for a slice has
 its ``load_fence``.
@@ -77,7 +77,7 @@ def all_gather_matmul_slices(
     # The blocks that start first push: blocks that wait may leave no room for others.
     sending = tl.atomic_add(queues + 4, 1, sem="relaxed") < PUSHERS
     while sending:
-        # As products of four, so that the compiler knows that masks end between 16-byte words.
+        # Written as products of four: so the compiler knows that masks end between 16-byte words.
         sending = push_slice(
             words,
             peer_data,

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused``: ``all_to_all(a) @ b`` in one persistent kernel, if the exchanged dim is contracted. An example is
-the output projection of Ulysses attention: each rank receives its own tokens, with the heads of one peer from each
-peer.
+"""Schedule ``fused``: ``all_to_all(a) @ b`` in one persistent kernel, for a matmul that contracts the exchanged dim. An
+example is the output projection of Ulysses attention. There each peer sends its own heads of this rank's tokens.
 
-A result's tile is a sum over the sources. A block begins with this rank's own part of K, which it reads in place. Then
-it adds the parts of ranks ``rank + 1``, ``rank + 2``, ... as they arrive. The sum is kept in fp32 and rounded once. The
-rows are cut into bands. All ranks send band 0 to all peers, then band 1, and the tiles of band 0 come first. So later
-bands arrive while the tiles of earlier ones are multiplied, and only the first band is waited for.
+A tile of the result is a sum over the sources. A block begins with this rank's own part of K, which it reads in place.
+Then it adds the parts of ranks ``rank + 1``, ``rank + 2``, ... as they arrive. The sum is kept in fp32 and rounded
+once. The rows are cut into bands. All ranks send band 0 to all peers, then band 1, and the tiles of band 0 come first.
+So later bands arrive while the tiles of earlier bands are multiplied. If the transfers keep up, blocks wait only for
+the first band.
 
 The first ``PUSHERS`` blocks push before they multiply (``push``). A block whose next rows have not arrived pushes
-instead of waiting, as long as there are pieces to push. Without ``SENDS`` no block pushes: a transport that needs no SM
-sends (``copy_engine``).
+instead of waiting, as long as there are pieces to push. Without ``SENDS`` no block pushes: the rows are sent by a
+transport that needs no SM (``copy_engine``).
 
-A wait ends a pipeline of loads, so a block takes source after source only for its first tile of a band. For the other
-tiles of the band, all sources have arrived, and the parts of all peers are one loop.
+A wait interrupts the pipelined loads of a loop. So only a block's first tile of a band has a loop for each source. For
+the block's other tiles of the band, all sources have arrived, and one loop reads the parts of all peers.
 
-Forward progress, memory ordering, CUDA graphs: as in ``all_gather_matmul``. Each wait for a source has its
-``load_fence``. For a later tile of the band the block has waited already, and its fence was before that tile's loads.
+Forward progress, memory ordering, CUDA graphs: as in ``all_gather_matmul``. Each wait for a source is followed by a
+``load_fence``. For later tiles of the band the block does not wait again: the fences of the first tile precede the
+later tiles' loads.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def all_to_all_contraction(
     number of blocks, ideally one per SM.
 
     Args:
-        own_desc: what this rank keeps, ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
+        own_desc: the shard that this rank sends to itself, ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
         a, shard_vectors: the address of ``[WORLD, rows, inner]``, a shard for each rank, and a shard's size in 16-byte
             words.
         b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``; K is ``WORLD * inner``, in the order of ranks.
@@ -66,7 +67,7 @@ def all_to_all_contraction(
     """
     call = tl.load(calls)
     words = a.to(tl.pointer_type(tl.int32), bitcast=True)
-    # As products of four, so that the compiler knows that masks end between 16-byte words.
+    # Written as products of four: so the compiler knows that masks end between 16-byte words.
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -89,8 +90,8 @@ def all_to_all_contraction(
                 m, n = own_tile(turn, tiles_m, tiles_part, tiles_n, GROUP_M)
                 part = m // tiles_part
                 total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-                # One loop over K for this rank's own part, then one for each peer, or one for all peers if they are
-                # known to have arrived.
+                # One loop over K reads this rank's own part. Then follows one loop for each peer. If all peers are
+                # known to have arrived, one loop reads the parts of all of them.
                 for i in range(tl.where(part == seen, 2, WORLD)):
                     first = i
                     last = tl.where((part == seen) & (i > 0), WORLD, i + 1)

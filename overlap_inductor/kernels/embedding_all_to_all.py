@@ -4,24 +4,24 @@ embedding + all-to-all, arXiv 2305.06942). The kernel looks up the batch in this
 into the workspace of the rank that needs it.
 
 A *slice* is the part of the batch that belongs to one rank. A block claims pieces from a queue. A piece is some bags of
-one table, all in one slice. The slices of ranks ``rank + 1``, ``rank + 2``, ... come first and this rank's own slice
-last, so the last transfer runs under the lookups of the own slice. Results for a peer are stored into its workspace,
-and the peer is signalled when the last piece of its slice is stored. Own results are stored into ``out``. When no piece
-is left, a block claims copies: it waits until the results of one peer have arrived, and copies a part of them to
-``out``. The workspace has the layout of the collective's result, so nothing is permuted.
+one table, all in one slice. The slices of ranks ``rank + 1``, ``rank + 2``, ... come first, and this rank's own slice
+comes last. So the last transfer runs under the lookups of the own slice. Results for a peer are stored into its
+workspace, and the peer is signalled when the last piece of its slice is stored. Own results are stored into ``out``.
+When no piece is left, a block claims copies: it waits until the results of one peer have arrived, and copies a part of
+them to ``out``. The workspace has the layout of the collective's result, so nothing is permuted.
 
 Numbers. A bag is summed in fp32, one row after the other in the order of its indices, starting from 0, and rounded
 once. Torch's kernel for GPUs does the same, so sums are bitwise equal, also with a padding index, whose rows count as
-0. A mean is the sum divided by the number of rows that are not padding, rounded to nearest as there. The mean of an
-empty bag is 0. Two things may differ from torch in the last bit. With weights of samples, each compiler may or may not
-round the product of weight and row before it is added. Torch's kernel for CPUs sums in an order of its own. Plain rows
-(``BAGGED`` is False) are copied exactly.
+0. A mean is the sum divided by the number of rows that are not padding, rounded to nearest as in torch's kernel. The
+mean of an empty bag is 0. Two things may differ from torch in the last bit. With weights of samples, each compiler may
+or may not round the product of weight and row before it is added. Torch's kernel for CPUs sums in an order of its own.
+Plain rows (``BAGGED`` is False) are copied exactly.
 
 Errors. A ``tl.device_assert`` fails if an index is not in its table, or if a bag ends before it begins or outside the
 indices. It fails before the piece is stored or signalled. Nothing outside a table is read. As without overlap, CUDA
 then reports ``device-side assert triggered``, and the context is lost. (Torch's kernel for bags does not check for
-negative indices and reads in front of the table.) Launch with the options ``debug=True``, because Triton drops asserts
-otherwise, and ``sanitize_overflow=False``. The peers' waits end when their patience is over.
+negative indices and reads in front of the table.) Launch with the options ``debug=True`` (otherwise Triton drops
+asserts) and ``sanitize_overflow=False``. The peers' waits end when their patience is over.
 
 Memory ordering (``signals``). Results are stored with ordinary stores. ``count_and_signal`` for the slice follows. It
 makes a barrier and an acquire-release add for each piece. The block that adds last makes one release at system scope.
@@ -202,7 +202,7 @@ def embedding_all_to_all(
         row_stride, table_stride: elements from bag to bag of a table, and from table to table, in a slot.
         slot_vectors: vectors of 16 bytes of a slot.
         WIDTH: elements of a row. A row is a number of whole vectors.
-        BAGS, SPAN: powers of two: bags that are looked up at once, and at least ``WIDTH``.
+        BAGS, SPAN: powers of two. ``BAGS``: bags that are looked up at once. ``SPAN``: at least ``WIDTH``.
         UNROLL: rows of each bag that are loaded at once.
         BAGGED: False for plain rows: bag ``i`` is index ``i``.
         WEIGHTED: each row is multiplied by the weight of its sample, which has the dtype of the tables.
@@ -219,7 +219,7 @@ def embedding_all_to_all(
     result = out.to(tl.pointer_type(tl.int32), bitcast=True)
     copying = True
     while copying:
-        # As a product of four, so that the compiler knows that masks end between vectors.
+        # Written as a product of four: so the compiler knows that masks end between vectors.
         copying = receive_piece(
             result, staging, queues + 1, flags, call, stop, patience, site, rank, signals,
             1, COPIES, slot_vectors * 4, slot_vectors * 4, slot_vectors * 4,

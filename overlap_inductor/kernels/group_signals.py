@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signals to all ranks of a group at once, and waits for many flags at once: one thread for each flag.
 
-In a group of eight ranks, one thread that releases the flags one after the other waits seven times until the other side
-has acknowledged the earlier stores. One thread that reads the flags one after the other waits seven times for memory.
-Each wait takes a microsecond, a large part of a small all-reduce. Here the threads of one block wait side by side.
+In a group of eight ranks, one thread that released the flags one after the other would wait seven times. Each time, it
+would wait until the other side has acknowledged the earlier stores. One thread that reads the flags one after the other
+would wait seven times for memory. Each wait takes a microsecond, a large part of a small all-reduce. Here the threads
+of one block wait side by side.
 
 Memory ordering: as in ``signals``. A signal is ``bar.red``, after which each of several threads runs its own
 ``st.release.sys``. The barrier orders the block's stores before the release of each of these threads. In a wait, each
@@ -12,8 +13,8 @@ them has acquired comes before the whole block's later loads. Forward progress, 
 ``signals``.
 
 A thread that has seen the abort word set may have left out stores. The barrier before a signal tells every thread
-whether any thread of the block has seen it set; if so, none signals. This takes no time beyond the barrier's. A look
-after the barrier would take one more round trip to memory.
+whether any thread of the block has seen the word set. If one has, no thread signals. This takes no more time than the
+barrier alone. A look after the barrier would take one more round trip to memory.
 """
 
 from __future__ import annotations

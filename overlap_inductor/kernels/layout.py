@@ -18,9 +18,9 @@ WINDOW = 2**20
 """A flag has reached its target if it equals the target, or is ahead of it by less than this (modulo 2**32). Any other
 flag was last written by an earlier call, or after an abort."""
 FAULT_WORDS = 8
-"""int32 words of a rank's fault record on its group's board. They hold whether the record is complete, the code of the
-wait (0 if the host aborted the group), the peer, the value wanted and the value seen. One word is unused. The last two
-words hold the time in nanoseconds."""
+"""int32 words of a rank's fault record on its group's board. The first two hold whether the record is complete, and the
+code of the wait (0 if the host aborted the group). The next three hold the peer, the value wanted and the value seen.
+One word is unused. The last two words hold the time in nanoseconds."""
 BOARD_HEAD = 16
 """int32 words before the first record: whether any rank has given up or has aborted the group, and the constant ``1``.
 The others are unused."""

@@ -28,18 +28,19 @@ store to all peers at once fill a GPU's links (8 H200s, ``bench/results/turns.js
 
 Forward progress. Apart from credits, which depend only on the previous call, a block waits only when all tiles are
 taken. By then each tile is finished, in progress, or claimed by a block that multiplies it before it waits for
-anything. A push waits for a tile of this rank. So all pushes are done, whatever else happens. A sum waits for pushes of
-the same band, of all ranks. Before the sum, the block that holds it waits only for a push. So all sums are done, and
-then all copies. Work of each kind is claimed in the queue's order, so this holds with one resident block per rank as
-well as with all blocks resident. All waits are bounded (``signals``).
+anything. A push waits only for tiles of this rank. So all pushes end, whatever else happens. A sum waits for the pushes
+of its band, on all ranks. Before the sum, the block that holds it waits only for a push. So all sums end, and then all
+copies. Work of each kind is claimed in the queue's order, so this holds with one resident block per rank as well as
+with all blocks resident. All waits are bounded (``signals``).
 
-Memory ordering. A tile: bulk stores, ``store_fence``, a barrier, one thread's releasing add to a word of ``ready`` at
-GPU scope. A block that sends or sums the tile acquires that word and clears it, and loads past L1. ``product`` may be
-``out`` (if shards are whole tiles). A peer's finished tile is stored there only after its flag. The peer sets the flag
-when it has received this rank's tiles of that band, so these have been read by then. An own tile is stored by the
-threads that have summed it. To peers: ordinary stores, ``count_and_signal``. The workspace is written again after the
-credits that the last block gives, ``product`` by the next call on the stream. CUDA graphs: flags are compared with the
-number of the call, which is read from device memory and incremented by the last block."""
+Memory ordering. A tile is stored by bulk stores. Then come ``store_fence``, a barrier, and one thread's releasing add
+to a word of ``ready``, at GPU scope. A block that sends or sums the tile acquires that word and clears it, and loads
+past L1. ``product`` may be ``out`` (if shards are whole tiles). A peer's finished tile is stored there only after the
+tile's flag has arrived. The peer sets the flag when it has received this rank's tiles of that band, so these tiles have
+been read by then. An own tile is stored by the threads that have summed it. Stores to peers are ordinary stores,
+followed by ``count_and_signal``. The workspace is written again only after the credits that the last block gives, and
+``product`` only by the next call on the stream. CUDA graphs: flags are compared with the number of the call, which is
+read from device memory and incremented by the last block."""
 
 from __future__ import annotations
 
@@ -104,8 +105,8 @@ def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GRO
 
 @triton.jit
 def _is_there(flag, target):
-    """Whether a flag has reached ``target``, with the same answer for all threads. If it has, what was written before
-    it may be loaded."""
+    """Whether a flag has reached ``target``, with the same answer for all threads. If it has, the data that were
+    written before the flag may be loaded."""
     there = reached(tl.atomic_add(flag, 0, sem="acquire", scope="sys"), target)
     tl.debug_barrier()
     return there
@@ -191,7 +192,7 @@ def _copy_tile(
     SLAB: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """Copy tile ``(m, n)`` of a peer's finished shard, with its epilogue, into ``out``. Its shard begins at row
+    """Copy tile ``(m, n)`` of a peer's finished shard, with its epilogue, into ``out``. The peer's shard begins at row
     ``first_row`` of ``out``."""
     one = unless_aborted(1.0, stop)
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -211,8 +212,8 @@ def _copy_tile(
 
 @triton.jit
 def _credited(credits, peer, flags, call, stop, patience, site):
-    """Wait until ``peer`` has ended the calls before this one, unless its bit of ``credits`` says so already. Returns
-    ``credits`` with that bit set."""
+    """Make sure that ``peer`` has ended the calls before this one: wait for this, if the bit of ``peer`` in ``credits``
+    is not set. Returns ``credits`` with this bit set."""
     if ((credits >> peer) & 1) == 0:
         wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
     return credits | (tl.cast(1, tl.int64) << peer)
@@ -239,10 +240,10 @@ def matmul_all_reduce(
             shard, a tile's word says whether it is written.
         out: this rank's result, all shards ``[limit, columns]``.
         rows, limit: rows of a shard, and of all shards together. The last shards may be short.
-        staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, the partial sums from each
-            source, followed by as much for finished shards.
-        flags: ``signal_flag(s, i)`` holds the number of the call whose band ``i`` has arrived from source ``s``, and
-            ``signal_flag(s, parts + i)`` that of the call whose finished band ``i`` has arrived.
+        staging: this rank's workspace, in the dtype of ``out``: first the partial sums from each source,
+            ``[WORLD, padded, columns]``, then the finished shards in the same shape.
+        flags: ``signal_flag(s, i)`` holds the number of the call whose band ``i`` has arrived from source ``s``.
+            ``signal_flag(s, parts + i)`` holds the number of the call whose finished band ``i`` has arrived.
         parts: bands of a shard. Not compiled in: with dynamic sizes there may be any number.
         peer_data, peer_flags, part_rows, signals, scale, EPILOGUE: as ``matmul_reduce_scatter``.
         queues: int32 ``[QUEUE_WORDS + (WORLD + 1) * parts]`` in this rank's own memory, zero between calls. Words 0 to

@@ -4,30 +4,33 @@ tile of a peer's shard as soon as it has multiplied it.
 
 A rank's product is divided into one shard for each rank, all of equal size, and a shard is cut into ``parts`` bands of
 rows. When a tile of another rank's shard is summed over K, it goes to that rank's workspace, in the collective's dtype.
-All tiles of the peers' shards come first, band after band, about equally many to each peer at any time (``departing``).
-This rank's own tiles come last. In a reduce-scatter, an own tile is summed in fp32 with the partial sums that have
-arrived for it, and rounded once (numerics ``preserve``).
+All tiles of the peers' shards come first, band after band. At any time, about equally many are in transfer to each peer
+(``departing``). This rank's own tiles come last. In a reduce-scatter, an own tile is summed in fp32 with the partial
+sums that have arrived for it, and rounded once (numerics ``preserve``).
 
 With ``EXCHANGES``, the kernel computes an all-to-all: nothing is summed. An own tile is stored into the result. What
 the peers have sent is copied from the workspace into the result (``receive``). After each own tile, a block copies a
-few pieces that have arrived. The rest is copied at the end. So most copies run under the matmul of the own tiles.
+few pieces that have arrived. The remaining pieces are copied at the end. So most copies run under the matmul of the own
+tiles.
 
-A tile is sent by a bulk store out of shared memory, which continues under the next tile's matmul. It is counted
-(``_flush``) when that store is done. Each block starts ``STAGGER`` ns after the block before it. Otherwise all blocks
-would finish and send their tiles at the same moments, and loads queue behind stores in an SM's copy unit.
+A tile is sent by a bulk store out of shared memory. The store continues under the next tile's matmul. When it is done,
+the tile is counted (``_flush``). Each block starts ``STAGGER`` ns after the block before it. Otherwise all blocks would
+send their tiles at the same moments, and loads would queue behind these stores in each SM's copy unit.
 
 Forward progress. Work is claimed from one queue, in this order on every rank. A block may hold one later turn besides
-its own (``claim``). Before a block sums an own tile of band ``p``, it waits until the peers' tiles of band ``p`` have
-arrived. In the peers' queues these come before all own tiles. So no wait depends on itself, with one resident block per
-rank as well as with all blocks resident. A block that waits has counted what it has stored. A block of an all-to-all
-claims a copy only when its next turn is an own tile or none. All tiles that its rank sends are then claimed by blocks
-that run, and its own ones are counted. A later turn that it holds while it waits is an own tile, which no other rank
-needs. Credits depend only on the previous call. All waits are bounded (``signals``).
+its current one (``claim``). Before a block sums an own tile of band ``p``, it waits until the peers' tiles of band
+``p`` have arrived. In the peers' queues these come before all own tiles. So no wait depends on itself, with one
+resident block per rank as well as with all blocks resident. A block that waits has counted what it has stored.
 
-Memory ordering: bulk stores, ``store_fence``, ``count_and_signal``; the last tile of a band sets the flag to the number
-of the call. The receiver waits and loads by ordinary loads that bypass L1. The workspace is written again after the
-credits that the last block gives. CUDA graphs: the number of the call is read from device memory and incremented by the
-last block.
+A block of an all-to-all claims a copy only when its next turn is an own tile or none. Then all tiles that its rank
+sends are claimed by blocks that run, and this block has counted the tiles that it sent. While the block waits, it may
+hold a later turn. This turn is an own tile, which no other rank needs. Credits depend only on the previous call. All
+waits are bounded (``signals``).
+
+Memory ordering. Bulk stores are followed by ``store_fence``, then by ``count_and_signal``. The last tile of a band sets
+the flag to the number of the call. The receiver waits and loads by ordinary loads that bypass L1. The workspace is
+written again after the credits that the last block gives. CUDA graphs: the number of the call is read from device
+memory and incremented by the last block.
 """
 
 from __future__ import annotations
@@ -107,8 +110,8 @@ def _sum_own(
     padded, signals, scale,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of all peers to an own tile, and store it with its epilogue. ``seen``: the band for which
-    the block has waited already."""
+    """Add the partial sums of all peers to an own tile, apply the epilogue, and store the tile. ``seen``: the band for
+    which the block has waited already."""
     if seen != part:
         for step in range(1, WORLD):
             source = (rank + step) % WORLD
@@ -150,10 +153,10 @@ def matmul_reduce_scatter(
     """Grid: any number of blocks, ideally one per SM.
 
     Args:
-        a_desc: ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. With ``BY_COLUMNS`` ``[rows, inner]``.
+        a_desc: ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. With ``BY_COLUMNS``: ``[rows, inner]``.
         b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
-        out: this rank's result: its shard ``[rows, columns]``. With ``EXCHANGES`` a shard from each rank, ``[WORLD *
-            rows, columns]``.
+        out: this rank's result: its shard ``[rows, columns]``. With ``EXCHANGES``, it is a shard from each rank:
+            ``[WORLD * rows, columns]``.
         rows, columns: sizes of a shard.
         EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``. It is applied
             to this rank's reduced result only, not to the tiles that are sent.
@@ -161,18 +164,19 @@ def matmul_reduce_scatter(
             source. ``padded`` is ``rows`` rounded up to whole tiles.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
         flags: ``signal_flag(s, i)`` holds the number of the call whose band ``i`` has arrived from source ``s``.
-        queues: int32 ``[QUEUE_WORDS + WORLD * parts]`` in this rank's own memory, zero between calls: tiles claimed,
-            blocks that have finished, copies claimed, and from word ``QUEUE_WORDS`` on tiles stored.
+        queues: int32 ``[QUEUE_WORDS + WORLD * parts]`` in this rank's own memory, zero between calls. Words 0, 1 and 2
+            count tiles claimed, blocks that have finished, and copies claimed. Words from ``QUEUE_WORDS`` on count
+            tiles stored.
         calls: int32, one word in this rank's own memory: number of calls that have ended.
         site: number under which a fault record names the site.
         part_rows: rows of a band, a multiple of ``BLOCK_M``.
         parts: bands of a shard.
         scale: factor of the sum (1, or ``1 / WORLD`` for an average).
-        BATCH: tiles after which a block waits for its last store to leave shared memory.
-        BY_COLUMNS: a shard consists of columns of the product ``[rows, WORLD * columns]``, not of rows. Only with
-            ``EXCHANGES``, as the following are.
+        BATCH: after this many tiles, a block waits until its last store has left shared memory.
+        BY_COLUMNS: a shard consists of columns of the product ``[rows, WORLD * columns]``, not of rows. This parameter
+            and the following ones are used only with ``EXCHANGES``.
         copies: pieces in which a band of one peer is copied into the result, ``COPY`` int32 words at a time.
-        EARLY: most pieces that a block copies after each own tile.
+        EARLY: largest number of pieces that a block copies after each own tile.
     """
     STORE_N: tl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
     call = tl.load(calls)
@@ -181,7 +185,7 @@ def matmul_reduce_scatter(
     tiles_part = part_rows // BLOCK_M
     padded = tiles_shard * BLOCK_M
     everything = tiles_shard * tiles_n * WORLD
-    # As a product of four, so that the compiler knows that masks end between 16-byte words.
+    # Written as a product of four: so the compiler knows that masks end between 16-byte words.
     row_words = columns // 8 * 4
     peers = ()
     for ahead in tl.static_range(1, WORLD):

@@ -5,8 +5,8 @@ rows with all peers.
 Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` runs after the waits for what it
 reads. Its last block signals what all blocks have stored to peers. Each block stores, passes a barrier and does an
 acquire-release add, so the last block's releases are cumulative over all of these stores. ``receive_rows`` runs after a
-kernel that waits for what it copies, and does not wait itself. It fills the GPU: if it waited, a kernel on this rank's
-other stream that a peer waits for might never start.
+kernel that waits for what it copies, and does not wait itself. It fills the GPU. If it waited, a kernel on this rank's
+other stream might never start, and a peer may be waiting for that kernel.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def sum_partials(
         result = (total * scale).to(out.dtype.element_ty)
         tl.store(out + at, result, mask=inside)
         if BROADCAST:
-            # If the wait for credits before this on the stream was given up, nothing is stored.
+            # If the wait for credits, which ran before this kernel, was given up, nothing is stored.
             allowed = inside & may_store(stop)
             for step in tl.static_range(1, WORLD):
                 to = (
@@ -68,8 +68,8 @@ def receive_rows(
     """Copy every peer's finished shard from the workspace to ``out``. ``finished`` and ``out`` are
     ``[WORLD, vectors * VECTOR]``. Grid: ``(WORLD - 1) * STRIPES``.
 
-    A shard is cut into ``STRIPES`` interleaved stripes. Neighbouring blocks copy different shards, that of ``rank + 1``
-    first.
+    A shard is cut into ``STRIPES`` interleaved stripes. Neighbouring blocks copy different shards. The shard of
+    ``rank + 1`` comes first.
     """
     source = (rank + 1 + tl.program_id(0) % (WORLD - 1)) % WORLD
     elements = vectors * VECTOR

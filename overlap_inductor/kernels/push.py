@@ -49,13 +49,14 @@ def push_piece(
     KEEP: tl.constexpr,
     SCATTERED: tl.constexpr,
 ):
-    """Claim one piece of this rank's shard for one receiver, and store it there. Returns whether there was one left.
+    """Claim one piece of this rank's shard for one receiver, and store the piece in its workspace. Returns whether a
+    piece was left.
 
     ``words``: the shard as int32 ``[shard_words]``, aligned to 16 bytes. In a receiver's workspace (``peer_data``,
     int64 ``[WORLD]`` addresses) the shard begins at word ``rank * shard_words``. With ``SCATTERED``, ``words`` holds a
     shard for each rank, in the order of ranks. The receivers are all peers, and with ``KEEP`` this rank, too. A part is
-    ``part_words`` words in ``PIECES`` pieces, stored ``BLOCK`` words at a time. ``queues``: word 0 counts claims, words
-    ``QUEUE_WORDS + peer * PARTS + part`` count stored pieces. ``flags``: this rank's flags. ``peer_flags``: the
+    ``part_words`` words in ``PIECES`` pieces, stored ``BLOCK`` words at a time. ``queues``: word 0 counts claims.
+    Words ``QUEUE_WORDS + peer * PARTS + part`` count stored pieces. ``flags``: this rank's flags. ``peer_flags``: the
     addresses of the peers' flags.
     """
     i = tl.atomic_add(queues, 1, sem="relaxed")
@@ -66,7 +67,7 @@ def push_piece(
         part = i // (PIECES * RECEIVERS)
         rest = i % (PIECES * RECEIVERS)
         # A part goes to one peer after the other, so that the first peer has it soon. Peer ``rank - 1`` comes first,
-        # because of all peers' shards it multiplies this rank's first (``tile_order.arriving``).
+        # because the first peer's shard that it multiplies is this rank's (``tile_order.arriving``).
         peer = (rank + WORLD - 1 - rest // PIECES) % WORLD
         piece = rest % PIECES
         if peer != rank:
@@ -103,8 +104,8 @@ def push_until(
     WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
     SCATTERED: tl.constexpr,
 ):  # fmt: skip
-    """Push pieces until ``flag`` has reached ``target`` or no piece is left. Orders nothing: wait for the flag
-    afterwards. The other arguments are those of ``push_piece``."""
+    """Push pieces until ``flag`` has reached ``target`` or no piece is left. This orders no memory accesses: the caller
+    waits for the flag afterwards. The other arguments are those of ``push_piece``."""
     sending = not has_come(flag, target)
     while sending:
         sent = push_piece(

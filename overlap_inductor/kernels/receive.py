@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy what has arrived from the peers out of the workspace, inside a kernel of schedule ``fused`` that also sends.
+"""Copy out of the workspace what the peers have sent. A kernel of schedule ``fused`` that also sends does this.
 
-A peer's slice is cut into parts, and a part into pieces, which blocks claim from a queue. A part has one flag
-(``signals.signal_flag``), which its sender sets.
+A peer's slice is cut into parts, and a part into pieces. Blocks claim the pieces from a queue. The sender of a part
+sets the part's flag (``signals.signal_flag``).
 
-Memory ordering: the block waits for the part's flag by an acquire, a barrier follows, and its loads bypass L1. Forward
-progress: the caller claims a piece only after its rank has claimed everything that it sends, and after it has counted
-what it has stored itself. So a wait for a peer depends on nothing that this block holds back. CUDA graphs: ``call`` is
-read from device memory by the kernel that copies.
+Memory ordering: the block waits for the part's flag by an acquire, a barrier follows, and its loads bypass L1.
+
+Forward progress: a block claims a piece here only when blocks of its rank have claimed everything that the rank sends.
+The block has also counted what it has stored itself. So a wait for a peer depends on nothing that this block holds
+back.
+
+CUDA graphs: ``call`` is read from device memory by the kernel that copies.
 
 If the group was aborted, the copied words become NaN in every float format, because a replay of a CUDA graph cannot
 raise an error.
@@ -28,15 +31,15 @@ from overlap_inductor.kernels.signals import wait_at_least
 
 @triton.jit
 def _part_of(i, rank, copies, WORLD: tl.constexpr):
-    """``(source, part)`` of piece ``i``. Part 0 of all peers comes first. Of one part, the peers are taken in the order
-    in which they store to this rank: rank ``r`` stores to rank ``r + 1`` first."""
+    """``(source, part)`` of piece ``i``. Part 0 of all peers comes first. Within a part, the peers come in the order in
+    which they store to this rank: rank ``r`` stores to rank ``r + 1`` first."""
     whole = (WORLD - 1) * copies
     return (rank + WORLD - 1 - i % whole // copies) % WORLD, i // whole
 
 
 @triton.jit
 def may_receive(queue, flags, call, rank, signals, parts, copies, WORLD: tl.constexpr):
-    """Whether a piece is left, and the part of the next one has arrived. Another block may claim that piece first."""
+    """Whether a piece is left, and the next piece's part has arrived. Another block may claim that piece first."""
     i = tl.atomic_add(queue, 0, sem="relaxed")
     left = i < (WORLD - 1) * parts * copies
     source, part = _part_of(tl.where(left, i, 0), rank, copies, WORLD)
@@ -49,7 +52,7 @@ def receive_piece(
     parts, copies, slot_words, staged_words, part_words,
     WORLD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Claim one piece, wait for its part and copy it. Returns whether there was one left.
+    """Claim one piece, wait for its part and copy it. Returns whether a piece was left.
 
     Args:
         result: int32 words of the result: slots of ``slot_words`` words, in the order of ranks.

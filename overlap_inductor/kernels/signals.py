@@ -11,8 +11,8 @@ Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` followed
 thread that acquires the value sees all of these stores. A wait is one thread's ``ld.acquire.sys``, repeated until the
 value is there, followed by ``bar.sync``: the block's later loads come after it. Both barriers are explicit because
 Triton 3.6 puts none around atomics. This covers ordinary loads and stores. Loads and stores by the bulk copy unit
-belong to another proxy: ``store_fence`` goes between bulk stores and their signal, ``load_fence`` between a wait and
-bulk loads.
+belong to another proxy. So ``store_fence`` goes between bulk stores and their signal, and ``load_fence`` goes between a
+wait and bulk loads.
 
 Triton compiles a descriptor's store for Hopper GPUs as follows. First the tile is stored to shared memory. Then come
 ``fence.proxy.async.shared::cta``, a barrier, one thread's bulk store, ``commit_group`` and, in 3.6 and 3.7,
@@ -25,24 +25,24 @@ Forward progress. A wait ends when the value is there, when the rank's abort wor
 In the last case the thread sets the abort word itself, by compare-and-swap: of all threads whose patience ends, exactly
 one finds zero there. That thread writes the rank's record on the group's board, and marks on the board that there is a
 record. Then it sets the abort words of all other ranks. (If the ranks' GPUs do not reach each other's memory, each rank
-has a board of its own, and no other rank's word is set.) It does so in this order, by releases, so a rank that a peer
-has stopped finds the record. After that every wait of these ranks returns at once, and kernels run to their ends with
-data that the host rejects because of the board. No barrier is inside a branch on the outcome of a wait, so no thread of
-a block is missing at a barrier.
+has a board of its own, and no other rank's word is set.) The thread writes in this order, by releases, so a rank that a
+peer has stopped finds the record. After that every wait of these ranks returns at once, and kernels run to their ends
+with data that the host rejects because of the board. No barrier is inside a branch on the outcome of a wait, so no
+thread of a block is missing at a barrier.
 
-After an abort the kernels of a rank signal nothing to its peers, and store nothing there unless they had permission
+After an abort, the kernels of a rank signal nothing to its peers. They store to a peer only if they had its permission
 from before the abort. (Copy engines cannot look: ``transports.copy_engine``.) A kernel that stores to peers without a
 wait of its own looks at the abort word (``look``) before it stores. Every kernel looks after each wait on which its
-results or its signals depend. A wait that was given up has set the word before the barrier that follows it, so every
-thread of its block sees the word set. So whatever a rank signals was computed from data for which its waits succeeded.
-One thread may see the word set while another thread of its block did not. A thread that signals for both must look
-later than both (``count_and_signal``), or ask all of them (``group_signals.signal_ranks``).
+results or its signals depend. A wait that was given up has set the word before the barrier that follows the wait, so
+every thread of the block sees the word set. So whatever a rank signals was computed from data for which its waits
+succeeded. One thread may see the word set although another thread of its block did not. A thread that signals for the
+block must look later than all threads (``count_and_signal``), or ask all of them (``group_signals.signal_ranks``).
 
 The abort word is in the memory of the GPU that reads it. Only the board is in the host's memory (``STOP_WORDS`` says
 where the addresses are). A waiting block must not look at the host's memory. On an H100, 108 blocks looked there in
 every 64th iteration of their wait. They slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that looked
-only at the GPU's memory, however often, did not slow it. So looking costs nothing in a wait that ends at once, and
-costs a kernel one load from its own GPU's memory, in parallel with other loads.
+only at the GPU's memory, however often, did not slow it. So a look costs nothing in a wait that ends at once. Elsewhere
+it costs a kernel one load from its own GPU's memory, in parallel with other loads.
 
 CUDA graphs. In a captured graph no argument of a kernel changes. The number of the call, on which the values of flags
 depend, is read from device memory.
@@ -263,16 +263,18 @@ def signal_flag(flags, source, index, signals, WORLD: tl.constexpr):
 
 @triton.jit
 def has_come(flag, target):
-    """Whether a flag has reached ``target``, with the same answer for all threads of the block. An atomic's result is
-    broadcast to the block. A load is each thread's own: threads that read the flag at different moments would diverge
-    before a barrier. This orders nothing: a block that uses the data must still wait for the flag."""
+    """Whether a flag has reached ``target``, with the same answer for all threads of the block. The flag is read by an
+    atomic, whose result is broadcast to the block. By plain loads, threads could read the flag at different moments,
+    and would diverge before a barrier. This function orders nothing: a block that uses the data must still wait for the
+    flag."""
     return reached(tl.atomic_add(flag, 0, sem="relaxed", scope="sys"), target)
 
 
 @triton.jit
 def look(stop):
     """The abort word as this thread sees it: not 0 if the group has been aborted. After a wait's barrier each thread
-    looks for itself, so no branch that contains a barrier may depend on the value. Masks and ``signal`` may."""
+    looks for itself. So no branch that contains a barrier may depend on the value; masks and ``signal`` may depend on
+    it."""
     return tl.load(stop, cache_modifier=".cg")
 
 
@@ -299,10 +301,10 @@ else:
 """``wait_at_least(flag, target, stop, patience_ns, code, peer)``: waits until the flag has ``reached`` its target or
 the group has been aborted. After ``patience_ns`` the wait is given up, and the fault record gets ``code`` and ``peer``.
 
-``set_flag(flag, value)``: sets the flag to ``value``. A thread that acquires it also sees the block's earlier stores.
-``signal(flag, value, looked)``: the same for a peer's flag, but only if ``looked`` is 0. ``looked`` is what ``look``
-returned to the thread that sets the flag. ``add_flag(flag, value)``: adds ``value`` to the flag, by a release as in
-``set_flag``.
+``set_flag(flag, value)``: sets the flag to ``value``. A thread that acquires the value also sees the block's earlier
+stores. ``signal(flag, value, looked)``: the same for a peer's flag, but only if ``looked`` is 0. ``looked`` is what
+``look`` returned to the thread that sets the flag. ``add_flag(flag, value)``: adds ``value`` to the flag, by a release
+as in ``set_flag``.
 
 ``store_fence()``: between bulk stores and their signal. ``load_fence()``: between a wait and bulk loads.
 """

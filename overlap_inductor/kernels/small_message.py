@@ -4,17 +4,17 @@ and RMSNorm that follow, in one kernel.
 
 One-shot: every rank stores its rows into every peer's workspace, and sums all of them. Two-shot: row ``m`` belongs to
 rank ``m % WORLD``, its owner. The owner gets all partial rows, sums them and stores the sum into every peer's workspace
-(with a norm into its own, too). It stores the sum and not the normed row. A normed row and a new residual would be
-twice the bytes, and every rank adds its own residual, whatever that holds. Sums are in fp32, in the order of the ranks,
-rounded once, so all ranks get the same bits. There is no barrier across ranks: a block waits for the flags of its own
-columns or rows.
+(with a norm into its own, too). It stores the sum and not the normed row, for two reasons. A normed row and a new
+residual would be twice the bytes. And every rank adds a residual of its own, whatever values this has. Sums are in
+fp32, in the order of the ranks, rounded once, so all ranks get the same bits. There is no barrier across ranks: a block
+waits for the flags of its own columns or rows.
 
-A block has one *unit*: a segment of columns of one row (one-shot), or of a group of ``WORLD`` rows, one of each owner
-(two-shot). A norm needs whole rows. In one-shot the last block of a row computes it. In two-shot the blocks of the next
-group do, with one more group of blocks at the end.
+A block has one *unit*, a segment of columns. In one-shot, it is a segment of one row. In two-shot, it is a segment of a
+group of ``WORLD`` rows, one row of each owner. A norm needs whole rows. In one-shot, the last block of a row computes
+it. In two-shot, the blocks of the next group compute it, and there is one more group of blocks at the end.
 
 Forward progress. A block stores what its peers wait for before it waits itself. It waits for units of blocks with its
-own number or a lower one. In two-shot it also waits for sums, which wait only for partial rows of blocks with no higher
+own number or a lower one. In two-shot it also waits for sums. These wait only for partial rows of blocks with no higher
 number. Take the lowest number whose block has not ended on some rank. Blocks start in the order of their numbers, and
 all lower ones have ended on every rank. So on every rank the block of that number runs or has ended. It stores its
 partial rows without waiting, so its sums and its other waits succeed, and it ends. So one resident block on each rank
@@ -27,18 +27,19 @@ Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES
 other. In call ``n - 1`` a block of ``r`` has waited for a signal of each peer. (In two-shot it is the signal of the
 peer's partial rows, which comes even if there are none.) So each peer had begun its call ``n - 1``, and had therefore
 ended call ``n - 2``, the last one to read that half. This holds for any number of blocks or rows in each call, since
-halves belong to the slot and not to the call. It holds whether blocks are resident together or not, since it depends on
-whole kernels. A peer may be one call ahead: its flags are then larger than what is waited for, and its data are in the
-other half. Calls with credits in the same slot would break this; the arena gives them other slots.
+halves belong to the slot and not to the call. It holds whether blocks are resident together or not, since the argument
+is about whole kernels. A peer may be one call ahead. Its flags are then larger than the value waited for, and its data
+are in the other half. Calls with credits in the same slot would break this; the arena gives them other slots.
 
-Aborts (``signals``). A block looks at the abort word when it loads the call number and, in two-shot, when it loads the
-partial rows after its wait for them. If the word is set, nothing is stored to peers or signalled, in this call and all
-later ones. The argument above depends on calls whose waits have succeeded. A result that was summed after a wait that
-was given up, or in a later call, is NaN. A replay of a CUDA graph cannot raise an error.
+Aborts (``signals``). A block looks at the abort word when it loads the call number. In two-shot, it also looks when it
+loads the partial rows, after its wait for them. If the word is set, nothing is stored to peers or signalled, in this
+call and all later ones. The argument above depends on calls whose waits have succeeded. A result that was summed after
+a wait that was given up, or in a later call, is NaN. A replay of a CUDA graph cannot raise an error.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.
 Between calls: the end of a kernel before the start of the next one on the stream. CUDA graphs: the number of the call
-is read from device memory. The last block that has read the number increments it. The block would only wait meanwhile.
+is read from device memory. The last block that has read the number increments it, at a time when this block would only
+wait.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ def count_call(calls, queues, call, SEM: tl.constexpr):
 
 @triton.jit
 def _sum_of(own, came, stride, at, inside, rank, scale, looked, WORLD: tl.constexpr):
-    """The sum of the ranks' elements ``at``, times ``scale``, in the collective's dtype. This rank's are read from
-    ``own``, those of source ``s`` from ``came + s * stride``. NaN if ``looked`` (what ``look`` returned) is not 0."""
+    """The sum of the ranks' elements ``at``, times ``scale``, in the collective's dtype. This rank's elements are read
+    from ``own``, the elements of source ``s`` from ``came + s * stride``. NaN if ``looked`` (what ``look`` returned) is
+    not 0."""
     parts = ()
     for s in tl.static_range(WORLD):
         base = tl.where(s == rank, own.to(tl.int64), (came + s * stride).to(tl.int64)).to(own.dtype)
@@ -132,9 +134,9 @@ def one_shot(
             all tensors here.
         eights: ``columns / 8``, so that the compiler sees that rows are whole 16-byte words.
         out: the sum over ranks ``[rows, columns]``; with ``NORM`` the normed rows.
-        residual, residual_out: ``[rows, columns]``; with ``NORM`` ``residual`` is read and ``residual_out`` is written,
-            else neither.
-        weight: ``[columns]``, the norm's; read with ``NORM`` only.
+        residual, residual_out: ``[rows, columns]``. With ``NORM``, ``residual`` is read and ``residual_out`` is
+            written. Without, neither is used.
+        weight: ``[columns]``, the weight of the norm; read with ``NORM`` only.
         staging: this rank's workspace, two halves of ``half`` elements, each ``[WORLD, rows, columns]``: what has
             arrived from each source.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the ranks' workspace and flags.
@@ -213,11 +215,11 @@ def two_shot(
     are ``SEGMENTS`` more blocks.
 
     Args: as ``one_shot``, except for these.
-        staging: a half holds the partial sums ``[WORLD, groups, columns]``, then the sums ``[rows, columns]``. The
-            partial sums are, from each source, those of this rank's row in each group of ``WORLD`` rows.
+        staging: a half holds the partial sums ``[WORLD, groups, columns]``, then the sums ``[rows, columns]``. For each
+            source and each group of ``WORLD`` rows, the half holds the partial sum of this rank's row.
         flags: ``signal_flag(s, u)`` holds the number of the call whose partial segment ``u`` has arrived from source
-            ``s``. ``signal_flag(s, units + u)`` holds that of the call whose segment ``u`` of sums has arrived from
-            owner ``s``. ``units`` is the number of segments in all groups.
+            ``s``. ``signal_flag(s, units + u)`` holds the number of the call whose segment ``u`` of sums has arrived
+            from owner ``s``. ``units`` is the number of segments in all groups.
     """
     columns = eights * 8
     call = tl.load(calls)

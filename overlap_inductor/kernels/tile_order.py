@@ -102,8 +102,8 @@ def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr,
     """As ``arriving``, for tiles that are sent: at any time about equally many are in transfer to each rank. If two
     ranks sent only to one rank, each would get half a link.
 
-    In a part, about ``GROUP_M`` rows of tiles are taken together, equally many of each shard and at least one. They are
-    taken tile column by tile column. In a tile column, neighbouring turns belong to different shards.
+    In a part, about ``GROUP_M`` rows of tiles are taken together, equally many of each shard and at least one. These
+    tiles are taken tile column by tile column. In a tile column, neighbouring turns belong to different shards.
     """
     GROUP: tl.constexpr = GROUP_M // (WORLD - 1) if GROUP_M >= WORLD else 1
     whole = tiles_part * tiles_n * (WORLD - 1)

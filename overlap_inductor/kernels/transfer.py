@@ -4,28 +4,28 @@ its streams, and so does ``fused`` if copies send a shard.
 
 A *part* is a band of rows of one shard. Part number ``u`` belongs to the rank ``u // PARTS + 1`` steps away and is
 number ``u % PARTS`` of its shard. It has a flag of its own, ``signal_flag(flags, source, index + u % PARTS)``. A kernel
-for parts handles those from number ``first`` on.
+for parts handles the parts from number ``first`` on.
 
 Memory ordering. What is signalled was written by work before it on the same stream (a copy engine, or SMs), or by the
 pushing block itself. Work on a stream begins when all earlier work on the stream is complete and visible. A block's
-release at system scope is cumulative over that, so whoever acquires the flag sees the data (``signals``). After a wait
-the same holds in the other direction. After the acquire and the end of the kernel, whatever is next on the stream sees
-the data, by whatever unit it reads. The boundary between kernels orders their proxies. So a vendor's matmul may read
-what an earlier wait on its stream waited for.
+release at system scope is cumulative over this earlier work, so whoever acquires the flag sees the data (``signals``).
+After a wait the same holds in the other direction. After the acquire and the end of the kernel, the next work on the
+stream sees the data, by whatever unit it reads. The boundary between kernels orders their proxies. So a vendor's matmul
+may read what an earlier wait on its stream waited for.
 
-Forward progress. Every schedule launches its sends of a step before its waits of that step, on every rank in one order
-of steps. A wait is for what peers send in this step or in an earlier one. Credits depend only on the previous call. So
-the earliest step that is unfinished anywhere never waits for a later one, even if all streams share one hardware queue
-(``CUDA_DEVICE_MAX_CONNECTIONS=1``). Within a send, a part waits only for its turn: for a part of lower number, of the
+Forward progress. All ranks launch the steps of a schedule in the same order, and in each step the sends before the
+waits. A wait is for what peers send in this step or in an earlier one. Credits depend only on the previous call. So the
+earliest step that is unfinished anywhere never waits for a later one, even if all streams share one hardware queue
+(``CUDA_DEVICE_MAX_CONNECTIONS=1``). Within a send, a part waits only for its turn: for a part of lower number in the
 same send of another rank. A waiting block has one warp, and there is one waiting block per part, so waiting blocks
 never fill the GPU. A waiting kernel takes no shared memory. An SM changes its split between L1 and shared memory only
 when nothing runs there. So a kernel that needs shared memory may be unable to start on an SM where a waiting kernel
-runs, and starts on another SM. So what a wait depends on finds room. All waits are bounded (``signals``).
+runs. It then starts on another SM. So the work on which a wait depends finds room. All waits are bounded (``signals``).
 
 CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes.
 No argument changes from replay to replay. In a graph sends, waits for peers and waits for turns are three branches
 without an order between them. So they need three hardware queues (two without turns: ``runtime.replay``,
-``transports.copy_engine``). A user who captures a graph must see to that. With one queue no such graph has hung
+``transports.copy_engine``). A user who captures a graph must make sure of this. With one queue no such graph has hung
 (``tests.gpu.check_stress``, scenario ``graphs``).
 """
 
@@ -54,7 +54,7 @@ def _peer(rank, steps, WORLD: tl.constexpr):
 
 
 NOBODY = tl.constexpr(-(2**30))
-"""Added to the number of a call, it gives a number so long past that no rank waits for it."""
+"""The sum of this and the number of a call is a number that lies so far back that no rank waits for it."""
 
 
 @triton.jit
@@ -70,15 +70,15 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
     """Wait until every peer has finished the calls before this one. Grid: one block.
 
     It is launched on the stream of the matmuls. On another stream it could run at the same time as a vendor's kernel
-    that keeps an SM for all its tiles. It would then begin only when that kernel ends, or keep one of that kernel's
-    blocks from beginning. (4 H200s, a gather of 8192 tokens, calls one after the other: in every other call it began
-    240 us late, and so did the copies.)
+    that keeps an SM for all its tiles. Then this kernel would begin only when the vendor's kernel ends, or it would
+    keep one of the vendor's blocks from beginning. (4 H200s, a gather of 8192 tokens, calls one after the other: in
+    every other call it began 240 us late, and so did the copies.)
 
     ``announced`` (one word): see ``announce``.
 
     If permission has not arrived, because this rank's patience is over or because another rank has stopped it, this
-    kernel sets the abort words of all ranks. They are set when the kernel ends, before any copy after it starts
-    (``spoil``). The rank that stopped this one may not have told the others yet.
+    kernel sets the abort words of all ranks. The words are set when the kernel ends, before any later copy starts
+    (``spoil``). A rank that stopped this one may not have told the others yet.
     """
     call = tl.load(calls)
     for step in range(1, WORLD):
@@ -107,14 +107,14 @@ def spoil(result, words, stop, BLOCK: tl.constexpr):
     """Set ``result`` (``words`` of 4 bytes) to NaN, in every float format, if the group has been aborted. Grid: any
     number of blocks, on the stream after everything that reads the workspace.
 
-    It is for results of kernels and copies that look at no abort word themselves. Vendors' matmuls and copies run even
-    after waits that were given up, and a replay of a CUDA graph cannot raise an error.
+    This kernel is for results of kernels and copies that look at no abort word themselves. Vendors' matmuls and copies
+    run even after waits that were given up, and a replay of a CUDA graph cannot raise an error.
 
-    Its look also protects what was read from the workspace before. A rank without permission may overwrite rows of a
-    call that is still running here, but only after it has set this rank's abort word. Its stores of the word are done
-    when its kernel ends, and its copies start only then. So a call that has read such a row finds the word set when it
-    looks later. What was read before the word was set is right. It is spoilt too if the word arrives before the end of
-    the call, since the group's results are not valid from then on.
+    The look at the abort word also protects what was read from the workspace before. A rank without permission may
+    overwrite rows of a call that is still running here, but only after it has set this rank's abort word. That rank's
+    stores of the word are done when its kernel ends, and its copies start only then. So a call that has read such a row
+    finds the word set when it looks later. Rows that were read before the word was set are right. Their results are set
+    to NaN too if the word arrives before the end of the call, since the group's results are not valid from then on.
     """
     _spoil(result, words, look(stop), BLOCK)
 
@@ -217,7 +217,7 @@ def push_parts(
     """
     call = tl.load(calls)
     words = source.to(tl.pointer_type(tl.int32), bitcast=True)
-    # As products of four, so that the compiler knows that masks end between vectors.
+    # Written as products of four: so the compiler knows that masks end between vectors.
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
     size = tl.cdiv(tl.cdiv(part_words, PIECES), BLOCK) * BLOCK
@@ -232,7 +232,7 @@ def push_parts(
             tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16)
             + (tl.cast(rank, tl.int64) * shard_vectors + base) * 4
         )
-        # If the wait for credits before this on the stream was given up, nothing is stored.
+        # If the wait for credits, which ran before this kernel, was given up, nothing is stored.
         limit = tl.where(may_store(stop), end, begin)
         for chunk in range(begin, end, BLOCK):
             at = chunk + tl.arange(0, BLOCK)

@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``wave_groups``: a persistent matmul that signals which groups of its rows are stored, and the kernel that
-waits for one group (FlashOverlap, arXiv 2504.19519). An ordinary collective follows each waiting kernel
-(``lowerings.wave_groups.launch``).
+"""Schedule ``wave_groups``: a persistent matmul, and a kernel that waits for one group of the matmul's rows
+(FlashOverlap, arXiv 2504.19519). The matmul signals when a group is stored. An ordinary collective follows each waiting
+kernel (``lowerings.wave_groups.launch``).
 
 The paper lets the tiles of a vendor's matmul end in any order and stores them permuted. Here the order is chosen. A
 group is some neighbouring bands of ``BLOCK_M`` rows of each shard. Groups are multiplied one after the other, and the
-rows of a group are contiguous. The layout of two groups, of 2 bands and 1 band, of one shard (all-reduce: in the result
-itself) and of two shards (reduce-scatter: in staging): ::
+rows of a group are contiguous. An example has two groups, of 2 bands and of 1 band. The first line shows the layout of
+one shard (all-reduce: in the result itself). The second line shows the layout of two shards (reduce-scatter: in
+staging): ::
 
     | band 0  band 1 | band 2 |
     | shard 0: bands 0, 1   shard 1: bands 0, 1 | shard 0: band 2   shard 1: band 2 |
 
-So a collective reads one contiguous range, and its results are rows where they belong. Inside a group, tiles are
+So a collective reads one contiguous range, and writes the rows to their final place. Inside a group, tiles are
 multiplied in columns of ``GROUP_M`` bands.
 
-Counting. A block counts its tiles of a group in one addition, when the next tile that it has claimed is of a later
-group. Until then its bulk stores continue under the next tile's matmul. The kernel that waits for a group sets the
-group's counter back to zero. It has ended before the next call begins, because both streams are joined.
+Counting. A block counts all its tiles of a group in one addition, when the next tile that it has claimed belongs to a
+later group. Until then its bulk stores continue under the next tile's matmul. The kernel that waits for a group sets
+the group's counter back to zero. This kernel has ended before the next call begins, because both streams are joined.
 
 Forward progress. The matmul waits for nothing, so it ends wherever it was started, on however few SMs. The waiting
-kernel is launched after it, so it cannot hold up the matmul even if ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts both into
-one hardware queue. It needs room for one warp, which it finds on the SMs that the matmul leaves free. Without such SMs
-it would run when the matmul's blocks end. Its wait is bounded (``signals``). A collective follows its rank's waiting
-kernel on the same stream, and waits for peers whose matmuls end likewise.
+kernel is launched after the matmul, so it cannot hold up the matmul even if ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts both
+into one hardware queue. The waiting kernel needs room for one warp, and finds it on the SMs that the matmul leaves
+free. Without such SMs it would run when the matmul's blocks end. Its wait is bounded (``signals``). A collective
+follows its rank's waiting kernel on the same stream, and waits for peers, whose matmuls also end.
 
 Memory ordering. Tiles are stored by bulk stores and ``store_fence``, or by ordinary stores; then comes ``add_flag``
 (barrier, release). The waiting kernel acquires the last addition, and with it all additions before: additions to a
@@ -32,9 +33,9 @@ Aborts (``signals``). We cannot keep an ordinary collective from sending the gro
 given up, and in all calls after it, the waiting kernel overwrites the group's rows with NaN. The collective's sum
 carries the NaN to every rank, even to one whose abort word is not set (another machine). A waiting kernel that sees its
 rank's abort word set ends after the board was marked. So the host of that rank can know of the abort before the
-collective's kernel starts, and before any rank has its result. A tile that is stored later replaces NaN by what the
-collective should have read. In the result of an all-reduce it leaves this rank's own partial sum, and this rank's host
-knows of the abort. Counters may keep any value: after an abort nothing relies on them.
+collective's kernel starts, and before any rank has its result. A tile that is stored later replaces NaN by the values
+that the collective should have read. In the result of an all-reduce, such a tile leaves this rank's own partial sum.
+But this rank's host knows of the abort. Counters may keep any value: after an abort nothing relies on them.
 
 CUDA graphs. Counters and queue are zero between calls, and a group's number of tiles depends only on the shapes. No
 argument changes from replay to replay.
@@ -78,7 +79,7 @@ def matmul_in_groups(
         counters: int32, ``FLAG_WORDS`` apart: tiles stored of each group, zero before the call.
         queue: int32 ``[2]``, zero between calls: tiles claimed, blocks that have finished.
         scale: fp32, factor of the product before it is rounded.
-        BATCH: tiles after which a block waits for its last store to leave shared memory.
+        BATCH: after this many tiles, a block waits until its last store has left shared memory.
     """
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles_band = shards * tiles_n
@@ -92,7 +93,8 @@ def matmul_in_groups(
         for _ in range(BATCH):
             if turn < tiles:
                 if held == 0:
-                    # The group's number first, then its bands: only plain numbers are carried from turn to turn.
+                    # The group's number is found first, then its bands: only plain numbers are carried from turn to
+                    # turn.
                     group = 0
                     for later in range(1, groups):
                         group += (turn >= tl.load(partition + later) * tiles_band).to(tl.int32)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay out what an all-to-all of equal slices sends and receives. All schedules that compute one share this module."""
+"""Lay out what an all-to-all of equal slices sends and receives. All schedules that compute such an all-to-all share
+this module."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 
 
 def sent_operands(emit: StepEmitter, nodes: SentNodes, biases: Biases) -> tuple[list[fx.Node], list[fx.Node], Biases]:
-    """``(left operands, right operands, biases)`` of the matmuls before an all-to-all. What is cut, rows or columns of
-    the product, is in the ranks' order. A bias of one row becomes a vector."""
+    """``(left operands, right operands, biases)`` of the matmuls before an all-to-all. The rows (or columns) of the
+    product that are cut are in the ranks' order. A bias of one row becomes a vector."""
     columns, sharded = nodes.sharded.dim == 1, nodes.sharded
     in_ranks_order = columns_in_place if columns else rows_in_place
 

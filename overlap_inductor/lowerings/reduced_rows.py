@@ -53,9 +53,9 @@ def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
 def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
     """The bias of each matmul, if the sum of ``terms`` adds nothing but single rows to the matmuls' results.
 
-    A single row is added to every row of the result. It becomes the bias of a plain matmul of its width and dtype
-    that has no bias. Returns ``None`` if the sum holds anything else (a factor, a scalar), or if it does not hold each
-    matmul's result exactly once. The result is also ``None`` if a row finds no such matmul.
+    A single row is added to every row of the result. The row becomes the bias of a plain matmul. This matmul must have
+    the row's width and dtype, and no bias yet. Returns ``None`` if the sum holds anything else (a factor, a scalar), or
+    if it does not hold each matmul's result exactly once. The result is also ``None`` if a row finds no such matmul.
     """
     leaves = {m.node: m for m in nodes.leaves}
     found: list[fx.Node] = []
@@ -101,7 +101,7 @@ def rewrite_reduce(
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
 
     def in_ranks_order(x: fx.Node) -> fx.Node:
-        # If the output is gathered, each rank sends all of its rows, so its rows stay in their order.
+        # If the output is gathered, each rank sends all of its rows, so the rows stay in their order.
         gathers = nodes.collectives[0].kind == "all_gather"
         return x if gathers else rows_in_place(emit, x, nodes.sharded, from_ranks=False)
 

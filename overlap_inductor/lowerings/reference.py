@@ -69,6 +69,12 @@ def exchanged(whole: torch.Tensor, columns: bool, group: dist.ProcessGroup) -> t
     return received
 
 
+def side_by_side(received: torch.Tensor, ranks: int) -> torch.Tensor:
+    """``received [W*m, k]``, the slices that arrived one below the other, as a new tensor ``[m, W*k]``."""
+    rows, width = received.shape
+    return torch.cat(received.view(ranks, rows // ranks, width).unbind(), dim=1)
+
+
 def matmul_reduce_scatter(
     lhs: Sequence[torch.Tensor],
     rhs: Sequence[torch.Tensor],

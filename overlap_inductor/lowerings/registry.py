@@ -14,8 +14,8 @@ from overlap_inductor.lowerings.small_message.schedule import SMALL_MESSAGE
 from overlap_inductor.lowerings.wave_groups.schedule import WAVE_GROUPS
 
 SCHEDULES: list[SiteSchedule] = []
-"""Register schedules with ``called_by_others`` in order of host cost, the lowest first: a schedule that calls another
-schedule's op takes the first of these schedules that pays."""
+"""Register schedules with ``called_by_others`` in order of host cost, the lowest first. A schedule that calls the op of
+another schedule takes the first of these that pays."""
 
 
 def register(schedule: SiteSchedule) -> None:

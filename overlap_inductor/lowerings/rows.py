@@ -5,14 +5,14 @@ The ops of the schedules with one op for each site (``lowerings.fused.ops`` ...)
 ``lowerings.ring.looped_reduce_ops`` compute 2-D matmuls whose rows are cut. The rows of rank 0 come first, then those
 of rank 1, and so on. This is the *ranks' order*. Sites that are cut in another way are brought into this form:
 
-- If the rows have the order ``[outer, rank, chunk]``, because an inner dim is gathered or scattered, they are permuted.
-  After a gather these are the rows of the result, before a scatter the rows of the left operand.
+- If an inner dim is gathered or scattered, the rows have the order ``[outer, rank, chunk]``, and they are permuted.
+  After a gather, the rows of the result are permuted. Before a scatter, the rows of the left operand are permuted.
 - If columns are cut, the op computes the transposed product, and its result is transposed and copied. The vendor's
   matmul reads the transposed operands where they are. A Triton kernel reads a left operand that is contiguous and
   aligned to 16 bytes; the op copies any other one first (``operands.left_operand``).
 
-If the contracted dim is cut, the ring has an op (``lowerings.ring.looped_gather``). For an all-to-all, so have
-schedules that add up the slices in registers (``one_op.exchange_rows``).
+If the contracted dim of a matmul is cut, the ring has an op for the matmul (``lowerings.ring.looped_gather``). For an
+all-to-all, schedules with one op for each site may have one, too (``one_op.exchange_rows``).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ overlap = torch.ops.overlap_inductor
 
 PLAIN: tuple[str, ...] = ("mm", "addmm")
 SCALED: tuple[str, ...] = ("scaled_mm",)
-"""Kinds of matmuls (``MatmulNode.kind``). All matmuls that one op computes are of kinds in ``PLAIN``, or all of kinds
-in ``SCALED``. The ring's looping ops compute only those in ``PLAIN``."""
+"""Kinds of matmuls (``MatmulNode.kind``). One op computes either matmuls of kinds in ``PLAIN`` or matmuls of kinds in
+``SCALED``, never both. The ring's looping ops compute only kinds in ``PLAIN``."""
 CONTRACTION = (
     "a matmul contracts the dim that is divided among the ranks; expected it among the matmul's rows or columns"
 )
@@ -58,8 +58,8 @@ def bias_row(emit: StepEmitter, row: fx.Node) -> fx.Node:
 
 
 def as_bits_of(emit: StepEmitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """``x`` with its bits read as ``dtype``, which has as many bytes. Used for fp8 data that is sent as bytes. Writes
-    no node if ``x`` has that dtype, or is such a view of a node that has it."""
+    """``x`` with its bits read as ``dtype``, which has as many bytes. Used for fp8 data that is sent as bytes. No node
+    is written if ``x`` already has this dtype, or if ``x`` only views the bits of a node that has it."""
     if tools.is_bitcast(x) and tools.dtype(x.args[0]) == dtype:
         return x.args[0]
     return x if tools.dtype(x) == dtype else emit.call(aten.view.dtype, x, dtype)
@@ -71,8 +71,8 @@ def transposed(emit: StepEmitter, x: fx.Node) -> fx.Node:
 
 
 def rows_in_place(emit: StepEmitter, x: fx.Node, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
-    """``x [rows, columns]`` with its rows moved from the ranks' order to the tensor's; if not ``from_ranks``, from the
-    tensor's order to the ranks'."""
+    """``x [rows, columns]`` with its rows moved from the ranks' order to the tensor's own order. If not ``from_ranks``:
+    from the tensor's own order to the ranks' order."""
     if isinstance(sharded.outer, int) and sharded.outer == 1:
         return x
     rank, columns = Atom(emit.world_size, rank=True), Atom(tools.shape(x)[1])

@@ -134,7 +134,7 @@ class SiteSchedule(Protocol):
     @property
     def called_by_others(self) -> bool:
         """Whether another schedule's op can call this schedule's all-reduce op, for token counts that the other
-        schedule does not serve. If so, this schedule's plan must need no parameter but ``settings``."""
+        schedule does not serve. If so, ``settings`` must be the only parameter that this schedule's plan needs."""
         ...
 
     @property
@@ -180,7 +180,7 @@ class SiteSchedule(Protocol):
         ...
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Change the decisions of ``sites`` so that the nodes that they add stay within the graph's budget.
+        """Change the decisions of ``sites`` so that the rewrites add no more nodes than the graph's budget allows.
 
         ``sites``: all sites of a graph that were decided for this schedule.
         """
@@ -193,7 +193,7 @@ class SiteSchedule(Protocol):
 
     def anchor(self, site: DecidedSite) -> fx.Node | None:
         """The node before which the site is written, if no node of the site must move (``SiteNodes.place``). ``None``:
-        it is written before its last collective."""
+        the site is written before its last collective."""
         ...
 
     def exchange(self, site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:

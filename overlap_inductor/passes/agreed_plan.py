@@ -8,9 +8,9 @@ share, such as the shape, pattern, schedule, transport and parameters::
     g0: all_gather bfloat16 [2048, 8192] in all_gather_matmul by ring/p2p (route=ring, sub_chunks=4)
     g0: all_reduce bfloat16 kept
 
-Sizes are those of what moves, which are equal on all ranks. Symbols are named in order of appearance (``d0``),
-because ranks may have named the same size differently. Groups are named the same way (``g0``), because ranks of one
-mesh are in different groups of the same kind.
+Sizes are those of the data that moves. They are equal on all ranks. Symbols are named in order of appearance (``d0``),
+because ranks may have named the same size differently. Groups are named the same way (``g0``): the groups along one dim
+of a mesh have different names, but all play the same part.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class SiteFootprint:
         # Sizes stay symbolic here, because ``lines`` names symbols in the order in which lines are written.
         layouts = site.nodes.order_sent()
         self.order = _order(*layouts) if layouts is not None else []
-        # Ranks share workspace under the site's id, so the line names the id. It names the role of the sharded dim,
-        # because the tiles in the workspace depend on it.
+        # Ranks share workspace under the site's id, so the line names the id. The line also names the role of the
+        # sharded dim, because the tiles in the workspace depend on it.
         needs = planner.workspace([site]).get(self.group)
         self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""
 
@@ -112,9 +112,10 @@ class SiteFootprint:
 
 
 def _beside(site: DecidedSite, collective: CollectiveNode) -> tuple[str, list[Any] | None]:
-    """What a further collective of a site does, in words that complete "... the one before". Its result is added to
-    that of the first, or it returns the rows of the first, or its tensor moves together with that of the first. In the
-    last case its shape is returned too, because all ranks know it."""
+    """What a further collective of a site does, in words that complete "... the one before". There are three cases. Its
+    tensor moves together with the tensor of the first collective. Or its result is added to the result of the first. Or
+    it returns the rows that the first one sent. Only in the first case do all ranks know the shape, and it is returned
+    too."""
     if collective in site.nodes.moved:
         return "with", tools.shape(collective.input)
     return ("added to" if site.nodes.is_sum else "returning rows of"), None
@@ -147,8 +148,8 @@ def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
     for atom in leaf.flat():
         place = places.get(_key(atom), -1)
         if place < 0 and same_size(atom.size, 1):
-            # Where each shard is a single index, its atom has size 1 and only one of the two layouts counts it. Such an
-            # atom does not affect the order.
+            # If each shard is a single index, the shard's atom has size 1, and only one of the two layouts contains it.
+            # Such an atom does not affect the order.
             continue
         if newest is not None and place == newest + 1:
             runs[-1][1].append(atom)
@@ -178,7 +179,7 @@ def plan_of(
     Args:
         graph: the graph after the rewrite, or as written if ``first_op`` is empty.
         sites: what ``footprints`` returned before the rewrite.
-        first_op: the site's id for the first op of each rewritten site.
+        first_op: ``{first op of a rewritten site: the site's id}``.
     """
     names = _Names()
     steps = []

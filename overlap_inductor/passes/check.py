@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check whether a site may be rewritten: an ordered list of small checks.
 
-Each check has a reason code. It returns a sentence with the values for which the site is refused, or ``None``. The
-graph does not change.
+Each check has a reason code. To refuse a site, it returns a sentence that names the values it refuses. Otherwise it
+returns ``None``. The graph does not change.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Context:
         refusal: why the compile can hold no overlap ops, or ``None``.
         taken: the matmuls of accepted sites. The value is the site's id.
         needed: nodes that must come before the steps of accepted sites: the steps' operands, the nodes moved up for
-            them, and what those nodes read. The value is the earliest anchor that needs the node
-            (``Placement.anchor``).
-        sunk: nodes of accepted sites that the rewrite will move down. The value is the anchor to which they move.
+            them, and what those nodes read. The value is the earliest anchor (``Placement.anchor``) that needs the
+            node.
+        sunk: nodes of accepted sites that the rewrite will move down. The value is the anchor to which the node moves.
     """
 
     config: OverlapConfig
@@ -115,7 +115,7 @@ def _dtype(site: OverlapSite, context: Context) -> str | None:
     if moved in integers and site.facts.collective.reduce_op == "avg":
         return f"the collective averages {moved}; expected sum, because each library rounds integers in its own way"
     if site.facts.collective.reduce_op and moved in _FP8:
-        return f"the collective sums {moved}; expected a dtype of at least 16 bits, to send partial sums in"
+        return f"the collective sums {moved}; expected a dtype of at least 16 bits, because partial sums are sent in it"
     return None
 
 
@@ -192,14 +192,14 @@ def _mutation(site: OverlapSite, context: Context) -> str | None:
 
 @check("hoist")
 def _hoist(site: OverlapSite, context: Context) -> str | None:
-    """Refuse a site if its matmuls' operands cannot be computed before its steps. They cannot if this would move a
-    node that may not be moved, or would make the site and an accepted one wait for each other."""
+    """Refuse a site if its matmuls' operands cannot be computed before its steps. There are two such cases. A node that
+    may not be moved would have to move. Or the site and an accepted site would wait for each other."""
     placement = site.nodes.place()
     if placement is None:
         return None
     if placement.obstacle is not None:
         blocking = f"{placement.obstacle.name} ({placement.obstacle.target})"
-        return f"the site's steps need {blocking} earlier than it runs now, and it cannot be moved"
+        return f"the site's steps need {blocking}, which is computed too late and cannot be moved up"
     # The site is refused only if accepted sites block every place. If a place is free, the site stays legal.
     crossings = [_crossing(site, p, context) for p in site.nodes.places() if p.obstacle is None]
     return None if None in crossings else crossings[0]

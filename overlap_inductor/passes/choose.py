@@ -21,8 +21,8 @@ from overlap_inductor.sites.nodes import OverlapSite
 
 
 class Choice(NamedTuple):
-    """The result of one walk: its finder, all ``sites`` with their decisions, and the ``chosen`` ones among them, which
-    are to be overlapped."""
+    """The result of one walk: its finder, all ``sites`` with their decisions, and the ``chosen`` sites, which are to be
+    overlapped."""
 
     found: SiteFinder
     sites: list[DecidedSite]
@@ -39,7 +39,7 @@ def find_and_choose(
     sites, or the same number of sites with more matmuls:
 
     - If that other site is not overlapped, find again, and let the reducing site take the matmul.
-    - If the matmul that was left holds the rest of the sum as its bias, write the matmul and the addition as two nodes
+    - If the other site's matmul has the rest of the sum as its bias, write the matmul and the addition as two nodes
       (``fused_sums.unfold``) and find again.
 
     Args:
@@ -73,7 +73,8 @@ def find_and_choose(
 
 
 def _idle_owners(choice: Choice) -> set[str]:
-    """Names of the first collectives of sites that are not overlapped although a reducing site left them a matmul."""
+    """The sites to which a reducing site left a matmul, but which are not overlapped. Returns the name of each site's
+    first collective."""
     taken, left = {s.facts.id for s in choice.chosen}, choice.found.left
     return {
         s.collectives[0].node.name
@@ -90,8 +91,8 @@ def _served(choice: Choice) -> tuple[int, int]:
 def choose(
     sites: list[OverlapSite], config: OverlapConfig, refusal: str | None, failed: dict[str, Reason]
 ) -> tuple[list[DecidedSite], list[DecidedSite]]:
-    """Decide every site: ``(all sites with their decisions, those to overlap)``. ``refusal`` and ``failed`` are as in
-    ``find_and_choose``."""
+    """Decide every site. Returns ``(all sites with their decisions, the sites to overlap)``. ``refusal`` and ``failed``
+    are as in ``find_and_choose``."""
     context = legality.Context(config, refusal)
     decided = [_decide(site, config, context, failed) for site in sites]
     planner.fit_workspace(_overlapped(decided), config)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delay matmuls on which no other matmul or transfer depends. They then run under a transfer that would be exposed.
+"""Delay matmuls on which no other matmul or transfer depends. They then run under a transfer that would otherwise be
+exposed.
 
 In a backward graph, a weight's gradient is only a result of the graph. So the matmul of this gradient may run later,
 while the ranks send partial sums of another gradient. (Megatron's delayed weight gradient; Qi et al., arXiv:2401.10241,
@@ -9,16 +10,16 @@ section 2, split the backward in the same way.) Before and after, for the scatte
     dx pieces: mm, exchange_send ...              ->  dw = after(mm(dy^T, x), last send)
     exchange_wait(buffer, [pieces])                   exchange_wait(buffer, [pieces, dw])
 
-The two sites of a seam (``lowerings.ring.unrolled_bands``) have a wait for each band. There the matmul runs before the
-first of these waits. For a collective that is no site::
+A *seam* is two sites that are written together, band by band (``lowerings.ring.unrolled_bands``). They have a wait for
+each band, and the matmul runs before the first of these waits. For a collective that is no site::
 
     dw = mm(dy^T, x)                                  g = all_gather(e)
     y = wait_tensor(all_gather(e))                ->  dw = after(mm(dy^T, x), g)
                                                       y = wait_tensor(g)                  # ordered after dw
 
-The rows that experts return (``lowerings.ring.looped_experts_ops``) are under way while the graph computes what is
-between the op and the wait. There the gradients of the experts' weights need not move, but the wait must stay behind
-them.
+The op of experts (``lowerings.ring.looped_experts_ops``) starts to return their rows, and a later wait completes the
+transfer. The gradients of the experts' weights already stand between the op and the wait, so they need not move. But
+the wait must stay behind them.
 
 Contract: the pass runs on a rewritten graph, before its order is fixed. It moves a matmul only downwards, together with
 the views and casts of its result, and only if no other node and no write in place is affected. Ranks may move different
@@ -49,8 +50,8 @@ overlap = torch.ops.overlap_inductor
 SITE = "overlap_site"
 """Metadata of a step: the id of its site."""
 LEAST = 0.1
-"""A matmul is moved only if the exposed rest of the transfer takes longer than this fraction of the matmul's time. A
-matmul that runs late keeps its operands in memory."""
+"""A matmul is moved only if the transfer's time that is still exposed is longer than this fraction of the matmul's
+time. Moving has a cost: a matmul that runs late keeps its operands in memory."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,11 @@ def delay(
 
 
 def _sites(graph: fx.Graph, exposed: Mapping[str, float], in_bands: Collection[str]) -> Iterator[Transfer]:
-    """The transfers of each site in bands or with one wait for all hops, from the last send to the first wait.
+    """One transfer for each site that is written in bands, and for each site with one wait for all hops. It lasts from
+    the site's last send to its first wait.
 
-    A site in bands has a wait for each band. The transfers of all bands are then under way at the first wait, and the
-    link carries them in order. A matmul in front of that wait shortens the wait for each band. So it can hide the
+    A site in bands has a wait for each band. At the first wait, the transfers of all bands are under way, and the link
+    carries them in order. A matmul in front of the first wait shortens the wait for each band. So it can hide the
     exposed time of all bands. In front of a later wait, it could only hide the exposed time of that band and of the
     bands after it."""
     sends: dict[str, fx.Node] = {}
@@ -124,13 +126,15 @@ def _sites(graph: fx.Graph, exposed: Mapping[str, float], in_bands: Collection[s
 
 
 def _hold_under_experts(graph: fx.Graph) -> None:
-    """Make the wait for the rows that experts return run after the matmuls between the experts and the wait, such as
-    gradients of the experts' weights. Otherwise Inductor may order these matmuls after the wait. Matmuls behind the
-    wait that do not need the rows, such as those of a shared expert, move in front of it."""
+    """Order the wait for the experts' returned rows after the matmuls that stand between the experts and this wait.
+    These are, for example, gradients of the experts' weights. Otherwise Inductor may order these matmuls after the
+    wait. Matmuls behind the wait that do not need the rows, such as those of a shared expert, move in front of the
+    wait."""
     waits = graph.find_nodes(op="call_function", target=overlap.exchange_wait.default)
     for experts in graph.find_nodes(op="call_function", target=overlap.all_to_all_experts.default):
         for wait in (w for w in waits if w.meta.get(SITE) == experts.meta[SITE]):
-            # The rows that return are in the buffer, which the wait writes. What reads it needs the wait.
+            # The returned rows are in the buffer that the wait writes. So every node that reads the buffer needs the
+            # wait.
             late: set[fx.Node] = {wait, *_computed_after(wait)}
             for node in [n for n in graph.nodes if wait < n and n not in late and _is_matmul(n)]:
                 for needed in _needed_ahead(node, wait):
@@ -143,7 +147,7 @@ def _hold_under_experts(graph: fx.Graph) -> None:
 
 
 def _computed_after(wait: fx.Node) -> set[fx.Node]:
-    """The nodes behind ``wait`` that are computed from what it waits for."""
+    """The nodes behind ``wait`` that are computed from the tensors that it waits for."""
     found: set[fx.Node] = set()
 
     def visit(node: fx.Node) -> bool:
@@ -161,8 +165,9 @@ def _is_matmul(node: fx.Node) -> bool:
 
 
 def _needed_ahead(node: fx.Node, wait: fx.Node) -> list[fx.Node]:
-    """The nodes that must move in front of ``wait`` with ``node``, in graph order. Empty if ``node`` must stay: it or
-    one of them needs what ``wait`` waits for, or reads what is written in between."""
+    """The nodes that must move in front of ``wait`` with ``node``, in graph order. Empty if ``node`` must stay. It must
+    stay if ``node`` or one of these nodes needs the result of ``wait``, or reads a tensor that is written in
+    between."""
     found = needed_behind([node], wait)
     buffer = wait.args[1]
     if any(n is wait or not movable(n) or operators.is_mutable(n) or buffer in n.all_input_nodes for n in found):

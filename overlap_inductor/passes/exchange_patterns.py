@@ -9,13 +9,16 @@ which exchanges a shard of the sequence for a shard of the heads.
     all_to_all_single(f(wait_tensor(all_to_all_single(x))))    all_to_all_experts    f: grouped matmuls of the rows
 
 ``find_dispatched`` follows the rows from one exchange to the other. ``find_reduce`` follows the input backward,
-``find_received`` the result forward. The ranks' parts may have different sizes (``sites.uneven_nodes``).
+and ``find_received`` follows the result forward. ``find_banded`` reads what ``find_reduce`` cannot cut: norms and
+rotary embeddings between a projection and its exchange. The ranks' parts may have different sizes
+(``sites.uneven_nodes``).
 """
 
 from __future__ import annotations
 
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.passes import examples
+from overlap_inductor.passes.find_banded import find_banded
 from overlap_inductor.passes.find_dispatched import find_dispatched
 from overlap_inductor.passes.find_received import find_received
 from overlap_inductor.passes.find_reduce import find_reduce
@@ -61,6 +64,10 @@ class MatmulAllToAll:
         if (reason := refusal(collective)) is not None:
             return Miss([reason], final=True)
         nodes, obstacle, left = find_reduce([collective], collective.wait, search.owned())
+        if nodes is None and obstacle is not None and obstacle.code in ("layout", "op_between"):
+            banded = find_banded(collective, search.owned())
+            if banded is not None:
+                return Match(banded, banded.sharded.dim, banded.role)
         if nodes is None or (obstacle is not None and find_received(collective)[0] is not None):
             return Miss([] if obstacle is None else [obstacle], left=left)
         return Match(nodes, nodes.sharded.dim, nodes.role, obstacle, left)

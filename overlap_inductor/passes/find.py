@@ -37,7 +37,7 @@ class SiteFinder:
 
     Attributes:
         phase: inference, forward or backward.
-        idle: names of collectives whose sites do not own their matmuls, so that a sum of another site may take them.
+        idle: names of collectives whose sites do not own their matmuls. A sum of another site may take these matmuls.
         left: matmuls that reducing sites left to other sites (``Match.left``).
         merged: collectives that a pattern merged into one site. ``run`` skips those that it has not reached yet.
         sites, near_misses: what ``run`` found, in graph order.
@@ -70,7 +70,7 @@ class SiteFinder:
         }
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of all sites of early patterns, and of the sites found so far, without those of ``idle``
+        """The matmuls of all sites of early patterns and of the sites found so far, without the matmuls of ``idle``
         collectives. Sites of early patterns count even if they come later in the graph. A sum of all-reduces is found
         at its first all-reduce, but may also read matmuls that come later."""
         early = [(node, m.nodes) for (_, node), m in self._early.items() if isinstance(m, Match)]
@@ -117,9 +117,10 @@ class SiteFinder:
         anchor = nodes.matmuls[0].node
         facts = finding.describe(collective.node, collective.kind, found.dim, found.role)
         module = naming.module_of(anchor) or naming.module_of(collective.node)
-        # The id must be the same on all ranks. So it is made from what the collective moves and from the collective's
-        # place among those of the graph. Node names may differ between ranks, because their numbers depend on other
-        # nodes of the graph. Matmuls may differ too: a rank may have another size of a dim, a bias, or its own padding.
+        # The id must be the same on all ranks. So it is made from what the collective moves, and from the collective's
+        # place among the collectives of the graph. Node names may differ between ranks, because their numbers depend on
+        # other nodes of the graph. Matmuls may differ too: a rank may have another size of a dim, a bias, or its own
+        # padding.
         ordinal = self._ordinals[collective.node]
         moves = f"{facts.reduce_op}:{facts.dtype}:{tools.size_text(tools.shape(collective.input)[-1])}"
         identity = naming.site_id(pattern.name, module, self.phase, ordinal, moves)

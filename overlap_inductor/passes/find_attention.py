@@ -61,7 +61,8 @@ class AllGatherAttention:
 
 def _readers(wait: fx.Node) -> Iterator[AttentionNode]:
     """The attention ops whose keys or values are computed from ``wait``, in at most ``STEPS`` nodes, nearest first. An
-    op of which no result is read is left out: a graph may keep one, because CUDA's attention ops count as impure."""
+    op is left out if nothing reads its results. (A graph may keep such an op, because CUDA's attention ops count as
+    impure.)"""
     frontier, seen = [wait], {wait}
     for _ in range(STEPS):
         reached: list[fx.Node] = []
@@ -102,19 +103,19 @@ def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:
         needy = next((n for n in outside if n is not None and tools.depends_on(n, wait, known)), None)
         if needy is not None:
             text = f"{needy.name}, which {reader.node.name} also reads, is computed from {wait.name}"
-            return Reason("weight_depends_on_collective", f"{text}; expected keys and values only to depend on it")
+            return Reason("weight_depends_on_collective", f"{text}; expected only keys and values to depend on it")
     mask, keys = reader.mask, tools.shape(reader.rhs)[KEYS]
     if mask is not None and not any(same_size(tools.shape(mask)[-1], size) for size in (keys, 1)):
         return Reason("layout", f"the mask {mask.name} has {tools.shape(mask)[-1]} columns for {keys} keys")
     shard = ShardedDim.of(key.layout).chunk
     if reader.hides_keys and reader.mask_block > 1 and not (isinstance(shard, int) and shard % reader.mask_block == 0):
-        text = f"each rank has {shard} of the keys of {reader.node.name}, whose pieces have masks"
+        text = f"each rank has {shard} keys of {reader.node.name}, and each piece needs a mask"
         return Reason("layout", f"{text}; expected a multiple of {reader.mask_block} keys")
     return AttentionNodes(reader, key, value)
 
 
 def _gather_behind(node: fx.Node, search: Search) -> CollectiveNode | None:
-    """The all-gather of which ``node`` is a form, through each node's first input; ``None`` if there is none."""
+    """The all-gather that the search reaches from ``node`` by each node's first input; ``None`` if there is none."""
     for _ in range(STEPS):
         if operators.is_wait(node):
             while operators.is_wait(node):
@@ -128,7 +129,8 @@ def _gather_behind(node: fx.Node, search: Search) -> CollectiveNode | None:
 
 
 def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -> GatheredOperand | Reason:
-    """Keys or values ``node`` as a form of the gathered tensor, or why it is none whose shards are runs of keys."""
+    """``node``, the keys or the values, as a part of the gathered tensor. A ``Reason`` if it is no such part, or if the
+    shard of a rank is not one run of keys."""
     follower = PartFollower(collective)
     part = follower.part(node)
     if isinstance(part, Reason):
@@ -149,7 +151,8 @@ def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -
 
 
 def _other_results(reader: AttentionNode) -> Reason | None:
-    """Why the site must stay if another result of the op than the output is read; ``None`` if none is."""
+    """Why the site must stay as written: a result of the op other than its output is read. ``None`` if only the output
+    is read."""
     others = [node for node, number in reader.results().items() if number and node.users]
     if not others:
         return None

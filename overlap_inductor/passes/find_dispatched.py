@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``all-to-all -> experts -> all-to-all``: from the first exchange follow the rows through the experts to the
-exchange that returns them (``sites.dispatched_nodes``)::
+"""Find ``all-to-all -> experts -> all-to-all``: follow the rows from the first exchange through the experts to the
+exchange that returns the rows (``sites.dispatched_nodes``)::
 
     wait_tensor(all_to_all(x))[index] -> grouped matmuls, pointwise ops -> index_put(empty, [index], y) -> all_to_all
 
 The experts' rows are cut by the rank that sent them. This gives the same rows, because the grouped matmuls and the
 pointwise ops compute each row by itself, and a piece's rows keep their experts. The index must be proved to hold each
-row once (``sites.permutations``). Otherwise rows that no element names would keep the values of the tensor that
-``index_put`` writes to, and a row that is named twice would be computed twice.
+row once (``sites.permutations``). If it left a row out, ``index_put`` would keep the old values of that row. If it held
+a row twice, the row would be computed twice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def find_dispatched(
     dispatch: CollectiveNode, collectives: dict[fx.Node, CollectiveNode]
 ) -> tuple[DispatchedNodes | None, Reason | None]:
     """``(site at the first exchange, None)``, or ``(None, why there is no site)``. ``(None, None)`` if no grouped
-    matmuls return rows from one exchange to another. ``collectives``: by node, all that may be part of a site."""
+    matmuls return rows from one exchange to another. ``collectives``: the collectives that may be part of a site, by
+    node."""
     indexed = _indexed(dispatch)
     if indexed is None:
         return None, None
@@ -64,8 +65,8 @@ def _indexed(dispatch: CollectiveNode) -> fx.Node | None:
 
 
 def _steps(indexed: fx.Node) -> list[fx.Node]:
-    """The nodes that compute the rows that are put back, row by row and starting with ``indexed``, in graph order.
-    Nodes outside may read them too, for example the matmul of a weight's gradient."""
+    """The nodes, from ``indexed`` on, that compute the rows that are put back. They compute row by row, and are in
+    graph order. Nodes outside may read their results too, for example the matmul of a weight's gradient."""
     found = {indexed}
 
     def visit(node: fx.Node) -> bool:
@@ -102,7 +103,7 @@ def _by_rows(node: fx.Node, indexed: fx.Node, found: set[fx.Node]) -> bool:
     if not tools.is_pointwise(node) or tools.is_bitcast(node) or operators.is_mutable(node):
         return False
     if not all(map(tools.is_tensor, node.all_input_nodes)):
-        return False  # A size that the graph computes is no part of the program.
+        return False  # The node reads a size that the graph computes. A program (``RowProgram``) cannot hold one.
     return all(n in found or cut_by_rows(n, rows) is not None for n in tools.tensor_inputs(node))
 
 
@@ -120,7 +121,7 @@ def _why_not(nodes: DispatchedNodes, indexed: fx.Node) -> str | None:
     if adds and not (base.target is aten.full.default and base.args[1] == 0):
         return f"{put.name} adds rows to {base.name}, which is not known to be zero"
     if set(put.users) != {combine.node}:
-        return f"{put.name} is read by others than {combine.node.name}; expected all its rows to be returned"
+        return f"{put.name} is also read by a node other than {combine.node.name}; expected all its rows to be returned"
     sent, returned = Splits.of(dispatch.node), Splits.of(combine.node)
     if (sent.sent, sent.received) != (returned.received, returned.sent):
         return f"{dispatch.node.name} {sent}, and {combine.node.name} {returned}; expected the same parts to return"

@@ -48,7 +48,8 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
 
 def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
     """Whether this is FSDP's gather of a weight: a parameter, possibly cast, viewed or padded, is gathered and used as
-    the right-hand operand. If it is unknown which graph inputs are parameters, every input but a tangent counts as one.
+    the right-hand operand. If it is unknown which graph inputs are parameters, every input but a tangent counts as a
+    parameter.
     """
     source = nodes.collective.input
     while (
@@ -74,8 +75,8 @@ def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
 
 
 class AllGatherMatmul:
-    """Pattern ``all-gather -> matmul`` (see ``Pattern``). An all-gather of a weight (FSDP) is not a site if a setting
-    of Inductor hides it."""
+    """Pattern ``all-gather -> matmul`` (see ``Pattern``). If a setting of Inductor already hides an all-gather of a
+    weight (FSDP), this all-gather is no site."""
 
     name = "all_gather_matmul"
     kind = "all_gather"

@@ -112,8 +112,8 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
 
 
 def _not_sent_as_made(parts: list[fx.Node], joined: fx.Node, collective: CollectiveNode) -> Reason | None:
-    """Why the parts of ``joined``, the tensor behind the views of the collective's input, cannot be sent as they were
-    looked up; ``None`` if they can."""
+    """Why the parts of ``joined`` cannot be sent as they were looked up; ``None`` if they can. ``joined`` is the tensor
+    of which the collective's input is a view."""
     if parts != (list(joined.args[0]) if joined.target is aten.cat.default else [joined]):
         text = f"{joined.name} is a view of the tables' results in which the ranks' slices cannot be told apart"
         return Reason("layout", f"{text}; expected slices of whole rows")
@@ -162,7 +162,7 @@ def _one_table(collective: CollectiveNode, also: str = "") -> Reason:
 
 
 def _no_slices(base: fx.Node) -> Reason:
-    text = f"{base.name} is read in another way than in one slice for each table, all of the same size"
+    text = f"{base.name} is not read in equal slices; expected one slice for each table, all of the same size"
     return Reason("layout", text)
 
 
@@ -232,8 +232,8 @@ def _split(layout: Layout, dim: int, count: int, shape: list[Size]) -> tuple[Lay
 
 def _led_by_rank(layout: Layout, moves: bool = False) -> Layout:
     """The same elements with the rank atom in a dim of its own, in front of the others. ``moves``: whether the rank
-    atom may stand elsewhere in ``layout``. Raises ``LayoutError`` if it stands elsewhere and may not, or if the batch
-    is not known to be a multiple of the number of ranks."""
+    atom may stand anywhere in ``layout``; otherwise it must stand first. Raises ``LayoutError`` if the rank atom stands
+    where it may not, or if the batch is not known to be a multiple of the number of ranks."""
     atoms = layout.flat()
     rank = next(atom for atom in atoms if atom.rank)
     if atoms[0] is not rank and not moves:
@@ -244,8 +244,8 @@ def _led_by_rank(layout: Layout, moves: bool = False) -> Layout:
 
 
 def _slices(base: fx.Node) -> tuple[int, Size, dict[fx.Node, Size]] | None:
-    """``(dim, indices of one table, {slice: its first index})`` if all readers of ``base`` are slices along one dim, of
-    one table each; else ``None``."""
+    """``(dim, indices of one table, {slice: its first index})`` if all readers of ``base`` are slices along one dim,
+    and each slice is one table; else ``None``."""
     found = list(_selected(base))
     if not found or any(dim != found[0][1] or not same_size(length, found[0][3]) for _, dim, _, length in found):
         return None

@@ -2,8 +2,8 @@
 """Find ``all-to-all -> matmul``: follow the result forward to its matmuls, and the input backward through its views.
 
 The site sends the elements of each rank's slice in the order in which the first matmul reads them. So the permuted
-copies before and after the all-to-all become one copy before it, or none. If a row-wise op lies between, or if the
-matmul reads other elements, the all-to-all's own order is kept::
+copies before and after the all-to-all become one copy before it, or none. In two cases, the all-to-all's own order is
+kept: a row-wise op stands between it and the matmul, or the matmul does not read exactly the received elements::
 
     clone(permute(x)) -> all_to_all -> permute -> clone -> mm        # as written
     x in the matmul's order -> slices -> mm of each slice            # the site
@@ -22,6 +22,7 @@ from overlap_inductor.sites.all_to_all import Splits
 from overlap_inductor.sites.all_to_all import is_uneven
 from overlap_inductor.sites.all_to_all import layouts_of
 from overlap_inductor.sites.exchange_nodes import ReceivedNodes
+from overlap_inductor.sites.gather_epilogue import find_epilogue
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import LayoutError
 from overlap_inductor.sites.nodes import CollectiveNode
@@ -51,8 +52,9 @@ def _found(collective: CollectiveNode) -> tuple[Received | None, list[Reason]]:
     consumers = consumers_of(follower)
     if not consumers:
         return None, follower.obstacles
+    epilogue = find_epilogue(collective, consumers)
     nodes = ReceivedNodes(
-        collective, given, consumers, follower.through, source=source, source_layout=layout, given=given
+        collective, given, consumers, follower.through, epilogue, source=source, source_layout=layout, given=given
     )
     add_row_wise(nodes, follower)
     nodes.raw = _wire(given, consumers[0].layout if not nodes.layouts else given)
@@ -76,8 +78,8 @@ def _uneven(collective: CollectiveNode, given: Layout) -> tuple[Received | None,
 
 
 def _wire(given: Layout, read: Layout) -> Layout:
-    """The layout of what is sent: a slice for each rank, with its elements in the order of ``read``. If ``read`` holds
-    other elements, they are in the order of ``given``."""
+    """The layout of what is sent: a slice for each rank, with its elements in the order of ``read``. If ``read`` and
+    ``given`` do not hold the same elements, the order is that of ``given``."""
     rank, atoms = next(a for a in given.flat() if a.rank), given.without_rank().flat()
     wanted = read.without_rank().flat()
     if {id(a) for a in wanted} == {id(a) for a in atoms}:

@@ -13,9 +13,9 @@ leaves, are the region. The finder does not change the graph. Before and after t
 
 Cutting commutes exactly with views and pointwise ops, so each slice of the collective's input is computed from the same
 slice of the matmuls' outputs. The walk ends at an op with which cutting does not commute (a softmax, a sum over rows).
-Its result is read as a plain tensor. This finder finds no site if that result is computed from a matmul of the region.
-It also finds none if the region reads a tensor of another shape that is neither a scalar nor one value for each column
-of the matmul.
+The op's result is read as a plain tensor. This finder finds no site if that result is computed from a matmul of the
+region. The region may also read a tensor of another shape: a scalar, or one value for each column of the matmul. If it
+reads a tensor of any other shape, the finder finds no site.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ aten = tools.aten
 
 def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reason | None:
     """``(x, d)`` if ``cat`` is ``cat(split(x, dim=d), 0)`` of one equal piece for each rank, in order. A ``Reason`` if
-    it joins one piece for each rank in another way (unequal, out of order, of several tensors). ``None`` for another
-    cat."""
+    it joins one piece for each rank in another way (unequal, out of order, of several tensors). ``None`` for any other
+    ``cat``."""
     source: Any = None
     dim: Any = None
     pieces: list[Any] = list(cat.args[0])
@@ -67,8 +67,8 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
                 "not_plain_scatter",
                 f"piece {i} takes every {piece.step}th row on dim {piece.dim}; expected consecutive rows",
             )
-        # Pieces of a symbolic dim other than 0 are equal, because ``cat`` on dim 0 requires it. That they cover the dim
-        # is not checked.
+        # Pieces of a symbolic dim other than 0 are equal, because ``cat`` on dim 0 requires it. It is not checked that
+        # the pieces cover the dim.
         equal = piece.dim != 0 if isinstance(size, torch.SymInt) else shard * world_size == size
         same = source is None or (piece.base is source and piece.dim == dim)
         if not same or not (equal or same_size(shard * world_size, size)):
@@ -140,8 +140,8 @@ class Tracer:
         self.region: set[fx.Node] = set()
         self.unfolded: set[fx.Node] = set()
         self.root: fx.Node
-        """The node that is computed in pieces for the first collective: its input, or what ``padding`` appends zeros
-        to."""
+        """The node that is computed in pieces for the first collective: the collective's input, or the tensor to which
+        ``padding`` appends zeros."""
         self.padding: fx.Node | None = None
         self.received = Layout(())
 
@@ -407,8 +407,8 @@ def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, gathered: Layout, world_size: int) -> ShardedDim:
-    """The dim of the matmul's output that is cut. It is the dim that holds the ranks for a reduce-scatter or an
-    all-to-all, and dim 0 for an all-reduce or an all-gather. Raises ``LayoutError`` if an all-gather's input holds the
+    """The dim of the matmul's output that is cut. For a reduce-scatter or an all-to-all, it is the dim that holds the
+    ranks. For an all-reduce or an all-gather, it is dim 0. Raises ``LayoutError`` if an all-gather's input holds the
     elements in another order than the matmul's output."""
     if kind in ("reduce_scatter", "all_to_all"):
         return ShardedDim.of(layout)

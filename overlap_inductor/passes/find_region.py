@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``matmuls -> sum over a dim, or cat -> collective``: regions (``passes.find_reduce``) with ops that commute with
-cutting rows but change the matmuls' shape. In this module, a sum is any op of ``REDUCTIONS``: a sum, mean, maximum or
-minimum over dims.
+"""Find ``matmuls -> sum over a dim, or cat -> collective``: regions (``passes.find_reduce``) with ops that change the
+matmuls' shape. These ops still commute with cutting rows. In this module, a sum is any op of ``REDUCTIONS``: a sum,
+mean, maximum or minimum over dims.
 
 A piece keeps the matmuls' dims. A dim that is summed over has size 1 after the sum. The graph before, and the pieces
 that the rewrite computes (R: number of ranks, E: number of experts)::
@@ -146,10 +146,10 @@ def find(
 
     Args:
         before: the reason that ``find_reduce`` gave, or ``None``. A reason other than ``layout`` and ``op_between`` is
-            returned at once. If this finder finds no site, ``before`` is returned too, except in four cases. First, a
+            returned at once. If this finder finds no site, it returns a reason of its own in four cases. First, a
             matmul refuses to be cut (``MatmulNode.refusal``). Second, the region reads a result of its own
             (``reads_a_result``). Third, ``before`` is ``None`` and a layout cannot be followed. Fourth, the region has
-            a grouped matmul and is read elsewhere (``used_elsewhere``).
+            a grouped matmul and is read elsewhere (``used_elsewhere``). In all other cases it returns ``before``.
     """
     if before is not None and before.code not in ("layout", "op_between"):
         return None, before
@@ -195,7 +195,7 @@ def find(
 
 class _Dims:
     """The matmuls' dims in atoms. ``of`` gives the dim of each atom, by ``_key``. ``runs`` holds, for each dim, the
-    runs of atoms that it may consist of: those of the matmuls, and those of each ``cat``."""
+    runs of atoms of which the dim may consist: the runs of the matmuls and of each ``cat``."""
 
     def __init__(self, tracer: _RegionTracer) -> None:
         first, *others = tracer.leaves

@@ -278,9 +278,9 @@ def _is_operand(node: fx.Node) -> bool:
 
 
 def consumers_of(follower: Follower) -> list[GatherConsumer]:
-    """The matmuls that ``follower`` found and that can be cut. A matmul cannot be cut if another of its inputs is
-    computed from the received tensor, too, or if a later reshape split its shards' atoms. For each of these, an
-    obstacle is added to ``follower.obstacles``."""
+    """The matmuls that ``follower`` found and that can be cut. A matmul cannot be cut in two cases. Either another of
+    its inputs is computed from the received tensor, too. Or a later reshape split the shards' atoms. For each such
+    matmul, an obstacle is added to ``follower.obstacles``."""
     collective = follower.collective
     known: dict[fx.Node, bool] = {}
     consumers = []
@@ -304,7 +304,7 @@ def consumers_of(follower: Follower) -> list[GatherConsumer]:
                 Reason(
                     "weight_depends_on_collective",
                     f"the {needy} of {consumer.matmul.node.name} is computed from the result of the"
-                    f" {follower.what}; expected one operand only to depend on it",
+                    f" {follower.what}; expected only one operand to depend on it",
                 )
             )
         else:

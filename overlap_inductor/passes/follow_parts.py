@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PartFollower`` says which elements of an all-gather's result a node holds, if only views, pieces and joins of
-pieces stand between them.
+"""``PartFollower`` says which elements of an all-gather's result a node holds. Only views, pieces and joins of pieces
+may stand between the all-gather and the node.
 
 Contract: the graph does not change. One gather may move several tensors, and each of its readers takes a part::
 
     both = wait_tensor(all_gather(stack([k, v])))           # [R 2, batch, heads, s, width]
     k = cat([select(piece, 0, 0) for piece in split(both, 2)], dim=2)
-    ->  in each rank's shard, the first of 2; the ranks follow each other in dim 2
+    ->  k is the first of the 2 tensors in each rank's shard; the ranks follow each other in dim 2
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Part:
     """What a node holds.
 
     Attributes:
-        layout: the node's dims in atoms of the gathered tensor, or of what the cuts left of them.
+        layout: the node's dims in atoms of the gathered tensor. An atom that was cut is replaced by the part that the
+            cut left.
         cuts: the cuts of each rank's shard, in order.
         rank: the number of the one rank whose elements these are; ``None`` if they are those of all ranks.
     """
@@ -49,8 +50,8 @@ class Part:
 
 
 class PartFollower:
-    """Reads the nodes behind one gather. Follow each reader with a follower of its own: a reshape on the way to one
-    splits the atoms, and so would change the layout of another.
+    """Reads the nodes behind one gather. Follow each reader with a follower of its own. A reshape on the way to a
+    reader splits atoms, so with one follower it would change the layouts of other readers.
 
     Attributes:
         raw: layout of the gathered tensor.
@@ -65,8 +66,9 @@ class PartFollower:
         self._depends: dict[fx.Node, bool] = {}
 
     def part(self, node: fx.Node) -> Part | Reason:
-        """The part that ``node``, which depends on the gather, holds. A ``Reason`` if another op is between them, or if
-        the ranks' shards are joined in another order, or not the same part of each."""
+        """The part that ``node`` holds. ``node`` must depend on the gather. A ``Reason`` if another op stands between
+        the gather and ``node``. Also a ``Reason`` if the ranks' shards are joined in another order, or if different
+        parts of them are joined."""
         if node not in self._found:
             try:
                 self._found[node] = self._read(node)
@@ -161,7 +163,8 @@ class PartFollower:
 
 
 def _index_of(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """``(tensor, dim, index)`` if ``node`` is one index of a dim, which it no longer has; else ``None``."""
+    """``(tensor, dim, index)`` if ``node`` selects one index of a dim, so that its result lacks this dim; else
+    ``None``."""
     if node.target is aten.select.int:
         source, dim, index = node.args
     elif node.target is getitem and isinstance(node.args[0], fx.Node) and node.args[0].target is aten.unbind.int:

@@ -48,9 +48,9 @@ def take_apart(graph: fx.Graph) -> None:
 
 
 def unfold(nodes: Iterable[fx.Node]) -> bool:
-    """Replace each ``addmm`` in ``nodes`` whose bias is a matmul or a sum of matmuls (``matmuls.folded``) by a matmul
-    without bias and an ``add`` of the bias. An ``addmm`` with ``alpha`` or ``beta`` is left as it is. Returns whether
-    one was replaced."""
+    """Replace each ``addmm`` in ``nodes`` whose bias is a matmul or a sum of matmuls (``matmuls.folded``). A matmul
+    without bias and an ``add`` of the bias take its place. An ``addmm`` with ``alpha`` or ``beta`` is left as it is.
+    Returns whether any ``addmm`` was replaced."""
     found = sorted(
         n for n in nodes if (matmul := matmuls.parse(n)) is not None and matmuls.folded(matmul) and not n.kwargs
     )

@@ -7,8 +7,8 @@ rewrites only sites that are legal and chosen. In a graph with such a site, it a
 site's group and may delay matmuls (``passes.delayed_matmuls``). It erases gathers of the sequence-parallel rewrite that
 this graph does not read. If the rewrite of a site fails, the graph is restored, the site is reported, and the other
 sites are tried again. If the pass itself fails, the graph computes what it did before. The pass does not communicate.
-Decisions depend on facts that all ranks of a group share, so ranks write the same exchange plan. In case they do not,
-the ranks compare their plans before data moves (``inductor.compared_call``, op ``agree``).
+Decisions depend on facts that all ranks of a group share, so ranks write the same exchange plan. They also compare
+their plans before data moves (``inductor.compared_call``, op ``agree``).
 
 Pseudo-code::
 
@@ -131,8 +131,8 @@ def _find_and_rewrite(
 
 @dataclass(frozen=True)
 class _Rewritten:
-    """What is known of a rewritten graph: the plan that its ranks compare, and the groups that compare it. Also the
-    workspace that its sites need in each group (``plan.workspace_bytes``, ``plan.workspace``)."""
+    """What is known of a rewritten graph: the plan that ranks compare, and the groups that compare the plan. Also the
+    workspace that the graph's sites need in each group (``plan.workspace_bytes``, ``plan.workspace``)."""
 
     plan: ExchangePlan
     groups: list[str]
@@ -188,7 +188,7 @@ def _exchange_of(graph: fx.Graph, config: OverlapConfig, rewritten: _Rewritten |
         rewritten = _Rewritten(plan, list(groups), [], {})
     plan = rewritten.plan
     if sequence_parallel.rewritten(graph):
-        # Even if no site is overlapped, a rewritten graph is not the graph as written.
+        # The sequence-parallel rewrite also counts as overlap: other collectives run than in the graph as written.
         plan = replace(plan, overlaps=True)
     requests, limit = rewritten.requests, config.workspace_limit
     return {

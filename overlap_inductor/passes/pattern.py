@@ -78,13 +78,13 @@ class Search(Protocol):
     def collectives(self) -> Mapping[fx.Node, tuple[fx.Node, str, CollectiveNode | Reason]]: ...
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of the sites found so far and of all sites of early patterns, without those of sites in
+        """The matmuls of the sites found so far and of all sites of early patterns, without the matmuls of sites in
         ``SiteFinder.idle``."""
         ...
 
     def taken(self) -> set[fx.Node]:
         """The collectives of the sites found so far and of all sites of early patterns. A pattern whose sites have
-        several collectives must not claim one of these."""
+        several collectives must not claim a collective that is in this set."""
         ...
 
 
@@ -115,9 +115,9 @@ class Pattern(Protocol):
     Attributes:
         name: the name in reports and in ``OVERLAP_INDUCTOR_PATTERNS``.
         kind: the kind of collective at which the pattern starts: all_gather, reduce_scatter, all_reduce, all_to_all.
-        early: if true, ``find`` reads neither ``Search.owned`` nor ``Search.taken``. The pattern's sites are then
-            found before all other sites. Other sites do not claim their collectives, and a sum of another site does not
-            include their matmuls (except those in ``SiteFinder.idle``).
+        early: if true, ``find`` reads neither ``Search.owned`` nor ``Search.taken``. The pattern's sites are then found
+            before all other sites. Other sites do not claim the collectives of these sites. A sum of another site does
+            not include the matmuls of these sites, apart from those in ``SiteFinder.idle``.
         example: the pattern as a model writes it; ``None`` if it has no linear layer.
     """
 

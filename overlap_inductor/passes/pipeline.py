@@ -85,8 +85,8 @@ class Overlap:
 
 
 class SequenceParallel:
-    """Runs ``passes.sequence_parallel``. What it did is in the overlap pass's reports of the graphs that are cut
-    from this one."""
+    """Runs ``passes.sequence_parallel``. It returns no report: the overlap pass reports the rewrite with the graphs
+    that are cut from this one."""
 
     name, version = "sequence_parallel", ""
 

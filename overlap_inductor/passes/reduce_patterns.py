@@ -9,9 +9,9 @@
     all_reduce(a) + all_reduce(b)          one matmul_all_reduce of a + b, at the first all-reduce
     mm(x, w) -> all_gather                 matmul_all_gather
 
-``find_reduce`` finds them. If it finds no site because of a layout or an op in between, or reaches no matmul,
-``find_region`` follows more ops between the matmul and the collective. These are reductions over a dim (sum, mean, max,
-min) and ``cat``.
+``find_reduce`` finds them. It may find no site because of a layout or an op in between, or because it reaches no
+matmul. Then ``find_region`` follows more ops between the matmul and the collective. These are reductions over a dim
+(sum, mean, max, min) and ``cat``.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class MatmulReduceScatter:
 
 
 class MatmulAllReduce:
-    """Pattern ``matmul -> all-reduce`` (see ``Pattern``). All-reduces (sum or avg) of one group, op, shape and dtype
-    become one site, at the first of them, if their results are only added to each other. They stay apart if the merged
-    site has an obstacle."""
+    """Pattern ``matmul -> all-reduce`` (see ``Pattern``). If the results of several all-reduces (sum or avg) of one
+    group, op, shape and dtype are only added to each other, they become one site. This site is at the first of them.
+    They stay apart if the merged site has an obstacle."""
 
     name = "matmul_all_reduce"
     kind = "all_reduce"

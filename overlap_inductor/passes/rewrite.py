@@ -73,8 +73,8 @@ class Rewriter:
         """The seam that is being written in bands, to which a failure is attributed."""
 
     def apply(self, sites: list[DecidedSite]) -> tuple[ExchangePlan, list[str]]:
-        """Place and rewrite ``sites``, all of which were decided as overlapped. Then erase dead nodes and order all
-        communication.
+        """Place and rewrite ``sites``. All of them must have an overlapped decision. Then erase dead nodes and order
+        all communication.
 
         Returns:
             ``(what the ranks compare before data moves, names of the plan's groups)``.
@@ -174,12 +174,12 @@ class Rewriter:
             if placement.obstacle is not None:
                 raise RuntimeError(
                     f"site {site.facts.id} has no place in the graph any more: its steps need"
-                    f" {placement.obstacle.name} earlier than it runs now, and it cannot be moved"
+                    f" {placement.obstacle.name}, which is computed too late and cannot be moved up"
                 )
             placement.apply()
             if placement.sunk and site.nodes.read_in_place():
-                # A node between the collective and the matmuls that is also read elsewhere will read the steps' buffer,
-                # so the steps are written before it.
+                # If a node between the collective and the matmuls is also read elsewhere, it will read the steps'
+                # buffer. So the steps are written before that node.
                 anchors.append((placement.sunk[0], site))
                 continue
             # The steps are written right after the last sunk node. If another site moves nodes to the same anchor,
@@ -247,15 +247,15 @@ class Rewriter:
                 pending += sources
 
     def _kept(self) -> list[delayed_matmuls.Transfer]:
-        """The collectives that are left in the graph and have a wait of their own, with their estimated seconds. Those
-        of one rank, and those with a size that is known only when the graph runs, are left out."""
+        """The collectives that are left in the graph and have a wait of their own, with their estimated seconds. A
+        collective is left out if its group has one rank, or if one of its sizes is known only when the graph runs."""
         found = [c for _, _, c in collectives.find_collectives(self.graph) if isinstance(c, CollectiveNode)]
         return [
             delayed_matmuls.Transfer(
                 c.node, c.wait, cost_model.collective_seconds(moved_by(c), machine_at(c, self.config))
             )
             for c in found
-            # An op that waits itself leaves nothing between its start and its wait.
+            # If an op waits for its own transfer, no node can run between its start and its wait.
             if c.world_size > 1 and c.wait is not c.node and not tools.has_unbacked(tools.shape(c.input))
         ]
 
@@ -286,7 +286,7 @@ class Rewriter:
 
 
 def _exposed(sites: list[DecidedSite]) -> dict[str, float]:
-    """By site: the estimated seconds of its transfers that its matmuls do not hide."""
+    """``{site's id: estimated seconds of the site's transfers that the site's matmuls do not hide}``."""
     found = {}
     for site in sites:
         estimate, schedule = site.decision.moving.estimate_us, site.decision.moving.schedule

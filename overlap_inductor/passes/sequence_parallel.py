@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence-parallel rewrite: all-reduces become reduce-scatters, and the token-wise work after them runs on rows.
+"""The sequence-parallel rewrite: all-reduces become reduce-scatters, and each rank does the token-wise work after them
+for its own rows only.
 
 Contract: ``graph`` is a joint graph (forward and backward) or an inference graph, before the partitioner. The pass
 changes it in place, and only in stretches that are legal and chosen. If the rewrite fails, the graph is restored. The
@@ -63,9 +64,9 @@ FAILURE = "overlap_inductor_sequence_parallel_failure"
 SAME = "overlap_inductor_same_on_all_ranks"
 """Metadata of an input that must be the same on all ranks of a group: the group's name."""
 CLEARLY = 4
-"""A graph that is compiled for few tokens keeps its all-reduces. It serves all numbers of tokens up to a limit, which
-is at least this many times the number at which the rewrite may begin to pay. Just above that number the rewrite rarely
-pays, and one more graph costs a compile."""
+"""A graph that is compiled for few tokens keeps its all-reduces. It serves all numbers of tokens up to a limit. The
+limit is at least this many times the number at which the rewrite may begin to pay. Just above that number the rewrite
+rarely pays, and one more graph costs a compile."""
 Numbered = list[tuple[int, Stretch]]
 
 
@@ -128,10 +129,10 @@ def _found(graph: fx.Graph) -> RowFinder:
 
 def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: OverlapConfig) -> bool:
     """Whether the stretch may be rewritten for the numbers of tokens that this graph serves. A fixed number is always
-    allowed, and so is a symbolic one that is known to be a multiple of the number of ranks. For any other symbolic
-    number, a guard decides whether it is a multiple, and each answer has a graph of its own. With ``auto``, if the
-    rewrite cannot pay at the example's number of tokens, the guard is an upper limit instead: more tokens get a graph
-    of their own."""
+    allowed, and so is a symbolic number that is known to be a multiple of the number of ranks. For any other symbolic
+    number, a guard asks whether it is a multiple, and each answer has a graph of its own. If the rewrite cannot pay at
+    the example's number of tokens, ``auto`` sets an upper limit as the guard instead: more tokens get a graph of their
+    own."""
     tokens = stretch.tokens
     if isinstance(tokens.count, int) or tokens.even:
         return True
@@ -149,8 +150,8 @@ def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: O
     if decide(tokens.count % tokens.world_size == 0):
         return True
     text = (
-        f"{tokens.count} tokens are not a multiple of {tokens.world_size} ranks in this graph; a number that is one"
-        " gets a graph of its own"
+        f"{tokens.count} tokens are not a multiple of {tokens.world_size} ranks in this graph; a multiple gets a graph"
+        " of its own"
     )
     facts[number] = replace(facts[number], status="kept", reasons=(Reason("uneven_tokens", text),))
     return False
@@ -264,7 +265,7 @@ def _kind(node: fx.Node) -> str:
 
 
 def _annotate(finder: RowFinder, facts: list[StretchFacts], rewritten: list[int]) -> None:
-    """Describe the stretches that were not rewritten, at their all-reduces."""
+    """Store the facts of the stretches that were not rewritten in the metadata of their all-reduces."""
     for number, stretch in enumerate(finder.stretches):
         if number not in rewritten:
             for collective in (c for source in stretch.sources for c in source.collectives):
@@ -358,5 +359,5 @@ def same_inputs_of(graph: fx.Graph) -> list[list[Any]]:
 
 
 def failures_of(graph: fx.Graph) -> list[Failure]:
-    """The error of the rewrite of the joint graph that ``graph`` was cut from, if it failed."""
+    """If the rewrite of the joint graph from which ``graph`` was cut failed: the error."""
     return [Failure(**n.meta[FAILURE]) for n in graph.nodes if FAILURE in n.meta]

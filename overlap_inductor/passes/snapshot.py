@@ -24,7 +24,7 @@ def rewrite_or_restore(
 
     Returns:
         What ``Rewriter.apply`` returns, or the failure. The failure names the site that failed, or the two sites of the
-        seam that failed (stage ``seam``), or all sites if it happened outside any of them.
+        seam that failed (stage ``seam``), or all sites if the failure happened outside any site.
     """
     snapshot = Snapshot(graph)
     try:
@@ -62,8 +62,9 @@ class Snapshot:
 
     def restore(self) -> None:
         """Give the graph its nodes as they were, as new objects with the old names."""
-        # The graph may be out of order, so nodes cannot be erased users first. Remove every edge, then erase. A node
-        # that was inserted before an erased one is not in ``graph.nodes``, but is still a user of nodes that are.
+        # The graph may be out of order, so it gives no order that erases users before their inputs. Remove every edge,
+        # then erase. A node that was inserted before an erased one is not in ``graph.nodes``. But it is still a user of
+        # nodes in ``graph.nodes``.
         for node in {*self.graph.nodes, *(user for n in self.graph.nodes for user in n.users)}:
             node.args, node.kwargs = (), {}
         for node in list(self.graph.nodes):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Failure``: an error inside the pass, kept in the graph's report, so that a bug report can be made from the dump."""
+"""``Failure``: an error inside the pass. It is kept in the graph's report, so that a bug report can be made from the
+dump."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class Failure:
 
 
 def _below_import_path(path: str) -> str:
-    """``path`` relative to the folder from which it was imported; unchanged if there is none."""
+    """``path`` relative to the folder of ``sys.path`` from which it was imported; unchanged if there is no such
+    folder."""
     ours = str(Path(__file__).parents[2])
     roots = sorted((root for root in {ours, *sys.path} if root), key=len, reverse=True)
     for root in roots:

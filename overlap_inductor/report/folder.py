@@ -16,8 +16,8 @@ RANK = re.compile(r"rank_(\d+)")
 
 @dataclass(frozen=True)
 class Written:
-    """The folder of one rank's report of a graph. ``mark`` is ``None`` if it is missing, or if another version of the
-    package wrote it."""
+    """The folder of one rank's report of a graph. ``mark`` is ``None`` if the folder has no mark, or if another version
+    of the package wrote the mark."""
 
     rank: int
     place: Path

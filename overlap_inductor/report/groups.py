@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from overlap_inductor.report.report import OverlapReport
     from overlap_inductor.report.report import SiteReport
 
-# A number counts as a layer's only if it is a whole component ("layers.3.", "layers[3]"), so that "fc1" and "fc2" stay
-# apart.
+# A number counts as the number of a layer only if it is a whole component ("layers.3.", "layers[3]"). So "fc1" and
+# "fc2" stay apart.
 _INDEX = re.compile(r"(?<=[.\[/])\d+(?=[.\]/]|$)|^\d+(?=[.\]/])")
 # FX numbers its nodes: mm, mm_1, mm_2. Reasons that differ only in such a number count as the same reason.
 _NODE_NUMBER = re.compile(r"(?<=[A-Za-z])_\d+\b")
@@ -56,7 +56,7 @@ class SiteGroup:
 
 @dataclass(frozen=True)
 class MissGroup:
-    """Near misses with equal collectives and equal reasons, except for names. ``module`` is the common name."""
+    """Near misses whose collectives and reasons differ at most in names. ``module`` is the common name."""
 
     module: str
     misses: tuple[NearMiss, ...]
@@ -109,8 +109,8 @@ def common_names(names: Sequence[str]) -> list[tuple[str, list[int]]]:
 
 
 def group_sites(report: OverlapReport) -> list[SiteGroup]:
-    """The report's sites, repeated layers in one group. Groups whose sites differ only in their names stand together,
-    where the first of these sites appears."""
+    """The report's sites, with repeated layers in one group. If the sites of several groups differ only in their names,
+    these groups follow each other, at the place of the first of these sites."""
     alike: dict[str, list[SiteReport]] = {}
     for site in report.sites:
         alike.setdefault(_site_key(site), []).append(site)

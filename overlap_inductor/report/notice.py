@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows a log line to users who did not configure logging, so that they see what overlap does.
 
-A user's configuration takes precedence. A level for the logger ``overlap_inductor`` (``logging``, or ``TORCH_LOGS``)
-shows or hides the line, and handlers get it in place of standard error. No line is shown twice.
+A user's configuration takes precedence. If the user has set a level for the logger ``overlap_inductor`` (by ``logging``
+or ``TORCH_LOGS``), the level shows or hides the line. If there are handlers, they get the line in place of standard
+error. No line is shown twice.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a dump folder back: every graph's ``report.txt``, one copy for all ranks with the same text, run by run."""
+"""Read a dump folder back: the ``report.txt`` of every graph, run by run. If several ranks wrote the same text, it
+appears once."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ def _prefix(dump: Path, place: Path) -> str:
 
 
 def page_folders(folder: str) -> list[Path]:
-    """The dump folders at and below ``folder``, for each of which a page of all graphs can be written. The folder of a
-    single rank has no such page.
+    """The dump folders at and below ``folder``. For each of them, a page of all graphs can be written. (The folder of a
+    single rank has no such page.)
 
     Raises:
         OverlapError: as ``read_reports``.

@@ -58,8 +58,9 @@ class OverlapReport:
             is as written.
         exchange: JSON text of the ``ExchangePlan`` that the ranks compare when the graph is called; empty in a graph
             without collectives.
-        groups: process groups of the graph's collectives, in the plan's order. Each has a list: the workspace that its
-            sites need (JSON text) and the limit of the workspace in MiB. The list is empty if they need none.
+        groups: process groups of the graph's collectives, in the plan's order. Each has a list: the workspace that the
+            group's sites need (JSON text), and the limit of the workspace in MiB. The list is empty if the sites need
+            no workspace.
         workspaces: symmetric memory that the graph's sites hold on each rank: ``{"ranks", "bytes"}`` for each group
             that has any.
         notices: facts for the user that belong to no site (another pass took the sites, a limit was hit...).

@@ -4,7 +4,7 @@
 The ranks do not communicate to agree on the id, because reports are written while graphs are compiled. The id is made
 of three parts: the launcher's variables that are the same on all ranks, the launching process if all ranks share one,
 and a number. The number counts the earlier processes that wrote for the same rank with the same variables and launching
-process. It distinguishes runs whose variables are the same, as with the defaults of ``torchrun``.
+process. The number distinguishes runs whose variables are the same, as with the defaults of ``torchrun``.
 
 ``run.json`` beside a graph's report holds the id, so a report that a later run overwrites belongs to the later run.
 """
@@ -108,8 +108,8 @@ def launch_key(environment: Mapping[str, str]) -> str:
 
 
 def _process(number: int) -> str:
-    """``pid:start``. The system reuses pids, so the process's start (clock ticks since boot) is added. It is empty on a
-    system without ``/proc``."""
+    """``pid:start``. The system reuses pids, so the process's start (clock ticks since boot) is added. The start is
+    empty on a system without ``/proc``."""
     try:
         start = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

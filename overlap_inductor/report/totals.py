@@ -28,7 +28,8 @@ class Times:
 
     @property
     def ratio(self) -> str:
-        """``1.15x``, ``1.15x slower``; with three decimals if two would show no difference; empty if a time is zero."""
+        """``1.15x``, ``1.15x slower``. Three decimals are shown if two would show no difference. Empty if a time is
+        zero."""
         if min(self.keep, self.plan) <= 0:
             return ""
         high, low = max(self.keep, self.plan), min(self.keep, self.plan)
@@ -81,8 +82,8 @@ def of_decision(decision: Decision) -> Times | None:
 
 
 def of_report(report: OverlapReport) -> Times | None:
-    """The times of all sites that are overlapped (in mode ``report``: that would be), at the example's sizes. ``None``
-    if there is no such site, or if one of them was not estimated."""
+    """The times of all sites that are overlapped (in mode ``report``: that would be overlapped), at the example's
+    sizes. ``None`` if there is no such site, or if one of them was not estimated."""
     return added(of_decision(s.decision) for s in report.sites if moves(s.decision))
 
 

@@ -146,8 +146,8 @@ def microseconds(value: float, longest: float = 0.0) -> str:
     """``12.3 us``, ``1342 us``, ``12.50 ms``, ``2.10 s``: a time given in microseconds.
 
     Args:
-        longest: the longest time that the reader compares this one with. Its unit is used, unless this time is shorter
-            than a tenth of that unit.
+        longest: the longest time with which the reader compares this one. If this time is at least a tenth of the unit
+            of ``longest``, it is shown in that unit.
     """
     for unit, name, least in ((1e6, "s", 1e6), (1e3, "ms", 1e4)):
         if value >= least or (longest >= least and value >= unit / 10):
@@ -190,10 +190,10 @@ def headline(report: OverlapReport) -> str:
 
 
 def mode_on(report: OverlapReport) -> str:
-    """What mode ``on`` would do with a graph that mode ``report`` has left alone: ``; mode on would run the plan
-    below``; empty if it would change nothing."""
+    """What mode ``on`` would do with a graph that mode ``report`` has left alone:
+    ``; mode on would run the plan below``. Empty if mode ``on`` would change nothing."""
     if any(reason.code == "report_mode" for stretch in report.stretches for reason in stretch.reasons):
-        return "; mode on would first rewrite a stretch, so its sites and their plans would be others"
+        return "; mode on would first rewrite a stretch, so the graph would have other sites and plans"
     return "; mode on would run the plan below" if any(map(_planned, (s.decision for s in report.sites))) else ""
 
 

@@ -4,8 +4,8 @@ memory that all ranks map.
 
 A rank that fails alone and raises would leave the others in a collective that it never joins. So each rank makes the
 attempt. The first rank of the group reads the others' results from the group's store and writes its verdict there. The
-others wait for the verdict. One rank decides. So if all ranks get the verdict, either all go on or all raise the same
-text::
+others wait for the verdict. Only one rank decides. So all ranks that get the verdict do the same: all go on, or all
+raise the same text::
 
     rank 0                         rank 1                            rank 2
     attempt: succeeded             attempt: out of memory            attempt: succeeded
@@ -13,9 +13,10 @@ text::
     verdict: "rank 1 cannot ..."   NotOnAllRanks("rank 1 ...")       NotOnAllRanks("rank 1 ...")
 
 Every wait has a deadline. A rank that has written nothing by then counts as failed. A rank that gets no verdict within
-twice the deadline raises a text of its own, even if the others go on. An attempt may itself be a collective. But if one
-rank fails in it, the collective must end on the other ranks, at the latest by its own timeout. All ranks must make the
-same attempts in the same order. Each attempt has its own keys in the store. This module uses no GPU; an attempt may.
+twice the deadline raises a text of its own, even if the others go on. An attempt may itself be a collective. If one
+rank fails in it, this collective must also end on the other ranks, at the latest by its own timeout. All ranks must
+make the same attempts in the same order. Each attempt has its own keys in the store. This module uses no GPU; an
+attempt may use one.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ Result = TypeVar("Result")
 
 
 class NotOnAllRanks(OverlapError):
-    """An attempt failed on a rank of the group. The text names the rank and the attempt. It is the first rank's
-    verdict, the same on every rank that got it in time."""
+    """An attempt failed on a rank of the group. The text names the rank and the attempt. The text is the first rank's
+    verdict. Every rank that got the verdict in time has the same text."""
 
 
 def _keys(owner: Owner) -> Iterator[str]:
@@ -62,8 +63,8 @@ def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Resul
     """Return the result of ``attempt`` if it returned on every rank of ``group``. All ranks call this together.
 
     Args:
-        what: the attempt, in words that complete "rank 1 cannot ...", such as "allocate 512 bytes". The same on all
-            ranks.
+        what: the attempt, in words that complete "rank 1 cannot ...", such as "allocate 512 bytes". All ranks pass the
+            same words.
         seconds: how long the first rank waits for the others' results, at most the group's timeout.
 
     Raises:

@@ -3,8 +3,8 @@
 for sites.
 
 A group has a few *slots*. A call of a site holds one slot from its start to its end. The sites of a graph take the
-slots in turn, in the order of the plan that all ranks have agreed upon. Sites of other graphs may share them, because
-calls of a rank run one after the other (``runtime.workspace``).
+slots in turn, in the order of the plan that all ranks have agreed upon. Sites of other graphs may use the same slots,
+because calls of a rank run one after the other (``runtime.workspace``).
 
 A rank must not write into a slot that a peer still reads. One of two protocols ensures this. Either the peer gives a
 credit when its call ends (``kernels.signals.credit_flag``), or calls use the two halves of the slot in turn
@@ -77,13 +77,14 @@ class Slot:
         nbytes, signals: bytes of ``data``, and flags for the signals of each rank.
         data: uint8 ``[nbytes]`` on every rank.
         flags: int32 on every rank. ``credit_flag`` and ``signal_flag`` of ``kernels.signals`` say where each flag is.
-            ``calls``, ``queues`` and ``tiles`` follow the flags in the same allocation, and no peer accesses them.
-            They share one allocation, because all ranks must agree on the success of each allocation.
+            ``calls``, ``queues`` and ``tiles`` follow the flags in the same allocation, and no peer accesses these
+            three. One allocation serves all, because all ranks must agree on the success of each allocation.
         calls: int32 ``[1]`` on the device, number of this rank's calls that have used the slot.
-        queues: int32 on the device, words in which blocks of a kernel claim work and count. ``QUEUE_WORDS`` words, then
-            one word per rank and signal. All but the word ``ANNOUNCED`` are zero between calls.
-        tiles: int32 on the device, zero between calls, words by which blocks signal finished tiles to each other. One
-            word for each ``TILE_BYTES`` of ``nbytes``.
+        queues: int32 on the device: words with which blocks of a kernel claim work and count. First come
+            ``QUEUE_WORDS`` words, then one word per rank and signal. All words but ``ANNOUNCED`` are zero between
+            calls.
+        tiles: int32 on the device: words with which blocks signal finished tiles to each other. There is one word for
+            each ``TILE_BYTES`` of ``nbytes``, and all are zero between calls.
         protocol: ``CREDITS`` or ``HALVES``.
     """
 
@@ -148,8 +149,8 @@ class WorkspaceArena:
     Args:
         world_size: ranks of the group.
         device: the device of the slots.
-        allocate: ``(elements, dtype) -> Buffer`` of zeros, called by all ranks of the group together. Raises on all of
-            them or on none.
+        allocate: ``(elements, dtype) -> Buffer`` of zeros. All ranks of the group call it together, and it raises on
+            all of them or on none.
         capturing: whether a CUDA graph is being captured on the current stream.
         limit: bytes that all slots together may take on a rank.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Board``: pages of the host's memory that all ranks of a group and their GPUs see, if the ranks can share memory. A
-rank whose wait times out (it *gives up*) records there what it waited for.
+"""``Board``: pages of the host's memory for reports of faults. If the ranks of a group can share memory, all of them
+and their GPUs see the same pages. A rank whose wait times out (it *gives up*) records there what it waited for.
 
 ::
 
@@ -9,8 +9,8 @@ rank whose wait times out (it *gives up*) records there what it waited for.
     from ``BOARD_HEAD`` on   ``FAULT_WORDS`` words per rank: its record (``kernels.layout``), written by that rank alone
 
 The order of writes is: the record, then word 0, then the abort words of the GPUs (``kernels.signals``). So a rank whose
-kernel was stopped finds the record as soon as that kernel has ended. And a host needs to read only one word of its own
-memory before each call to learn of every fault on the board.
+kernel was stopped finds the record as soon as that kernel has ended. To learn of every fault on the board, a host needs
+to read only one word of its own memory before each call.
 
 Ranks of one machine share a board. If the group has ranks on other machines, or its GPUs cannot reach each other, each
 rank has a board of its own that no other rank sees. The pages of a shared board are never freed, because kernels in

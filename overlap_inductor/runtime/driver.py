@@ -132,7 +132,7 @@ def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     Raises:
         RuntimeError: the driver refuses.
     """
-    # Makes the device's context current on this thread. Unlike other such calls, this one is allowed in a capture.
+    # Makes the device's context current on this thread. (Other calls that do this are not allowed in a capture.)
     torch.cuda.is_current_stream_capturing()
     made = ctypes.c_void_p()
     _function("cuStreamCreateWithPriority", ctypes.c_void_p, ctypes.c_uint, ctypes.c_int)(
@@ -146,7 +146,7 @@ CAPTURING = 1
 
 
 def capture_number(stream: int) -> int:
-    """The driver's number of the capture that ``stream`` (the address of a CUDA stream) is part of. 0 if the stream is
+    """The driver's number of the capture to which ``stream`` (the address of a CUDA stream) belongs. 0 if the stream is
     not being captured, or if its capture has failed. No two captures of the process have the same number. Raises
     ``RuntimeError`` if the driver refuses."""
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
@@ -157,8 +157,8 @@ def capture_number(stream: int) -> int:
 
 @contextlib.contextmanager
 def beside_captures(device: torch.device) -> Iterator[None]:
-    """In this context, this thread may query events of ``device`` while another thread captures a graph that does not
-    contain them.
+    """In this context, this thread may query events of ``device`` while another thread captures a graph. The graph must
+    not contain these events.
 
     Without this context, a query while a capture runs in mode ``global``, torch's default, fails and ends the capture.
 
@@ -184,8 +184,8 @@ class Graph:
 
     def __init__(self, start: Callable[[], None], stream: int) -> None:
         """``stream``: number of the current stream, which must not be the default stream. Raises what ``start`` raises,
-        or ``RuntimeError`` if the driver refuses. If the error in ``start`` has also invalidated the capture, the
-        ``RuntimeError`` is raised, with that error as its context."""
+        or ``RuntimeError`` if the driver refuses. If an error in ``start`` has also invalidated the capture, the
+        ``RuntimeError`` is raised, and the error in ``start`` is its context."""
         graph, made = ctypes.c_void_p(), ctypes.c_void_p()
         _function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(stream, THREAD_LOCAL)
         try:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``FaultRecord`` reads the records of a group's kernels that gave up (a wait timed out), and makes every waiting
-kernel of the group stop.
+"""``FaultRecord`` reads the faults of a group: the records of kernels that gave up, because a wait timed out. It also
+makes every waiting kernel of the group stop.
 
 A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's board
 (``runtime.board``). It also sets the abort words of all ranks that share the board. Each abort word is in the memory of
 the GPU whose waiting kernels read it (``kernels.signals`` says why). A kernel stores the words itself. A host copies
-them on a stream that was made for this purpose before anything ran, so the copies never queue behind a kernel that
+the words on a stream that was made for this purpose before anything ran. So the copies never queue behind a kernel that
 waits. If a host can no longer copy to any GPU, the watchdogs of its peers read the board and stop the waits on their
 own GPUs (``stop_waits``).
 
-The next call on every rank that shares the board raises an error. It names the site and the rank of the first wait that
-timed out, or the rank that aborted the group.
+The next call on every rank that shares the board raises an error. The error names the site and the rank of the first
+wait that timed out, or the rank that aborted the group.
 """
 
 from __future__ import annotations
@@ -53,12 +53,11 @@ _OVER = "No result of this group is valid any more: destroy the group, or end th
 
 
 def stop_words(rank: int, board: Board, table: torch.Tensor) -> torch.Tensor:
-    """The words that follow a rank's abort word. They are the number of abort words that a kernel that gives up has to
-    set, and the addresses of its record, of the board and of ``table``.
+    """The words that follow a rank's abort word. The first is the number of abort words that a kernel must set if it
+    gives up. The others are the addresses of the rank's record, of the board and of ``table``.
 
     Args:
-        table: int64, the addresses, as this rank's GPU sees them, of the abort words of all ranks or of this rank
-            alone.
+        table: int64: addresses of abort words as this rank's GPU sees them, for all ranks or for this rank alone.
 
     Returns:
         int32 ``[STOP_WORDS - 1]``.
@@ -85,8 +84,8 @@ class FaultRecord:
         board: the records of all ranks.
         stop: int32 ``[STOP_WORDS]`` on the device, an argument of every kernel that waits: the abort word, followed by
             ``stop_words``.
-        table: int64 on the device, the addresses of the abort words that this rank sets: those of all ranks, or only
-            its own.
+        table: int64 on the device: the addresses of the abort words that this rank sets, of all ranks or only of
+            itself.
         reachable: the values of ``table``, on the host.
         sites: names of this rank's sites, by the numbers under which kernels record them. A site has the same number on
             all ranks.
@@ -172,7 +171,7 @@ class FaultRecord:
 
     def abort(self) -> None:
         """From now on, make every wait of the group return at once, on all ranks that share the board. The results of
-        the kernels are then not valid."""
+        the group's kernels are not valid any more."""
         self.told = True
         record = self.board.record(self.rank)
         if not record[0]:
@@ -235,7 +234,7 @@ class FaultRecord:
 
     def _first(self) -> tuple[int, list[int]]:
         """``(rank of the group, record)`` of the rank with the earliest record, by the clocks of the writers. If
-        several ranks have the earliest time and this rank is one of them, it is this rank."""
+        several ranks have the earliest time, this rank is preferred."""
         records = {rank: self.board.record(rank) for rank in range(len(self.ranks))}
         given = {rank: record for rank, record in records.items() if record[0]}
         first = min(given, key=lambda rank: (int(given[rank][6:].view(torch.int64)), rank != self.rank))

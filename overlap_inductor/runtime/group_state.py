@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of the objects that belong to a process group, here called *things*. A group has one thing of each
-*kind*, or one for each device.
+"""The registry of the objects that belong to a process group, here called *things*. Of each *kind* of thing, a group
+has one, or one for each device.
 
 A kind has a function that makes its things, and a function that prepares a thing for being dropped::
 
@@ -17,8 +17,8 @@ destroyed, torch calls no hook. So the group's things are dropped when the next 
     STATES.of(the first "tp")   OverlapError
 
 Nothing is dropped while a CUDA graph is captured, because closing a thing may wait for its GPU. Ops look their group up
-by name at every call (``torch_compat.distributed.resolve_group``), which raises as soon as the group is destroyed. So
-``of`` does not check again whether the group of a held thing is alive.
+by name at every call. This look-up (``torch_compat.distributed.resolve_group``) raises as soon as the group is
+destroyed. So ``of`` does not check again whether the group of a held thing is alive.
 
 The watchdog is outside this rule. It watches a destroyed group until its last call has ended, so that a fault is
 reported even after ``destroy_process_group``.
@@ -51,8 +51,8 @@ class Owner:
         group: a live process group.
         device: the thing's device; ``None`` if a group has one thing of the kind for all devices.
         incarnation: number of earlier groups of the same name for which this process made a thing of this kind (on this
-            device). It is equal on all ranks if all of them make the thing for the same groups. Store keys hold it,
-            because a group may share its store's keys with an earlier group of its name.
+            device). This number is equal on all ranks if all of them make the thing for the same groups. Keys in the
+            store hold this number, because a group may use the same keys as an earlier group of its name.
     """
 
     group: dist.ProcessGroup
@@ -65,10 +65,10 @@ class Kind(Generic[Thing]):
 
     Args:
         name: for errors, such as ``"workspace"``.
-        make: makes the thing. It is called once for a group and device, and again if it raised. It may be a collective,
-            because the lock that is held meanwhile is only for this group's name and device.
-        close: called before any thing of a destroyed group is dropped, for example to wait for the group's calls. If it
-            raises, nothing is dropped, and it is called again when the next thing is made.
+        make: makes the thing. ``make`` is called once for a group and device, and again if it raised. It may be a
+            collective: the lock that is held during the call is only for this group's name and device.
+        close: called before any thing of a destroyed group is dropped, for example to wait for the group's calls. If
+            ``close`` raises, nothing is dropped, and ``close`` is called again when the next thing is made.
     """
 
     def __init__(self, name: str, make: Callable[[Owner], Thing], close: Callable[[Thing], None] | None = None) -> None:
@@ -124,7 +124,8 @@ class Kind(Generic[Thing]):
 
 
 _HELD: dict[tuple[Kind[Any], dist.ProcessGroup, torch.device | None], Owner] = {}
-"""All things of all kinds, in the order in which they were made. A thing may depend on those before it."""
+"""All things of all kinds, in the order in which they were made. A thing may depend on things that were made before
+it."""
 
 
 def drop_destroyed() -> None:
@@ -136,8 +137,8 @@ def drop_destroyed() -> None:
     left = [(key, owner) for key, owner in reversed(tuple(_HELD.items())) if not is_alive(owner.group)]
     for key, owner in left:
         key[0].close(owner)
-    # Things are dropped only when all were closed, because a call for which one kind waits may use the memory of
-    # another kind.
+    # Things are dropped only when all were closed. (The ``close`` of one kind may wait for a call that uses the memory
+    # of another kind.)
     for key, owner in left:
         key[0].drop(owner)
         _HELD.pop(key, None)

@@ -22,11 +22,11 @@ and on the allocations that hold the tensors in ``copied``. It may depend on not
 Why this is correct. A captured graph fixes only the values in its key. All other values are read at replay. The number
 of the call, which its signals carry, is read from device memory, as in a graph that a user captures. Kernels, slots and
 fault memory outlive the graph. The first call has loaded every kernel, so a capture waits for nothing on the device.
-Instantiating a graph may wait for earlier calls. Those end even if this call has not started on any rank. All graphs
-can share one workspace of the vendor's matmul library, because ``runtime.call_order`` runs a rank's calls one after the
-other on its GPU. For the same reason, no two threads use a site's graphs at the same time.
+Instantiating a graph may wait for earlier calls. Earlier calls end even if this call has not started on any rank. All
+graphs can share one workspace of the vendor's matmul library, because ``runtime.call_order`` runs a rank's calls one
+after the other on its GPU. For the same reason, no two threads use a site's graphs at the same time.
 
-Why allocations are compared. A kernel in a graph uses plain addresses, whichever allocation they belong to. A copy in a
+Why allocations are compared. A kernel in a graph uses plain addresses, whatever allocation these belong to. A copy in a
 graph is bound to the allocation with which it was captured. The program may free that allocation
 (``torch.cuda.empty_cache()``, which ``torch.cuda.graph`` also calls), and a new allocation may cover the same address.
 Then ``cuGraphLaunch`` fails with ``CUDA_ERROR_INVALID_VALUE``, or the copy faults. (Seen with driver 580. It does not
@@ -34,13 +34,13 @@ happen if both allocations begin at the same address, or in expandable segments 
 
 Forward progress. When launches are started one by one, sends precede waits in every hardware queue of the device. In a
 graph, only edges order the nodes, and its branches run at the same time. A call's graph has two branches and needs two
-queues, so nothing is replayed with ``CUDA_DEVICE_MAX_CONNECTIONS=1``. If copies take turns, it has three branches;
-copies take turns only where there are three queues or more. A graph's copies run on copy engines, including the copies
-that set flags (``tests.gpu.check_stress`` on driver 580).
+queues, so nothing is replayed with ``CUDA_DEVICE_MAX_CONNECTIONS=1``. If copies take turns, the graph has three
+branches. Copies take turns only where there are three queues or more. A graph's copies run on copy engines, including
+the copies that set flags (``tests.gpu.check_stress`` on driver 580).
 
 Captures run on their own thread. They begin on a stream, and allocate from a memory pool, that nothing else uses. The
-vendor's matmul library has one workspace for each thread and stream. A workspace that comes from the memory pool of a
-user's graph, or that a user's matmul also uses, would be overwritten.
+vendor's matmul library has one workspace for each thread and stream. Two kinds of workspace would be overwritten: one
+from the memory pool of a user's graph, and one that a user's matmul also uses. A thread of its own has neither.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def launched(
     Args:
         launch: the site's launch. Its ``seen`` and ``replays`` are read and updated.
         what: hashable; everything that the launches depend on besides ``tensors``. It is kept as a part of a key.
-        tensors: the tensors that the launches read or write, on the launch's device. ``None`` for one that is absent.
+        tensors: the tensors that the launches read or write, on the launch's device. ``None`` for an absent tensor.
         start: queues the launches on the current stream.
         replays: whether the call may be replayed.
         copied: the members of ``tensors`` that copies may read or write. Copies by the vendor's library count, too.
@@ -104,7 +104,7 @@ def launched(
     try:
         allocations = tuple([driver.allocation(t.data_ptr()) for t in copied if t is not None]) if copied else ()
     except RuntimeError as error:
-        # Without the number of the allocation, the code cannot decide whether a graph was captured with this memory.
+        # Without the number of the allocation, it is unknown whether a graph was captured with this memory.
         _say_unknown(str(error).split(",")[0])
         start()
         return
@@ -144,8 +144,8 @@ def _say_unknown(error: str) -> None:
 def _first_replay(launch: Launch, key: object, allocations: Allocations, start: Start, device: torch.device) -> bool:
     """Capture a call and launch its graph. Returns False if either failed, or if a limit was reached. The call is then
     not captured again as long as ``launch.seen`` holds it."""
-    # A new graph never replaces an older one. If it did, a site that alternates between more calls than the limit would
-    # capture each call repeatedly.
+    # A new graph never replaces an older one. Otherwise, a site that alternates between more calls than the limit would
+    # capture each call again and again.
     replay = recorder(device).replay_of(start) if len(launch.replays) < MOST_OF_A_SITE else None
     if replay is not None:
         try:

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare inputs of a graph that the sequence-parallel rewrite takes to be the same on all ranks of a group.
+"""Compare inputs of a graph between the ranks of a group: the inputs that the sequence-parallel rewrite assumes to be
+equal.
 
 A graph cannot show that a norm's weight is the same on all ranks (``passes.sequence.same_values``). So each rank hashes
 these inputs. There are two kinds:
 
 - *Parameters and buffers* stay in their memory from call to call. For a graph with one group, their digests are part of
-  the plan that ranks compare before they run the graph (``ExchangePlan.inputs``). There is a plan for each set of
-  parameters that the graph is called with. A compiled block that serves several layers has one set for each layer. A
-  digest is taken once, when the process first sees the memory. So all later graphs of a model have the same digests,
-  also after training steps.
+  the plan that ranks compare before they run the graph (``ExchangePlan.inputs``). The graph has a plan for each set of
+  parameters with which it is called. (A compiled block that serves several layers has one set for each layer.) A digest
+  is taken once, when the process first sees the memory. So all later graphs of a model have the same digests, also
+  after training steps.
 - *Arguments* of a call change from call to call. ``difference`` compares them in the call in which the ranks agree upon
   a plan. It also compares the parameters of a graph with several groups, once for each set of parameters
-  (``were_compared``). The plan cannot hold their digests: it is compared in all groups, and a parameter may be the same
-  on all ranks of one group only. ::
+  (``were_compared``). The plan of such a graph cannot hold the digests. It is compared in all groups, but a parameter
+  may be the same on all ranks of one group only. ::
 
     rank 0                    rank 1                          rank 2
     writes digests            reads them; all are its own     reads them; "primals_7" is not its own
@@ -47,7 +48,7 @@ from overlap_inductor.torch_compat.storages import ByStorage
 
 
 class InputsDiffer(OverlapError):
-    """An input has other values than on the group's first rank."""
+    """An input does not have the values that it has on the group's first rank."""
 
 
 def _keys(owner: Owner) -> Iterator[str]:

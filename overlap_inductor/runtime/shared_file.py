@@ -12,7 +12,7 @@ import secrets
 from pathlib import Path
 
 SHARED_FOLDER = Path("/dev/shm")
-"""A file system in memory: pages of files on a disk cannot be given to a GPU."""
+"""A folder of a file system in memory. (Pages of files on a disk cannot be given to a GPU.)"""
 
 
 def new_number() -> int:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams, other than the current one, on which a schedule's transfers and waits run. A device needs only one
-stream for each purpose, because its calls are launched and run one after the other (``runtime.call_order``).
+"""The streams, beside the current one, on which a schedule's transfers and waits run. A device needs only one stream
+for transfers and one for waits, because its calls are launched and run one after the other (``runtime.call_order``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from overlap_inductor.torch_compat import symmetric
 
 
 class SideStream:
-    """Work that is launched inside ``with side:`` runs after the work that is already on the current stream, and
-    concurrently with work that is launched there later. ``join`` makes the current stream wait for the side stream.
+    """Work launched inside ``with side:`` runs after the work that is already on the current stream. It runs
+    concurrently with later work on the current stream. ``join`` makes the current stream wait for the side stream.
 
     Every use ends with ``join`` before the op returns. So tensors used on the side stream may be freed on the current
     stream. A CUDA graph that is captured on the current stream holds the side stream's work. Two events are enough,
@@ -48,7 +48,7 @@ class SideStream:
 
     def join(self) -> None:
         """Make the current stream wait for everything launched here. Does nothing if the side stream was not entered
-        since the last ``join``, because in a capture the side stream would not be part of it."""
+        since the last ``join``. (In a capture, the side stream would then not be part of the capture.)"""
         if not self._used:
             return
         self._used = False

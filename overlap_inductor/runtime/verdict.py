@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares one call of a plan among the ranks. This module has the rounds that pass a rejection on to the other groups
-of a rank (``agreement`` explains them). It also finds the reasons of a rejection, and logs or raises them.
+"""Compares one call of a plan among the ranks. In *rounds*, a rejection is passed on to the other groups of a rank
+(``agreement`` explains them). This module also finds the reasons of a rejection, and logs or raises them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
 
     Args:
         states: the states of the plan's groups in which something moves. This call must have been counted in them.
-        known: True if the plan was agreed upon before. It then needs no rounds if it has one group.
+        known: True if the plan was agreed upon before. Such a plan needs no rounds if it has one group.
 
     Raises:
         AgreementError: the ranks can neither all overlap nor all run the plain program, or a rank gave no verdict in
@@ -45,7 +45,8 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     """
     call_board.publish(states, plan)
     begun = time.monotonic()
-    # For a known plan, the wait is as long as that of a transfer. At a first call, other ranks may still compile.
+    # For a known plan, the limit is the limit of a transfer. At a first call it is another one, because other ranks may
+    # still compile.
     limits = [seconds_to_wait(s.group, plan, known) for s in states]
     found, behind = list[dict[int, str]](), [""] * len(states)
     for number, (state, limit) in enumerate(zip(states, limits, strict=True)):
@@ -130,7 +131,7 @@ def _check_reachable(
     missing: Sequence[int],
 ) -> None:
     """Raise ``AgreementError`` if the ranks can neither all overlap nor all run the plain program. This is so if
-    versions differ, or a rank is or may be inside the transfers of an agreed plan."""
+    versions differ, or if a rank may be inside the transfers of an agreed plan."""
     group, mine = state.group, dist.get_rank()
     odd = {global_rank(group, r): p for r, p in plans.items() if p.version != plan.version}
     if odd:
@@ -208,9 +209,9 @@ def one_round(
     limit: float,
     kind: str = "",
 ) -> tuple[str, str]:
-    """Publish ``verdict``. Return the worst verdict, with its reason, among this rank and all ranks of its groups that
-    published the same value. So each round carries a rejection to the ranks that share a group with a rank that already
-    knows it.
+    """Publish ``verdict``. Return the worst verdict, with its reason, of this rank and of all ranks of its groups that
+    published the same value. So each round carries a rejection one step further: from a rank that knows of it to all
+    ranks that share a group with this rank.
 
     Args:
         found: for each group, the values that its ranks published for this call.
@@ -286,14 +287,15 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
 
     Raises:
         StrictError: another rank overlaps its graph, and ``strict`` is True.
-        AgreementError: ``strict`` is False, and a rank is or may be inside an agreed exchange that this rank has left,
-            or runs another version.
+        AgreementError: ``strict`` is False, and a rank may be inside an agreed exchange that this rank has left, or a
+            rank runs another version.
     """
     for state in states:
         try:
             values = call_board.values(state, plan, time.monotonic() + seconds_to_wait(state.group, plan, known=False))
         except Overwritten:
-            # A rank that is so far ahead has not waited for this rank, so it is not inside an exchange with it.
+            # A rank that is so far ahead has not waited for this rank. So that rank is not inside an exchange with this
+            # one.
             continue
         plans = call_board.plans(state, values, plan)
         others = {global_rank(state.group, r): p for r, p in plans.items() if p.overlaps}
@@ -309,7 +311,7 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
 
 def seconds_to_wait(group: dist.ProcessGroup, plan: ExchangePlan, known: bool) -> float:
     """Seconds to wait for the other ranks. For a known plan, it is the group's timeout. For a new plan, it is the
-    configuration's ``agreement_timeout``, but at most half of the group's timeout, so that the collectives of peers do
-    not time out first."""
+    configuration's ``agreement_timeout``, but at most half of the group's timeout. So the collectives of peers do not
+    time out first."""
     longest = call_board.timeout(group)
     return longest if known else min(float(plan.config.get("agreement_timeout", DEFAULT_TIMEOUT)), longest / 2)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog: a daemon thread of the process that reads the fault records of its groups, so that a fault is reported
-even if no overlap op follows.
+"""The watchdog: a daemon thread that reads the fault records of the process's groups. So a fault is reported even if no
+overlap op follows.
 
-The next overlap call raises a fault by itself (``FaultRecord.check``). But some programs never make that call. A
-program may only replay a CUDA graph, or its last call may have failed. Or it may be stuck elsewhere (in a collective
-whose peer is gone, in a stream wait). A fault is handled in this order:
+The next overlap call raises a fault by itself (``FaultRecord.check``). But some programs never make another overlap
+call. A program may only replay a CUDA graph, or the call that failed may be its last one. Or the program may be stuck
+elsewhere (in a collective whose peer is gone, in a stream wait). A fault is handled in this order:
 
 1. Within ``POLL_SECONDS``, the watchdog of every rank that maps the fault's board (``runtime.board``) stops the group's
    waits on its own GPU. The rank that gave up may not have been able to stop these waits itself. The watchdog logs the
@@ -12,17 +12,18 @@ whose peer is gone, in a stream wait). A fault is handled in this order:
    peers, and a clock bounds each wait.)
 2. A program that was told is not ended: ``check`` has raised the error to it, or this rank has aborted the group
    itself. A program that has destroyed the group also goes on, because it can start nothing more in it. The destroyed
-   group is watched until the calls that the program had started have ended, and longer if there is an untold fault.
-3. Any other program is ended ``GRACE_SECONDS`` after the fault was seen, by SIGABRT, with the error and the stacks of
-   all threads on standard error. ProcessGroupNCCL's watchdog ends a process in the same way on a timeout
+   group is watched until the calls that the program had started have ended. It is watched longer if there is a fault of
+   which the program was not told.
+3. Any other program is ended by SIGABRT, ``GRACE_SECONDS`` after the fault was seen. The error and the stacks of all
+   threads are written to standard error. ProcessGroupNCCL's watchdog ends a process in the same way on a timeout
    (``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``, its default).
 4. A program that ends without having been told gets exit status 1, because it may have used results of a kernel that
-   gave up. It does not matter whether its group was destroyed. (Exit hooks that were registered before this module's
-   hook do not run then.) A fault may even come at the program's end, while calls are in flight. These calls have
-   ``EXIT_SECONDS`` to end. If they still wait for their peers after that, the program also gets exit status 1.
+   gave up. It does not matter whether the program has destroyed the group. (Exit hooks that were registered before this
+   module's hook do not run then.) A fault may even come at the program's end, while calls are in flight. These calls
+   have ``EXIT_SECONDS`` to end. If they still wait for their peers after that, the program also gets exit status 1.
 
-Without a fault, each check by the watchdog reads one word of the host's memory for each group. It makes no CUDA call,
-except an event query for a destroyed group (``runtime.driver.beside_captures``). After a fork the child watches
+Without a fault, each check by the watchdog reads one word of the host's memory for each group. It makes only one kind
+of CUDA call: an event query for a destroyed group (``runtime.driver.beside_captures``). After a fork the child watches
 nothing, because it cannot use the GPU. The watchdog cannot run while another thread blocks and holds Python's lock.
 """
 
@@ -42,8 +43,8 @@ from typing import Protocol
 log = logging.getLogger("overlap_inductor")
 
 GRACE_SECONDS = 60.0
-"""How many seconds after a fault a program may run that was not told of it and has not destroyed the group. With
-``math.inf`` a running program is never ended."""
+"""A program that was not told of a fault and has not destroyed the group may run this many seconds after the fault.
+With ``math.inf`` a running program is never ended."""
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 10.0
 """Seconds that a program's end waits for calls in flight."""
@@ -104,7 +105,7 @@ class Watchdog:
         self._closed = threading.Event()
 
     def watch(self, faults: Watched, alive: Callable[[], bool], in_flight: Callable[[], bool] = lambda: False) -> None:
-        """Also watch ``faults``: while its group is ``alive``, and afterwards until no call is ``in_flight`` on its
+        """Also watch ``faults``, while its group is ``alive``. Afterwards, watch until no call is ``in_flight`` on its
         device and no fault is untold. (A program that was told needs no watch after the group's destruction.)
 
         Args:
@@ -140,8 +141,8 @@ class Watchdog:
                 )
 
     def close(self) -> list[str]:
-        """Stop watching, and wait up to ``EXIT_SECONDS`` for calls in flight. Returns the errors of all faults that the
-        program was not told of, those of destroyed groups included."""
+        """Stop watching, and wait up to ``EXIT_SECONDS`` for calls in flight. Returns the errors of all faults of which
+        the program was not told. Faults of destroyed groups are included."""
         self._closed.set()
         if self._thread is not None:
             # The thread may be in the middle of a check, and must not go on while the interpreter ends.
@@ -186,7 +187,7 @@ class Watchdog:
         """Forget a destroyed group if its calls have ended without a fault, or if the program was told of the fault.
         Otherwise keep it.
 
-        A call that gives up or is stopped ends only after its fault is on the board. So the board is read again once
+        If a call gives up or is stopped, it ends only after its fault is on the board. So the board is read again once
         all calls have ended. Later actions of peers do not affect this rank's results."""
         watch.alive = _destroyed
         if watch.faults.told or error is None and watch.ended() and watch.faults.error() is None:

@@ -2,10 +2,10 @@
 """``GroupWorkspace`` holds the objects that the sites of one process group share on this rank. They are the group's
 arena, fault record and patience (the time after which a kernel's wait for a peer times out).
 
-All ranks of the group make it together, because allocating symmetric memory is a collective. They make it at the first
-run of a graph that needs it, after they have agreed on the plan. It lives as long as the group
-(``runtime.group_state``). Calls of a rank run one after the other on its GPU, on any streams and from any threads
-(``runtime.call_order``).
+All ranks of the group make a workspace together, because allocating symmetric memory is a collective. This happens at
+the first run of a graph that needs the workspace, after the ranks have agreed on the plan. The workspace lives as long
+as the group (``runtime.group_state``). Calls of a rank run one after the other on its GPU, on any streams and from any
+threads (``runtime.call_order``).
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Launch:
         site: the site's number in ``faults``.
         patience_ns: how long a kernel waits for a peer, ns.
         prepared: kernels that are ready to be launched, by the caller's key.
-        kept: what must live as long as this object, such as device memory that kernels read, by the caller's key.
-        seen: for each call that was seen once: the allocations that its copies read and write, and whether it may be
-            captured (``runtime.replay``).
+        kept: objects that must live as long as this one, such as device memory that kernels read, by the caller's key.
+        seen: for each call that was seen once, the allocations that its copies read and write, and whether the call may
+            be captured (``runtime.replay``).
         replays: for each call that was captured: the same allocations, and the function that launches the graph.
     """
 
@@ -111,8 +111,8 @@ class GroupWorkspace:
         faults: the group's fault record.
         patience_ns: how long a kernel waits for a peer, ns: the group's timeout.
         blocks: the number of SMs of the device.
-        without_room: sites of plans whose workspace would have exceeded the limit. They run without overlap, unless an
-            earlier plan gave them a slot that suffices.
+        without_room: sites of plans whose workspace would have exceeded the limit. They run without overlap. But if an
+            earlier plan gave a site a slot that suffices, the site uses this slot.
         prepared: requests of plans that ``prepare`` has handled, as JSON texts.
     """
 
@@ -133,8 +133,9 @@ class GroupWorkspace:
         Args:
             call: everything on which the result depends.
             make: makes a launch and the other values that the op needs, or returns ``None`` if no kernel supports the
-                call. It is called if no result is remembered, so threads that ask for a new call at the same time may
-                each call it. Results are dropped when a plan is prepared, or when there are ``MOST_KNOWN`` of them.
+                call. ``make`` is called if no result is remembered. So if several threads ask for a new call at the
+                same time, each may call ``make``. Results are dropped when a plan is prepared, or when there are
+                ``MOST_KNOWN`` of them.
 
         Raises:
             Exception: what ``make`` raises.
@@ -172,8 +173,9 @@ class GroupWorkspace:
         return made
 
     def prepare(self, requests: Sequence[Request], limit: int) -> None:
-        """Give every site of a plan its slot. If, together with the slots of earlier graphs, the new slots exceed some
-        rank's limit, no site gets one on any rank (``without_room``). All ranks of the group call this together.
+        """Give every site of a plan its slot. If the new slots and the slots of earlier graphs together exceed the
+        limit of some rank, no site gets a slot on any rank (``without_room``). All ranks of the group call this
+        together.
 
         Args:
             requests: the requests of the plan's sites, in the plan's order, equal on all ranks.
@@ -202,8 +204,8 @@ class GroupWorkspace:
 
     def _why_no_room(self, missing: int, limit: int) -> NotOnAllRanks | None:
         """Why the group has no room for ``missing`` more bytes, or ``None``. All ranks decide together, because their
-        limits may differ. If each rank decided alone, a kernel of one rank could wait until its timeout for peers that
-        run the collective instead."""
+        limits may differ. If each rank decided alone, a kernel of one rank could wait, until its timeout, for peers
+        that run the plain collective."""
         if not missing:
             return None
 

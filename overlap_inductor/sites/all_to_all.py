@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read an all-to-all: which part each rank gets, and which dims of its input and of its result are divided by ranks.
 
-Input and result hold the same atoms (``sites.layouts``). In the input the rank atom counts the ranks that receive, in
-the result those that sent::
+Input and result hold the same atoms (``sites.layouts``). In the input the rank atom counts the ranks that receive. In
+the result it counts the ranks that sent::
 
     all_to_all_single(x [R c, h])                     [R c] [h]      ->  [R c] [h]
     shard_dim_alltoall(x [a, R b], gather 0, shard 1)  [a] [R b]     ->  [R a] [b]
@@ -56,7 +56,8 @@ def unequal(collective: CollectiveNode) -> Reason | None:
 
 @dataclass(frozen=True)
 class Splits:
-    """The numbers of rows that this rank sends to each rank, and receives from each: ints, or nodes of the graph."""
+    """The numbers of rows that this rank sends to each rank and receives from each rank: ints, or nodes of the
+    graph."""
 
     sent: list[Any]
     received: list[Any]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``AttentionNode`` gives PyTorch's scaled dot-product attention the form of a matmul whose contracted dim is the keys.
+"""``AttentionNode`` presents PyTorch's scaled dot-product attention as a matmul. The contracted dim (K) counts the
+keys.
 
 ::
 
@@ -28,13 +29,14 @@ KEYS = 2
 
 @dataclass(frozen=True)
 class _Kind:
-    """An op that a piece of the keys can be given to. Its first two results are the output and the log-sum-exp.
+    """A kind of attention op that can be computed for a part of the keys. Its first two results are the output and the
+    log-sum-exp.
 
     Attributes:
-        mask: the name of the argument that is added to the scores; ``None`` if there is none, or if pieces must not
-            have it.
+        mask: the name of the argument that is added to the scores. ``None`` if there is no such argument, or if the op
+            of a piece must not get it.
         mask_dims: the fewest dims that a mask may have: 2 (queries and keys), or 4 (with batch and heads).
-        mask_block: the keys of a piece that has a mask are a multiple of this number.
+        mask_block: if a piece has a mask, its number of keys is a multiple of this number.
         unread: the name of an argument that must not be given.
         asks_for_sums: whether the op computes the log-sum-exp only if ``compute_log_sumexp`` is set.
         hidden_is_zero: whether a query that sees no key gets 0. If not, its output is not defined.
@@ -60,7 +62,7 @@ _KNOWN = {*_CUT, aten._scaled_dot_product_fused_attention_overrideable.default}
 
 @dataclass(frozen=True)
 class AttentionNode(MatmulNode):
-    """An attention op. Its operands are read from ``node`` each time, as those of a matmul."""
+    """An attention op. Its operands are read from ``node`` at each access, like the operands of a matmul."""
 
     @property
     def lhs(self) -> fx.Node:
@@ -76,7 +78,7 @@ class AttentionNode(MatmulNode):
 
     @property
     def mask(self) -> fx.Node | None:
-        """What is added to the scores, ``-inf`` for a key that a query does not see."""
+        """The tensor that is added to the scores. It is ``-inf`` for a key that a query does not see."""
         name = _CUT[self.node.target].mask
         found: fx.Node | None = None if name is None else operators.argument(self.node, name)
         return found
@@ -93,7 +95,7 @@ class AttentionNode(MatmulNode):
 
     @property
     def mask_block(self) -> int:
-        """The keys of a piece that has a mask are a multiple of this number."""
+        """If a piece has a mask, its number of keys is a multiple of this number."""
         return _CUT[self.node.target].mask_block
 
     @property

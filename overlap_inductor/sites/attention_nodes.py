@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``AttentionNodes``: the nodes of ``all-gathers of keys and values -> attention``. One gather may move both."""
+"""``AttentionNodes``: the nodes of ``all-gathers of keys and values -> attention``. One gather may move keys and
+values."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from overlap_inductor.sites.placement import needed_behind
 
 @dataclass(frozen=True)
 class Cut:
-    """Of ``atom``, the indices from ``start`` on that are the atom ``left``."""
+    """A cut of ``atom``: keeps the indices from ``start`` on, as many as the new atom ``left`` has."""
 
     atom: Atom
     start: int
@@ -81,7 +82,8 @@ class AttentionNodes(SiteNodes):
         return self.attention.sizes[1]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """The two matmuls of attention as one: the scores contract the width of a key, the output the keys."""
+        """The two matmuls of attention, described as one. The matmul of the scores contracts the width of a key, and
+        the matmul of the output contracts the keys."""
         batch, queries, keys, width, columns = self.attention.sizes
         causal = self.attention.is_causal
         return [MatmulSizes(batch, queries, width + columns, keys, own="M", causal=causal)]
@@ -115,8 +117,8 @@ class AttentionNodes(SiteNodes):
         return [*sorted(self.between()), *(place.hoisted if place is not None else ())]
 
     def places(self) -> list[Placement]:
-        """Two places: at the later gather, if nothing outside the site reads the earlier one's result before, and at
-        the first use of the site's results."""
+        """Two places. The first is at the later gather; there is none if a node outside the site reads the earlier
+        gather's result before. The second is at the first use of the site's results."""
         members = self._members()
         first_use = min({user for member in members for user in member.users} - members)
         later = self.collectives[-1].node

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give the reason why a collective leads to no site, if the finders gave none.
 
-The reason names the nearest matmul if it is of a kind that cannot be cut. Such kinds are a grouped matmul, a
+If the nearest matmul is of a kind that cannot be cut, the reason names it. Such kinds are a grouped matmul, a
 convolution, ``mv``, a product with a vector that Inductor wrote as ``mul`` and ``sum``, and any kind unknown to
 ``matmuls.parse``. If the matmul can be cut, the reason names an op between it and the collective. This is the first op
-that is not pointwise and does more than move elements, or else the first slice or ``cat``. If there is neither, the
-reason names the matmul: no cut of it matches the collective's shards. "No matmul is next to the collective" means that
-the search found none within ``STEPS`` nodes before or after it.
+that is not pointwise and does more than move elements, or else the first slice or ``cat``. If there is no such op, the
+reason names the matmul and says that no cut of the matmul matches the collective's shards. "No matmul is next to the
+collective" means that the search found none within ``STEPS`` nodes before or after it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def reason(collective: CollectiveNode) -> Reason:
         name = reader[0].name
         return Reason(
             "no_matmul",
-            f"{name} reads the collective's result, but only a matmul that computes its input could hide it, and there"
-            " is none",
+            f"{name} reads the collective's result, but only a matmul that computes the collective's input could hide"
+            " it, and there is none",
         )
     return Reason("no_matmul", NO_MATMUL)
 
@@ -130,8 +130,8 @@ def _nearest(start: fx.Node, forward: bool) -> _Way | None:
     ``None`` if there is no path. ``computed``: the first op on the path that is not pointwise and does more than move
     elements, or ``None``. ``moved``: the first slice or ``cat`` on the path, or ``None``.
 
-    A path passes through no other collective. A grouped matmul is preferred to nearer ones. Of several paths to the
-    matmul, one with ``computed`` is preferred, then one with ``moved``, because the reason names such a node.
+    A path passes through no other collective. A grouped matmul is preferred to nearer ones. If several paths lead to
+    the matmul, one with ``computed`` is preferred, then one with ``moved``, because the reason names such a node.
     """
     frontier: list[_Way] = [(start, None, None)]
     seen, found = {(start, True)}, []

@@ -51,7 +51,7 @@ _NAMESPACES = (*operators.FUNCTIONAL_COLLECTIVES, "c10d_functional", "c10d", "_d
 
 def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
     """``(kind, why it cannot be a site, or None)`` if ``node`` is a collective, else ``None``. Every op in
-    ``_NAMESPACES`` counts as a collective unless ``_NOT_MOVING`` lists it, even an unknown one."""
+    ``_NAMESPACES`` that ``_NOT_MOVING`` does not list counts as a collective, even an unknown one."""
     namespace, name = operators.qualified_name(node)
     if namespace not in _NAMESPACES or name in _NOT_MOVING:
         return None
@@ -99,16 +99,16 @@ def group_name(node: fx.Node) -> str | None:
 
 
 def group_of(node: fx.Node) -> str | None:
-    """The name of the process group if ``node`` is a collective, else ``None``. Ops of namespaces ``c10d`` and
-    ``c10d_functional`` give ``None``, too."""
+    """The name of the process group if ``node`` is a collective, else ``None``. For ops of namespaces ``c10d`` and
+    ``c10d_functional``, the answer is ``None``, too."""
     functional = operators.qualified_name(node)[0] not in ("c10d", "c10d_functional")
     return group_name(node) if functional and _kind(node) is not None else None
 
 
 def kept_kind(node: fx.Node) -> str | None:
     """Kind and dtype (``"all_reduce bfloat16"``) if ``node`` is a collective that all ranks of its group call, else
-    ``None``. Sends and receives give ``None``, because ranks call different ones. So do ops of namespaces ``c10d`` and
-    ``c10d_functional``."""
+    ``None``. The answer is also ``None`` for sends and receives, because ranks call different ones, and for ops of
+    namespaces ``c10d`` and ``c10d_functional``."""
     found = _kind(node)
     if found is None or found[0] in _POINT_TO_POINT or operators.qualified_name(node)[0] in ("c10d", "c10d_functional"):
         return None
@@ -156,7 +156,7 @@ def describe(node: fx.Node, kind: str, dim: int | None = None, role: str | None 
 
 def _wait_of(node: fx.Node) -> fx.Node | Reason:
     """The last wait for the collective ``node``; the node itself if its result needs no wait. A ``Reason`` if the
-    result has several waits, none, or another user than the wait."""
+    result has no wait, several waits, or a user other than the wait."""
     if changes_shards(node):
         return node
     waits = [u for u in node.users if operators.is_wait(u)]

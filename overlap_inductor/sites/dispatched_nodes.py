@@ -41,8 +41,8 @@ from overlap_inductor.torch_compat import operators
 
 @dataclass(frozen=True)
 class Operands:
-    """What a site's ``program`` reads besides the rows that arrived: tensors with a row for each of them, and tensors
-    that serve all rows."""
+    """What a site's ``program`` reads besides the rows that arrived: tensors with one row for each arrived row, and
+    tensors that serve all rows."""
 
     program: RowProgram
     rows: list[fx.Node]
@@ -102,7 +102,7 @@ class DispatchedNodes(SiteNodes):
 
     @property
     def tokens(self) -> Size:
-        """The number of rows that this rank sends. How many arrive is known when the graph runs."""
+        """The number of rows that this rank sends. The number of rows that arrive is known only when the graph runs."""
         return tools.shape(self.dispatch.input)[0]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
@@ -119,7 +119,8 @@ class DispatchedNodes(SiteNodes):
         return bool(self.handed_out())
 
     def handed_out(self) -> list[fx.Node]:
-        """The steps that others read, too: what is saved for the backward graph, and operands of weights' gradients."""
+        """The steps that nodes outside the site also read: tensors saved for the backward graph, and operands of
+        weights' gradients."""
         members = {*self.steps, self.put}
         return [n for n in self.steps if any(user not in members for user in n.users)]
 
@@ -127,8 +128,8 @@ class DispatchedNodes(SiteNodes):
         return [*self.steps, self.put, *self._readers()]
 
     def places(self) -> list[Placement]:
-        """At the second exchange, where everything that the experts read has been computed. Nodes in front of it that
-        are computed from the steps move down to it."""
+        """One place, at the second exchange. Everything that the experts read has been computed there. If a node in
+        front of this exchange is computed from the steps, it moves down to the exchange."""
         return [Placement(self.combine.node, self._readers(), [], [])]
 
     def _readers(self) -> list[fx.Node]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Epilogue`` describes a pointwise epilogue, which can be written as text. A pass finds it after a matmul or a
-reduction, and a kernel computes it on each tile. ``applied`` computes it with torch's ops.
+"""``Epilogue`` describes a pointwise epilogue, and can be written as text. A pass finds the epilogue after a matmul or
+a reduction, and a kernel computes it on each tile. ``applied`` computes it with torch's ops.
 
 An epilogue holds the kinds of its extra tensors, and a program in which each op assigns one new value. The last value
 is the result. As text, ``silu(x) * e0`` is::
@@ -41,8 +41,8 @@ TORCH_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sub": operator.sub,
     "to": lambda a, dtype: a.to(getattr(torch, dtype)).float(),
 }
-"""Ops on fp32 tensors. One of two arguments may be a number: for ``maximum`` and ``minimum`` only the second. The
-second argument of ``to`` is the name of a dtype."""
+"""Ops on fp32 tensors. In an op of two arguments, one may be a number. For ``maximum`` and ``minimum``, only the second
+may. The second argument of ``to`` is the name of a dtype."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def from_text(text: str) -> tuple[Epilogue | None, ...]:
 
 
 def extras_of(epilogues: Sequence[Epilogue | None], extras: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Split the ``extras`` of all results into those of each result."""
+    """Split the ``extras`` of all results: one list for each result."""
     counts = [0 if e is None else len(e.extras) for e in epilogues]
     return [list(extras[sum(counts[:i]) : sum(counts[: i + 1])]) for i in range(len(counts))]
 

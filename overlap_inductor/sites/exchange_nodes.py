@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``SentNodes`` and ``ReceivedNodes``: the nodes of ``matmul -> all-to-all`` and of ``all-to-all -> matmul``.
 
-An all-to-all sends each rank a slice of its own. So the nodes before it are those of a reduce-scatter whose slices are
-not summed, and the nodes after it are those of an all-gather.
+An all-to-all sends each rank a slice of its own. So the nodes before it are like the nodes of a reduce-scatter, without
+the sum. The nodes after it are like the nodes of an all-gather.
 """
 
 from __future__ import annotations
@@ -31,9 +31,15 @@ class SentNodes(ReduceNodes):
     received: Layout = field(default_factory=lambda: Layout(()))
 
     @property
+    def row_wise(self) -> list[fx.Node]:
+        """The ops between the matmul and the all-to-all, if one of them needs whole rows (``BandedNodes``); else
+        empty."""
+        return []
+
+    @property
     def lead(self) -> Size:
-        """The outermost size of a rank's slice in the matmuls' layout. Sub-chunks are cut along it, so that each is one
-        run of the slice."""
+        """The outermost size of a rank's slice in the matmuls' layout. Sub-chunks are cut along this size, so that each
+        sub-chunk is one contiguous run of the slice."""
         sharded = self.sharded
         if sharded.dim:
             return self.shape[0]
@@ -59,12 +65,12 @@ class ReceivedNodes(GatherNodes):
     """all-to-all -> views and pointwise ops -> matmuls.
 
     Attributes:
-        source: the tensor whose slices are sent: the collective's input, or the tensor of which that is a permuted
+        source: the tensor whose slices are sent: the collective's input, or the tensor of which the input is a permuted
             copy.
         source_layout: layout of ``source``, in the atoms of ``raw``.
         given: layout of the collective's result.
-        raw: the order in which a slice's elements are sent: that in which the first matmul reads them, or ``given``
-            (``passes.find_received``).
+        raw: layout of what is sent. A slice's elements are in the order in which the first matmul reads them, or in the
+            order of ``given`` (``passes.find_received``).
     """
 
     source: fx.Node = field(kw_only=True)

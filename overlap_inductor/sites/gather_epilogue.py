@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the epilogue of a gather: pointwise nodes after its matmuls that are computed on each piece, so that transfers
-hide them too.
+"""Find the epilogue of a gather, or of an all-to-all before matmuls. It consists of pointwise nodes after the matmuls
+that are computed on each piece, so that transfers hide them too.
 
 Before and after, for the usual case (``silu(gate) * up`` before a down-projection)::
 
@@ -10,9 +10,8 @@ Before and after, for the usual case (``silu(gate) * up`` before a down-projecti
 
 Contract: the nodes read only each other, the outputs of the site's matmuls (cut along their rows), scalars, and single
 rows such as a bias. Outside the epilogue, their results are read only by nodes that need them in memory: matmuls,
-collectives, the graph's output. If another kind of node outside the epilogue (a pointwise op, a reduction) would
-read a result, the node that computes it is no part of the epilogue. Inductor fuses this node into its reader at no
-cost.
+collectives, the graph's output. If any other kind of node outside (a pointwise op, a reduction) would read a node's
+result, that node is no part of the epilogue. Inductor fuses it into its reader at no cost.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class GatherConsumer:
     Attributes:
         operand: ``lhs`` or ``rhs``.
         role: role of the gathered dim: M, N, K or B.
-        layout: the operand's layout. If the graph cuts off the padding of uneven shards, the layout is without it.
+        layout: the operand's layout. If the graph cuts off the padding of uneven shards, the layout has no padding.
         sharded: the operand's dim that holds the rank atom (``sites.layouts``).
     """
 
@@ -57,8 +57,8 @@ class Epilogue:
         nodes: the pointwise nodes and the views among them, in graph order.
         outputs: the nodes and matmuls that nodes outside read.
         externals: the rows and scalars that ``nodes`` also read.
-        base: the matmuls after which ``nodes`` come: those of the site that are ``mm`` or ``addmm``, gathered along
-            their rows, and cut alike. Empty if ``nodes`` is.
+        base: the matmuls whose results ``nodes`` read: those of the site that are ``mm`` or ``addmm``, gathered along
+            their rows, and cut alike. Empty if ``nodes`` is empty.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -135,8 +135,8 @@ class GatherNodes(SiteNodes):
         pending = [self.collective.wait]
         while pending:
             for user in pending.pop().users:
-                # Pieces joined along another dim are the gathered tensor again, so splits and their elements are
-                # followed.
+                # A ``cat`` may join the pieces along another dim, and its result is the gathered tensor again. So
+                # splits and their elements are followed.
                 if user in self.through or tools.copies(user) or user.target in (*tools.SPLITS, getitem):
                     pending.append(user)
                 elif user not in matmuls:
@@ -144,8 +144,8 @@ class GatherNodes(SiteNodes):
         return False
 
     def between(self) -> set[fx.Node]:
-        """The nodes between the wait and the matmuls: the gathered operands, and the nodes that depend on the wait and
-        that these operands are computed from."""
+        """The nodes between the wait and the matmuls. These are the gathered operands, and the nodes on the way from
+        the wait to such an operand."""
         known: dict[fx.Node, bool] = {}
         found: set[fx.Node] = set()
         pending = [c.operand_node for c in self.consumers]
@@ -158,8 +158,8 @@ class GatherNodes(SiteNodes):
         return found
 
     def behind_views(self, node: fx.Node) -> fx.Node:
-        """The node that ``node`` is a view or copy of: the gathered tensor, or a node computed from it. That is
-        ``node`` itself if it is no view or copy."""
+        """The node of which ``node`` is a view or copy: the gathered tensor, or a node computed from it. If ``node`` is
+        no view or copy, ``node`` itself."""
         while node is not self.collective.wait and (node in self.through or tools.copies(node)):
             node = self.through.get(node, node.args[0])
         return node
@@ -190,8 +190,8 @@ class GatherNodes(SiteNodes):
         """What the steps read besides the gathered shards."""
         found = [n for c in self.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
         found += self.epilogue.externals
-        # View-like nodes are written again for the pieces. So their size arguments are not needed, and neither are the
-        # splits whose pieces a cat joins.
+        # View-like nodes are written again for the pieces. So the steps need neither the size arguments of these nodes
+        # nor the splits whose pieces a ``cat`` joins.
         inside = self.between()
         copied = [n for n in sorted(inside) if n not in self.through]
         read = [(i, n) for n in copied for i in n.all_input_nodes if i not in inside and i is not self.collective.wait]

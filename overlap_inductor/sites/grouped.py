@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GroupedMatmul`` treats as one matmul: a grouped matmul, the pointwise ops after it, and the index that restores the
-tokens' order.
+"""``GroupedMatmul`` treats three things as one matmul: a grouped matmul, the pointwise ops after it, and the index that
+restores the tokens' order.
 
 A mixture of experts sorts its ``(token, expert)`` pairs by expert, so that one grouped matmul multiplies all of them.
 Afterwards an index brings the rows back. A region (``passes.find_region``) takes these nodes together as one of
@@ -10,9 +10,9 @@ its matmuls. The leading dims of its result are those of the tokens::
     rows = pointwise(y, shares, ...)                                     # a mask, weights: row by row, or for all rows
     out  = reshape(index(rows, [places]), [tokens, experts_a_token, N])  # row i of out is row places[i] of rows
 
-To compute a part of the rows of ``out``, only the rows of ``x`` at their places are needed. Sorted places are in the
-experts' order, because larger places belong to later experts. So no expert ids are needed, and any spelling of the sort
-will do.
+To compute a part of the rows of ``out``, only the rows of ``x`` at the places of that part are needed. Larger places
+belong to later experts, so sorting the places gives the experts' order. So no expert ids are needed, and the graph may
+sort the pairs with any ops.
 """
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ def _behind_views(node: fx.Node) -> fx.Node:
 
 
 def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
-    """The nodes by which ``top`` is computed from one grouped matmul, row by row, in graph order. ``None`` if it is not
-    computed so, or if the search visits more than ``STEPS`` nodes. Also ``None`` if another tensor that they read can
-    neither be cut by rows nor serves all rows."""
+    """The nodes by which ``top`` is computed from one grouped matmul, row by row, in graph order. ``None`` if ``top``
+    is not computed in this way, or if the search visits more than ``STEPS`` nodes. Also ``None`` if the nodes read
+    another tensor that can neither be cut by rows nor serves all rows."""
     found: dict[fx.Node, bool] = {}
     shape = tools.shape(top)
     if len(shape) != 2 or not _reaches(top, found) or len(found) > STEPS:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layout says which element of a tensor is at which index. It does not depend on which view ops a graph uses to get
-there.
+"""A layout says which element of a tensor is at which index. Two graphs that reach the same tensor by different view
+ops get the same layout.
 
 A layout is a list of dims, and each dim is an ordered list of *atoms*: runs of indices. The result of an all-gather has
 the dims ``[R s0] [s1] ...``. R, the rank atom, counts the ranks. A reshape regroups atoms. A permute reorders dims.
@@ -46,13 +46,13 @@ class Atom:
     Attributes:
         size: number of indices.
         rank: whether this is the rank atom.
-        total: only for a rank atom: the number of indices of the rank atom and the next atom together. ``None`` if it
-            is the product of their sizes. It is set in two cases. The number is symbolic, and its symbols may not show
-            that the world size divides it (``D`` instead of ``R * (D // R)``). Or the last shards are short or empty
-            (``Layout.cut_short``).
+        total: only for a rank atom: the number of indices of the rank atom and the next atom together. ``None`` if this
+            number is the product of their sizes. It is set in two cases. First, the number is symbolic, and its symbols
+            may not show that the world size divides it (``D`` instead of ``R * (D // R)``). Second, the last shards are
+            short or empty (``Layout.cut_short``).
         chunk: only for a rank atom whose last shards are short: the atom of a full shard's rows.
-        uneven: only for a rank atom: whether it counts the rows of all ranks instead of the ranks, because each rank
-            has another number of rows.
+        uneven: only for a rank atom: whether it counts the rows of all ranks in place of the ranks. It does so if the
+            ranks have different numbers of rows.
         children: the atoms into which a reshape split this atom, or ``()``.
     """
 
@@ -72,7 +72,8 @@ class Atom:
 
 
 def product(atoms: Sequence[Atom]) -> Size:
-    """Number of elements of a run of atoms. If an atom has a ``total``, it counts for that atom and the next one."""
+    """Number of elements of a run of atoms. If an atom has a ``total``, this number stands for that atom and the next
+    one."""
     result: Size = 1
     skip = False
     for atom in atoms:
@@ -112,8 +113,8 @@ class Layout:
 
     @classmethod
     def uneven(cls, rows: Size, others: Sequence[Atom]) -> Layout:
-        """A tensor ``[rows, ...]`` whose dim 0 is cut into a part for each rank, of any number of rows. ``others``: the
-        atoms of the other dims."""
+        """A tensor ``[rows, ...]`` whose dim 0 is cut into a part for each rank. A part may have any number of rows.
+        ``others``: the atoms of the other dims."""
         return cls(((Atom(rows, rank=True, uneven=True),), *((atom,) for atom in others)))
 
     def refined(self) -> Layout:
@@ -124,8 +125,8 @@ class Layout:
         return Layout(tuple(tuple(leaf for atom in dim for leaf in atom.leaves()) for dim in self.dims))
 
     def flat(self) -> list[Atom]:
-        """Atoms in order, without those of size 1. The rank atom stays, and so does the next atom if the rank atom has
-        a ``total``, which counts both."""
+        """Atoms in order, without those of size 1. The rank atom stays. If it has a ``total``, which counts the rank
+        atom and the next one, the next atom stays too."""
         atoms = [a for dim in self.refined().dims for a in dim]
         counted = {id(b) for a, b in zip(atoms, atoms[1:], strict=False) if a.total is not None}
         return [a for a in atoms if not same_size(a.size, 1) or a.rank or id(a) in counted]
@@ -173,7 +174,8 @@ class Layout:
     def move_rank(self, source: int, target: int, size: Size | None = None) -> Layout:
         """The layout of ``cat(split(x, dim=source), dim=target)``: the rank atom moves from the front of ``source`` to
         the front of ``target``. ``size``: full size of ``target``; needed if symbols do not show that the world size
-        divides it. Raises ``LayoutError`` if ``source`` does not begin with the rank atom, or if that is uneven."""
+        divides it. Raises ``LayoutError`` if ``source`` does not begin with the rank atom, or if the rank atom is
+        uneven."""
         dims = [list(d) for d in self.refined().dims]
         if not dims[source] or not dims[source][0].rank:
             raise LayoutError("a cat joins pieces that are not the ranks' shards")
@@ -182,7 +184,7 @@ class Layout:
             raise LayoutError("a cat joins equal pieces, but each rank's part has a size of its own")
         if source != target:
             # A symbolic size is always kept as the total. Symbolic shapes may know that two sizes are equal, and still
-            # not see that larger products with these sizes are.
+            # not know that larger products with these sizes are equal.
             rank = Atom(rank.size, rank=True, total=None if size is None or isinstance(size, int) else size)
         dims[target].insert(0, rank)
         return Layout(tuple(tuple(d) for d in dims))
@@ -193,9 +195,9 @@ class Layout:
         return len(atoms) == 2 and atoms[0].rank and not atoms[0].short
 
     def cut_short(self, dim: int, size: Size) -> Layout:
-        """The layout with only the first ``size`` indices of ``dim``: without the padding that made the ranks' shards
-        equal. The last shards become short or empty. Raises ``LayoutError`` if ``dim`` does not consist of exactly the
-        ranks' shards, or if ``size`` is an int below 2."""
+        """The layout with only the first ``size`` indices of ``dim``. The indices behind them are the padding that made
+        the ranks' shards equal. The last shards become short or empty. Raises ``LayoutError`` if ``dim`` does not
+        consist of exactly the ranks' shards, or if ``size`` is an int below 2."""
         if not self.leads_with_rank(dim):
             raise LayoutError("rows are appended to, or cut off from, a dim that does not consist of the ranks' shards")
         dims = list(self.refined().dims)

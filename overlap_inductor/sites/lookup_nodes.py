@@ -3,8 +3,9 @@
 tables``.
 
 Each rank has tables of its own and looks up the whole batch in them. The all-to-all gives each rank the results of all
-tables for its slice of the batch, and the one in the backward graph returns the gradients. What is exchanged is a grid
-of blocks, one for each rank and table. Both kinds of nodes send it in the order ``wire``: by rank, then by table.
+tables for its slice of the batch. An all-to-all in the backward graph returns the gradients. What is exchanged is a
+grid of blocks, one for each rank and table. Both kinds of nodes send the blocks in the order ``wire``: by rank, then by
+table.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ class PooledNodes(TableNodes):
         between: the nodes between the parts and the collective, in graph order.
         received: layout of the collective's result, in the atoms of ``wire``.
         sent: layout of the collective's input.
-        by_rank: whether each rank's slice of the batch is looked up apart from the others'. If not, the whole batch is
-            looked up, one table after the other.
+        by_rank: whether the slices of the batch are looked up one after the other, one for each rank. If not, the whole
+            batch is looked up, one table after the other.
     """
 
     parts: list[fx.Node]
@@ -131,8 +132,8 @@ class PooledNodes(TableNodes):
         return self.between
 
     def places(self) -> list[Placement]:
-        """In front of the first lookup, so that each table's results are sent as soon as they are looked up. Empty with
-        ``by_rank``."""
+        """One place, in front of the first lookup: each table's results are then sent as soon as they are looked up.
+        Empty with ``by_rank``."""
         return [] if self.by_rank else [Placement(min(m.node for m in self.lookups), [], [], [])]
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
@@ -152,7 +153,7 @@ class GradientNodes(TableNodes):
     Attributes:
         slices: for each slice, its table.
         read: layout of a slice, in the atoms of ``wire``.
-        source: the tensor that is sent: the collective's input, or the tensor of which that is a permuted copy.
+        source: the tensor that is sent: the collective's input, or the tensor of which the input is a permuted copy.
         source_layout: layout of ``source``.
         sent: layout of the collective's input.
         last_first: whether the graph reads the last table first.
@@ -183,8 +184,8 @@ class GradientNodes(TableNodes):
 
 
 def _looked_up(lookup: LookupNode) -> int:
-    """Bytes that a lookup reads and writes. Ranks have bags of different lengths, and must estimate alike. So the
-    number of rows of the table that are read for each bag is rounded to a power of two."""
+    """Bytes that a lookup reads and writes. The ranks' bags differ in length, but all ranks must get the same estimate.
+    So the number of table rows read for each bag is rounded to a power of two."""
     bags, width = hint(lookup.bags), hint(tools.shape(lookup.rhs)[-1])
     each = hint(tools.numel(tools.shape(lookup.lhs))) / max(bags, 1)
     rows = 2 ** round(math.log2(each)) if each >= 1 else 1

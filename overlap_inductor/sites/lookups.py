@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``LookupNode`` gives lookups in embedding tables, and the gradients of the tables, the form of a matmul.
+"""``LookupNode`` presents a lookup in an embedding table, or the gradient of a table, as a matmul.
 
-A lookup is a matmul whose left operand has few nonzeros: row i of the selection says which rows of the table are added,
-and with which weights. So a lookup has M bags, N columns and K rows of the table::
+A lookup is a matmul whose left operand, the selection, has few nonzeros. Row i of the selection says which rows of the
+table are added, and with which weights. So M counts the bags, N the columns of the table, and K the rows of the table::
 
     embedding, embedding_bag    out[bags, width]   = selection[bags, rows] @ table[rows, width]
     embedding_gradient          out[rows, width]   = selection^T[rows, bags] @ gradient[bags, width]
@@ -41,7 +41,8 @@ _GRADIENTS: dict[Any, tuple[str, str, str]] = {
 
 @dataclass(frozen=True)
 class LookupNode(MatmulNode):
-    """A lookup or a gradient of a table. Its operands are read from ``node`` each time, as those of a matmul.
+    """A lookup or a gradient of a table. Its operands are read from ``node`` at each access, like the operands of a
+    matmul.
 
     ``dense``, ``selected``: the names of the arguments that hold the table or the gradient, and the indices.
     """
@@ -101,7 +102,7 @@ def parse_gradient(node: fx.Node) -> LookupNode | None:
         return None
     gradient = LookupNode(node, *found)
     if operators.argument(node, "accumulate", True) is False:
-        return None  # It overwrites rows, so it does not add up gradients.
+        return None  # The op overwrites rows, so it does not add up gradients.
     selected: Any = operators.argument(node, gradient.selected)
     if isinstance(selected, (list, tuple)) and [n is None for n in selected] != [False]:
         return None

@@ -150,8 +150,8 @@ def folded(matmul: MatmulNode) -> list[fx.Node]:
 
 
 def _summed(node: fx.Node, user: fx.Node) -> list[fx.Node] | None:
-    """The plain matmuls (``mm``, ``addmm``) of which ``node`` is the sum, or ``None``. Each of them
-    can be cut. ``user`` must be the only reader of ``node``, read it once and have the same shape."""
+    """The plain matmuls (``mm``, ``addmm``) of which ``node`` is the sum, or ``None``. Each of them can be cut.
+    ``user`` must be the only reader of ``node``, read ``node`` once, and have the shape of ``node``."""
     if set(node.users) != {user} or user.args.count(node) != 1 or not tools.is_tensor(node):
         return None
     if not tools.same_shape(node, user):

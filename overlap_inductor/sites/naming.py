@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import fx
 
-# Dynamo names a module by where the compiled function finds it: `self`, or `args[0]` where a decorator wraps `forward`.
+# Dynamo names a module by the variable that holds it in the compiled function: `self`, or `args[0]` if a decorator
+# wraps `forward`.
 _ROOT = r"^(L\['self'\]|L\['args'\]\[0\]|L__self__|self)\.?"
 _WRAPPERS = re.compile(_ROOT + r"|\._orig_mod|_orig_mod\.?|_checkpoint_wrapped_module\.?")
 

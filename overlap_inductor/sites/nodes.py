@@ -30,8 +30,8 @@ class CollectiveNode:
     """A functional collective and its wait. ``node.args[0]`` is the input.
 
     Attributes:
-        wait: the node that holds the result: the wait, or the last one if the program waits several times in a row. It
-            is ``node`` itself if the op returns a finished result, which needs no wait.
+        wait: the node that holds the result. This is the wait, or the last wait if the program waits several times in a
+            row. If the op returns a finished result, it is ``node`` itself.
         ranks: global ranks of the group.
     """
 
@@ -62,7 +62,8 @@ class CollectiveNode:
 class MatmulSizes:
     """Sizes of one matmul, ints or symbolic. ``own``: the dims (M, N, K) whose size may differ between ranks.
     ``memory``: for a lookup or a table's gradient, the bytes that it reads and writes; 0 for a matmul. ``causal``:
-    whether the program's op skips the keys (K) that come after a query (M), which its pieces do not skip."""
+    whether the op as written skips the keys (K) that come after a query (M). The pieces of a schedule compute these
+    keys."""
 
     batch: list[Size]
     m: Size
@@ -80,12 +81,13 @@ class SiteNodes(ABC):
     @property
     @abstractmethod
     def collectives(self) -> list[CollectiveNode]:
-        """The collectives that the site replaces. The one that comes first in the graph is the first here, and gives
-        the site its group and its id."""
+        """The collectives that the site replaces, the first one in the graph first. The first one gives the site its
+        group and its id."""
 
     @property
     def moved(self) -> list[CollectiveNode]:
-        """The collectives whose tensors move. The inputs of the others are added to that of the first."""
+        """The collectives whose tensors move. The inputs of the site's other collectives are added to the input of the
+        first."""
         return self.collectives[:1]
 
     @property
@@ -96,7 +98,7 @@ class SiteNodes(ABC):
     @property
     @abstractmethod
     def sharded_dims(self) -> list[ShardedDim]:
-        """For each matmul, the dim that is divided among the ranks, or for a gathered output the dim that is cut into
+        """For each matmul, the dim that is divided among the ranks. If an output is gathered, the dim that is cut into
         bands. It is a dim of the gathered operand, of the result, of a region's layout (``ReduceNodes.region``) or of a
         table's blocks (``TableNodes.block``)."""
 
@@ -137,8 +139,8 @@ class SiteNodes(ABC):
     @abstractmethod
     def places(self) -> list[Placement]:
         """Candidate places for the site's steps (the nodes that the rewrite writes), the best one first. A place may
-        have an obstacle. Empty if no node has to move: the steps are then written before the last collective, or where
-        ``SiteSchedule.anchor`` says."""
+        have an obstacle. Empty if no node has to move. The steps are then written before the last collective, or before
+        the node that ``SiteSchedule.anchor`` returns."""
 
     @abstractmethod
     def read_in_place(self) -> bool:
@@ -156,13 +158,14 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def cut(self) -> tuple[list[Size], str] | None:
-        """``(sizes, words)`` as in ``ExchangeTerms.cut``: the sizes that are cut for the transfer, and the text after
-        them in the exchange plan. Both are equal on all ranks. ``None`` if the cut depends on the schedule."""
+        """``(sizes, words)`` as in ``ExchangeTerms.cut``: the sizes that are cut for the transfer, and the text that
+        follows the sizes in the exchange plan. Sizes and text are equal on all ranks. ``None`` if the cut depends on
+        the schedule."""
 
     @abstractmethod
     def order_sent(self) -> tuple[Layout, Layout] | None:
-        """``(layout of the site's pieces, layout of the tensor that the collective sends or receives as written,
-        without padding that this rank appends)``; ``None`` if they cannot differ."""
+        """``(layout of the site's pieces, layout of the tensor that the collective as written sends or receives)``.
+        Both are without padding that this rank appends. ``None`` if they cannot differ."""
 
     @abstractmethod
     def computed_ahead(self) -> list[str]:
@@ -171,7 +174,7 @@ class SiteNodes(ABC):
 
     def uneven_rows(self) -> list[Size]:
         """If each rank's part of the collective has its own number of rows: the numbers of rows that this rank sends
-        and receives in all. They may be known only when the graph runs. Empty if all parts are equal."""
+        and receives in all. These numbers may be known only when the graph runs. Empty if all parts are equal."""
         return []
 
     def place(self) -> Placement | None:
@@ -222,7 +225,8 @@ def nodes_of(site: OverlapSite, kind: type[Kind]) -> Kind:
     """The site's nodes as an instance of ``kind``, for a schedule that computes only sites of this kind.
 
     Raises:
-        TypeError: the nodes are of another kind. The schedule's ``patterns`` then name one that it does not compute.
+        TypeError: the nodes are of another kind. Then the schedule's ``patterns`` name a pattern that the schedule does
+            not compute.
     """
     if not isinstance(site.nodes, kind):
         raise TypeError(

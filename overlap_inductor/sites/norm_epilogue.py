@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the residual add and RMSNorm after an all-reduce, which schedule ``small_message`` computes in the all-reduce's
-own kernel.
+"""Find the residual add and RMSNorm after an all-reduce. Schedule ``small_message`` computes them in the kernel of the
+all-reduce.
 
 The finder recognises the norm of Llama and related models, which rounds at the places shown here. ``added`` is fp16 or
 bf16::
@@ -11,8 +11,8 @@ bf16::
     normed = weight * scaled.to(added.dtype)            # in either order
     ->  normed, added = one op                          # by the rewrite
 
-Inductor's post-grad graphs write it as ``aten.add.Tensor``, ``prims.convert_element_type``, ``aten.pow.Tensor_Scalar``,
-``aten.mean.dim``, ``aten.add.Tensor`` with a number, ``aten.rsqrt``, ``aten.mul.Tensor``,
+Inductor's post-grad graphs write the norm as ``aten.add.Tensor``, ``prims.convert_element_type``,
+``aten.pow.Tensor_Scalar``, ``aten.mean.dim``, ``aten.add.Tensor`` with a number, ``aten.rsqrt``, ``aten.mul.Tensor``,
 ``prims.convert_element_type``, ``aten.mul.Tensor``. ``aten.reshape`` to and from rows may come in between. A norm that
 multiplies by its weight before it rounds (``torch.nn.RMSNorm``) gives other bits and is not recognised.
 """

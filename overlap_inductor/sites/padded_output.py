@@ -27,8 +27,8 @@ from overlap_inductor.sites.reduce_nodes import Padding
 
 
 def padding_before(node: fx.Node) -> fx.Node | None:
-    """The node that appends zeros to one dim of known size, if ``node`` is that node or a view or copy of it; else
-    ``None``."""
+    """The node that appends zeros to one dim of known size: ``node``, or the node of which ``node`` is a view or copy.
+    ``None`` if neither appends zeros."""
     while tools.is_reshape(node) or node.target in tools.SAME:
         node = node.args[0]
     found = padded(node)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove that an index tensor holds each index once, from the nodes that compute the tensor.
 
-Dispatchers of experts bring rows from the order of their ranks into the order of their experts by an index that holds
-each row once. They compute it from the counts ``v`` of rows, by rank and expert, and from the same counts in another
-order, ``f(v)``::
+Dispatchers of experts receive rows in the order of ranks. An index that holds each row once brings them into the order
+of experts. The index is computed from ``v``, the number of rows for each rank and expert, and from the same numbers in
+another order, ``f(v)``::
 
     segment = repeat_interleave(f(v))                       # for each row, the number of its run of rows
     index   = f(cumsum(v) - v)[segment] + arange(rows) - (cumsum(f(v)) - f(v))[segment]
@@ -90,8 +90,8 @@ def _starts_of(node: fx.Node) -> fx.Node | None:
 
 
 def _moved_alike(starts: fx.Node, lengths: fx.Node) -> bool:
-    """Whether ``starts`` are the starts of some runs and ``lengths`` their lengths, both brought into the same other
-    order by views and permutations."""
+    """Whether ``starts`` holds the starts of some runs, ``lengths`` holds the lengths of the same runs, and views and
+    permutations brought both into the same order."""
     while _starts_of(starts) is not lengths:
         moves = all(
             tools.is_reshape(n) or tools.permutation(n) is not None or n.target in tools.SAME for n in (starts, lengths)

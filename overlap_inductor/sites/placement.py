@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Placement``: a place for a site's steps, after all operands of its matmuls and before the first use of a result.
 
-By default the steps are written at the gather, and the nodes that compute the other operands are moved up to it. If
-these nodes may not be moved, the whole site is moved down to the first use of its results. Activation checkpointing
-needs this: a weight's gradient reads activations that must be gathered again first.
+By default the steps are written at the gather, and the nodes that compute the other operands are moved up to the
+gather. If these nodes may not be moved, the whole site is moved down to the first use of its results. Activation
+checkpointing needs this: a weight's gradient reads activations that must be gathered again first.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class ReduceNodes(SiteNodes):
         ends: the collectives; several if the results of all-reduces are added to each other.
         result: the wait, or the sum of the waits.
         leaves: the matmuls.
-        layouts: the layout of each node that is computed in pieces or read, in the atoms of the collective's input. A
-            tensor that is broadcast may have atoms of its own.
+        layouts: the layout of each node that is computed in pieces or that pieces read, in the atoms of the
+            collective's input. A tensor that is broadcast may have atoms of its own.
         through: source of each view-like node.
         externals: tensors that the pieces read and the site does not compute.
         sharded: the dim that is cut, of the matmuls' output or of ``region.layout``.
@@ -88,7 +88,8 @@ class ReduceNodes(SiteNodes):
 
     @property
     def computed(self) -> list[fx.Node]:
-        """The node that the site computes for each collective: its input, or the input before padding."""
+        """The node that the site computes for each collective: the collective's input. If zeros are appended to make
+        this input, the tensor before the zeros are appended."""
         return [self.padding.source] if self.padding is not None else [c.input for c in self.collectives]
 
     def bias_of(self, matmul: MatmulNode) -> fx.Node | None:
@@ -148,7 +149,8 @@ class ReduceNodes(SiteNodes):
             n = tools.shape(matmul.rhs)[-1]
             *_, m, n = self.padded_shape if self.padding is not None else (m, n)
             if isinstance(matmul, GroupedMatmul) and matmul.is_masked:
-                # How many rows belong to this rank's experts is known at run time only, so the mean is taken.
+                # The number of rows of this rank's experts is known at run time only, so the mean over the ranks is
+                # taken.
                 m = m // self.ends[0].world_size
             found.append(MatmulSizes(batch, m, n, k, own="K"))
         return found
@@ -186,8 +188,8 @@ class ReduceNodes(SiteNodes):
         self.through = {n: replaced.get(source, source) for n, source in self.through.items()}
 
     def cut(self) -> tuple[list[Size], str]:
-        """For a gathered output: the number of rows including padding, because a rank may compute fewer rows than it
-        sends. Else the sizes ``outer`` and ``chunk`` of the dim that is cut (``ShardedDim``)."""
+        """If the output is gathered: the number of rows including padding, because a rank may compute fewer rows than
+        it sends. Otherwise the sizes ``outer`` and ``chunk`` of the dim that is cut (``ShardedDim``)."""
         if self.ends[0].kind == "all_gather":
             return self.padded_shape[:1], ""
         return [self.sharded.outer, self.sharded.chunk], f" on dim {self.sharded.dim}"

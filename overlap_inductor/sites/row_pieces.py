@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx
 
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.banded_nodes import BandedNodes
 from overlap_inductor.sites.gather_nodes import GatherNodes
 from overlap_inductor.sites.layouts import Atom
 from overlap_inductor.sites.layouts import Layout
@@ -32,7 +33,7 @@ aten = tools.aten
 
 def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
     """The place of ``lead``, the atom along which shards are cut into parts, in a dim with ``atoms``: ``(place, number
-    of rows that one index of lead spans)``. ``None`` if a part of ``lead`` is not a run of consecutive rows.
+    of rows that one index of lead spans)``. ``None`` if a part of ``lead`` is not a run of consecutive rows of the dim.
 
     The place is ``chunk`` (right after the rank), ``outer`` (first, before the rank) or ``cross`` (first in a dim
     without the rank).
@@ -46,12 +47,21 @@ def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
     return ("outer", product(present[1:rank])) if present[0] is lead and rank else None
 
 
+def place_of(layout: Layout, lead: Atom) -> int | None:
+    """The dim in which parts that are cut along ``lead`` follow each other; ``None`` if they do not."""
+    for dim, atoms in enumerate(layout.refined().dims):
+        if any(a is lead for a in atoms):
+            found = position(atoms, lead)
+            return dim if found is not None and found[0] != "outer" else None
+    return None
+
+
 def can_cut(nodes: GatherNodes, lead: Atom) -> bool:
     """Whether every op of the region can be computed on a part of a shard that is cut along ``lead``."""
     if any(leaf is lead for atom in nodes.whole for leaf in atom.leaves()):
         return False
     dims = (
-        nodes.layouts[user].refined().dims[d] for node, user in _externals(nodes) for d in _aligned(node, user).values()
+        nodes.layouts[user].refined().dims[d] for node, user in _externals(nodes) for d in aligned(node, user).values()
     )
     return all(position(dim, lead) is not None for dim in dims if any(a is lead for a in dim))
 
@@ -67,7 +77,7 @@ def _externals(nodes: GatherNodes) -> list[tuple[fx.Node, fx.Node]]:
     ]
 
 
-def _aligned(node: fx.Node, user: fx.Node) -> dict[int, int]:
+def aligned(node: fx.Node, user: fx.Node) -> dict[int, int]:
     """``{dim of node: dim of user}`` for the dims of ``node`` that ``user`` neither broadcasts nor joins as a
     ``cat``."""
     mine, theirs = tools.shape(node), tools.shape(user)
@@ -85,6 +95,9 @@ class RowPieces:
         shift: the shard's rank relative to this one.
         lead: the atom along which the shard is cut, or ``None``.
     """
+
+    nodes: GatherNodes | BandedNodes
+    lead: Atom | None
 
     def __init__(
         self,
@@ -124,7 +137,7 @@ class RowPieces:
     def _external(self, node: fx.Node, user: fx.Node) -> fx.Node:
         if not tools.is_tensor(node):
             return node
-        for dim, at in _aligned(node, user).items():
+        for dim, at in aligned(node, user).items():
             node = self._cut(node, dim, self.nodes.layouts[user].refined().dims[at])
         return node
 
@@ -141,3 +154,34 @@ class RowPieces:
         elif kind == "outer":
             block = Block(0, sharded.chunk, start, length)
         return self.emit.take_sharded(x, dim, sharded, self.shift, block)
+
+
+class BandPieces(RowPieces):
+    """The pieces of a region behind a matmul (``sites.banded_nodes``) that are computed from some of its rows.
+
+    Args:
+        done: the piece of the matmul's result, by the matmul's node.
+        lead: the atom of the rows along which they are cut.
+        start, length: the piece has ``length`` indices of ``lead`` from ``start`` on.
+    """
+
+    def __init__(
+        self, emit: StepEmitter, nodes: BandedNodes, done: dict[fx.Node, fx.Node], lead: Atom, start: Size, length: Size
+    ) -> None:
+        self.emit, self.nodes, self.done, self.replaced = emit, nodes, done, nodes.externals
+        self.lead, self.start, self.length, self.sizes = lead, start, length, {id(lead): length}
+
+    def of(self, node: fx.Node) -> fx.Node:
+        if node not in self.done and node in self.replaced and node in self.nodes.layouts:
+            # Another site's epilogue now computes this node.
+            piece = node
+            for dim, atoms in enumerate(self.nodes.layouts[node].refined().dims):
+                piece = self._cut(piece, dim, atoms)
+            self.done[node] = piece
+        return super().of(node)
+
+    def _cut(self, x: fx.Node, dim: int, atoms: tuple[Atom, ...]) -> fx.Node:
+        if not any(a is self.lead for a in atoms):
+            return x
+        unit: Any = position(atoms, self.lead)[1]  # type: ignore[index,arg-type]
+        return self.emit.narrow(x, dim, self.start * unit, self.length * unit)

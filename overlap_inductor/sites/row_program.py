@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """``RowProgram`` describes how experts compute rows: grouped matmuls and pointwise ops, written as text.
 
-A pass finds the ops between the exchange that brings rows to their experts and the one that returns them. An op of the
-library gets the text and runs the same operators on some of the rows at a time. As text, ``_grouped_mm(x, w0, ends) *
-r0`` is::
+One exchange brings rows to their experts, and another one returns them. A pass finds the ops between the two. An op of
+the library gets the text and runs the same operators on some of the rows at a time. As text,
+``_grouped_mm(x, w0, ends) * r0`` is::
 
     {"ops": [["aten._grouped_mm.default", [{"row": 0}, {"whole": 0}, {"ends": 0}], {}],
              ["aten.mul.Tensor", [{"row": 2}, {"row": 1}], {}]],
      "result": 3, "width": 4096, "dtype": "bfloat16", "handed_out": []}
 
-``row 0`` are the rows that arrived, ``row 1 ...`` those of other tensors. The ops' results follow, in order. ``whole``
-tensors serve all rows. ``ends`` says where the rows of each expert end. This module does not use FX.
+``row 0`` are the rows that arrived. ``row 1``, ``row 2``, ... are the rows of other tensors, then the results of the
+ops, in order. ``whole`` tensors serve all rows. ``ends`` says where the rows of each expert end. This module does not
+use FX.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import torch
 
 @dataclass(frozen=True)
 class HandedOut:
-    """A value that others read, too: its number, the sizes of its dims after the rows, and its dtype's name."""
+    """A value that nodes outside the program also read: its number, the sizes of its dims after the rows, and its
+    dtype's name."""
 
     value: int
     sizes: tuple[int, ...]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the layout of a row-wise op's result after a gather: a norm, a scale, a mask, a slice of columns or a ``cat``
-of columns.
+"""Compute the layout of the result of a row-wise op after a gather. Such an op is a norm, a scale, a mask, a slice of
+columns or a ``cat`` of columns.
 
 An op is row-wise if each index of the gathered dim of its result depends only on the same index of its inputs. Such an
 op can be computed on one rank's shard, or on a part of one, as well as on the whole tensor. In the notation of
@@ -44,6 +44,8 @@ REDUCTIONS = {
 }
 ALONG = {aten._softmax.default, aten._log_softmax.default, aten.cumsum.default}
 """Ops that work along one dim and keep the shape."""
+CUTS = tools.SPLITS | {aten.unbind.int}
+"""Ops that return a list of pieces along one dim."""
 
 
 @dataclass
@@ -53,7 +55,8 @@ class RowWise:
     Attributes:
         layout: the result's layout.
         whole: atoms of the dims that the op needs whole.
-        rows_of: inputs that do not come from the gather but also have the gathered dim. They are cut with it.
+        rows_of: inputs that do not come from the gather but also have the gathered dim. They are cut along this dim
+            like the gathered tensor.
     """
 
     layout: Layout
@@ -62,8 +65,8 @@ class RowWise:
 
 
 def may_be(node: fx.Node) -> bool:
-    """Whether ``result`` knows the op of ``node``. It may still find that the op is not row-wise."""
-    known = REDUCTIONS | ALONG | tools.SPLITS | {aten.slice.Tensor, aten.cat.default}
+    """Whether ``result`` knows the op of ``node``. ``result`` may still find that the op is not row-wise."""
+    known = REDUCTIONS | ALONG | CUTS | {aten.slice.Tensor, aten.select.int, aten.cat.default}
     element = getattr(node.target, "__name__", "") == "getitem"
     return node.target in known or element or (tools.is_pointwise(node) and not operators.is_mutable(node))
 
@@ -97,11 +100,16 @@ def result(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
         (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))
         _none_gathered(node, [dims[dim]])
         return RowWise(layouts[source], list(dims[dim]))
-    if node.target in tools.SPLITS:
+    if node.target in CUTS:
         (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))
         _none_gathered(node, [dims[dim]])
-        # A split returns a list, so its node gets its source's layout. ``_element`` computes those of the pieces.
+        # Such an op returns a list, so its node gets the layout of its source. ``_element`` computes the layouts of the
+        # pieces.
         return RowWise(layouts[source], list(dims[dim]))
+    if node.target is aten.select.int:
+        (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))
+        _none_gathered(node, [dims[dim]])
+        return RowWise(Layout((*dims[:dim], *dims[dim + 1 :])), list(dims[dim]))
     if node.target is aten.slice.Tensor:
         (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))
         _none_gathered(node, [dims[dim]])
@@ -128,9 +136,12 @@ def _with(layout: Layout, dim: int, size: Any) -> Layout:
 def _element(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     source, _ = node.args
     layout = layouts[source]
-    if source.target not in tools.SPLITS:
+    if source.target not in CUTS:
         return RowWise(layout)
     dim = operators.argument(source, "dim") % len(layout.dims)
+    if source.target is aten.unbind.int:
+        dims = layout.refined().dims
+        return RowWise(Layout((*dims[:dim], *dims[dim + 1 :])))
     return RowWise(_with(layout, dim, tools.shape(node)[dim]))
 
 

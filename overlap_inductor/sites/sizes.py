@@ -40,8 +40,8 @@ _scale: ContextVar[float] = ContextVar("overlap_inductor_scale", default=1.0)
 
 @contextmanager
 def at_scale(factor: float) -> Iterator[None]:
-    """In this context, the example's value of every symbolic size is ``factor`` times as large. So sites can be planned
-    for another token count than the example's."""
+    """In this context, the example's value of every symbolic size is multiplied by ``factor``. So sites can be planned
+    for token counts other than the example's."""
     token = _scale.set(factor)
     try:
         yield
@@ -69,7 +69,7 @@ def rounded(size: int) -> int:
 
 
 def _example_sizes(sizes: MatmulSizes) -> tuple[list[Size], Size, Size, Size]:
-    """``(batch, M, N, K)``; a dim whose size may differ between ranks is rounded."""
+    """``(batch, M, N, K)``. If a dim's size may differ between ranks, it is rounded."""
     m, n, k = (rounded(hint(s)) if role in sizes.own else s for role, s in zip("MNK", (sizes.m, sizes.n, sizes.k)))
     return sizes.batch, m, n, k
 
@@ -110,6 +110,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         tiles=tiles,
         handed_out=handed_out * scale,
         received=sent * scale if moved.exchanges and site.nodes.is_sum else 0.0,
+        contracted=sent * scale if moved.exchanges and set(site.nodes.roles) == {"K"} else 0.0,
         memory=sum(s.memory for s in sizes) * scale,
         lookups=sum(s.memory > 0 for s in sizes),
         weights=sum(_weights(m, scale) for m in site.matmuls if isinstance(m, GroupedNode)),
@@ -158,9 +159,9 @@ def machine_at(collective: CollectiveNode, config: OverlapConfig) -> Machine:
 
 
 def machine_between(ranks: tuple[int, ...], device: torch.device, config: OverlapConfig) -> Machine:
-    """The rates and fixed costs of a group of these global ranks. If ``target.planning_for`` names a machine, they are
-    those of this machine. Else they are those of the device type, or of GPUs without peer access if these ranks' GPUs
-    have none. In both cases, each fact that ``config.machine`` states replaces the default."""
+    """The rates and fixed costs of a group of these global ranks. If ``target.planning_for`` names a machine, the rates
+    and costs are those of that machine. Otherwise they are those of the device type, or of GPUs without peer access if
+    the GPUs of these ranks have none. In both cases, each fact that ``config.machine`` states replaces the default."""
     if (box := target()) is not None:
         return told(box.machine, config.machine)
     return told(machine_for(WITHOUT_PEERS if symmetric.without_peers(ranks, device) else device.type), config.machine)

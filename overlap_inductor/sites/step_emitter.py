@@ -30,7 +30,7 @@ class StepEmitter:
 
     Attributes:
         site: the site's id.
-        chain: the newest token of the group's chain of ops, when the site begins.
+        chain: the newest token of the group's chain of ops. (Each op of the chain takes the token of the op before it.)
         module: metadata of the site's module, copied to every node.
         values: evaluates the nodes. All sites of a graph share one.
         emitted: the overlap ops written so far that communicate, in program order.
@@ -92,8 +92,8 @@ class StepEmitter:
         return self.call(overlap.take.default, x, dim, shift, chunk, start, length, self.group_name)
 
     def take_sharded(self, x: fx.Node, dim: int, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """The rows of ``x`` along ``dim`` that belong to ``block`` of rank ``r + shift``. The layout of ``dim`` is
-        ``sharded``, with full shards."""
+        """The rows of ``x`` along ``dim`` that belong to ``block`` of rank ``r + shift``. ``dim`` has layout
+        ``sharded``, and all shards are full."""
         if isinstance(sharded.outer, int) and sharded.outer == 1:
             return self.take(x, dim, shift, sharded.chunk, block.start, block.length)
         shape = tools.shape(x)
@@ -122,9 +122,9 @@ class StepEmitter:
         return self.reshape(kept, [*shape[:dim], sharded.size, *shape[dim + 1 :]])
 
     def without_padding(self, x: fx.Node, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """``x`` with zeros in the padding rows. Its dim ``sharded.dim`` is ``block`` of rank ``r + shift``. Padding
-        rows come after the last row of the gathered dim, and a rank may have sent any values in them. With zeros, they
-        add nothing to a sum over rows."""
+        """``x`` with zeros in the padding rows. Dim ``sharded.dim`` of ``x`` is ``block`` of rank ``r + shift``.
+        Padding rows come after the last row of the gathered dim, and a rank may have sent any values in them. Once they
+        are zero, they add nothing to a sum over rows."""
         if not sharded.short:
             return x
         dim, shape = sharded.dim, tools.shape(x)
@@ -134,7 +134,7 @@ class StepEmitter:
         return self.reshape(self.call(overlap.rows_below.default, split, *where), shape)
 
     def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
-        """``x``, which has layout ``source``, in layout ``target``, which has the same atoms in another order.
+        """Bring ``x`` from layout ``source`` into layout ``target``. Both have the same atoms, in different orders.
         ``sizes`` gives other sizes for some atoms, by ``id(atom)``. The result is a view if possible."""
         source, target = source.refined(), target.refined()
         if source.same_elements(target):
@@ -147,8 +147,8 @@ class StepEmitter:
 
 @dataclass(frozen=True)
 class Block:
-    """A sub-chunk of one rank's shard along a sharded dim (``ShardedDim``): ``outer_length`` outer indices from
-    ``outer_start`` on, and for each of them ``length`` rows from ``start`` on."""
+    """A sub-chunk of one rank's shard along a sharded dim (``ShardedDim``). It has ``outer_length`` outer indices from
+    ``outer_start`` on. For each of these, it has ``length`` rows from ``start`` on."""
 
     start: Size
     length: Size
@@ -174,7 +174,7 @@ def _slice_with_gaps(x: fx.Node) -> bool:
 
 
 def part_count(size: Size, parts: int) -> int:
-    """Number of sub-chunks for a dim of ``size`` rows: ``parts``, but no more than ``size`` if that is known."""
+    """Number of sub-chunks for a dim of ``size`` rows: ``parts``, but no more than ``size`` if ``size`` is known."""
     return max(1, min(parts, size)) if isinstance(size, int) else parts
 
 

@@ -8,15 +8,15 @@ Before and after::
     ->  z = the site's op with epilogue "silu(x) * e0" and extra e
 
 A tail begins at the result of a matmul of a gathered tensor, or of a reduction. It ends at one node, the only node of
-the tail that nodes outside the tail read. It reads at most ``MOST_EXTRAS`` other tensors (extras). Each has the
+the tail that nodes outside the tail read. A tail reads at most ``MOST_EXTRAS`` other tensors (extras). Each has the
 result's shape, or is a row, a column or a single element.
 
-The end must be a tensor that is stored in memory with or without a tail. This is so if a matmul, a collective or the
-graph's caller reads it. It is also so if a reader of the end depends on a matmul that is itself computed from the end
-(a residual stream). Any other pointwise chain is left to Inductor, which fuses it into a later kernel at no cost. Of
-several possible ends the last one is taken. ``erf`` and ``tanh`` are left to Inductor, too, because the tensor cores
-idle while a kernel computes them on a tile. A GELU on tiles cost 3 % of the matmul's time more than a GELU in a kernel
-after the matmul (2 H200s, K = 8192).
+The end must be a tensor that is stored in memory with or without a tail. This is the case if a matmul, a collective or
+the graph's caller reads the end. It is also the case if a reader of the end depends on a matmul that is itself computed
+from the end (a residual stream). Any other pointwise chain is left to Inductor, which fuses it into a later kernel at
+no cost. If several nodes could be the end, the last one is taken. ``erf`` and ``tanh`` are left to Inductor, too,
+because the tensor cores idle while a kernel computes them on a tile. A GELU on tiles took longer than a GELU in a
+kernel after the matmul, by 3 % of the matmul's time (2 H200s, K = 8192).
 
 No node may belong to two sites. So a tail's extras come before the site's own collective in the graph. None of them is
 the result of a collective, because the site of that collective may take the same nodes (a norm,
@@ -85,9 +85,9 @@ def find_tail(
     Args:
         collective: the site's collective, where the kernel will be written. All extras come before it in the graph.
         most_extras: how many extras the tail may have.
-        planned: text of the epilogue that was planned before other sites were written; only a tail with this epilogue
-            is returned. The rewrites of other sites may make a longer tail possible, but never make the planned one
-            impossible.
+        planned: text of the epilogue that was planned before other sites were written. If it is given, only a tail with
+            this epilogue is returned. The rewrites of other sites may make a longer tail possible, but never make the
+            planned one impossible.
     """
     if tools.dtype(result) not in (torch.float16, torch.bfloat16) or any(
         not isinstance(s, int) for s in tools.shape(result)
@@ -169,8 +169,8 @@ class _Region:
         return ("column", [rows]) if have == [*shape[:-1], 1] else None
 
     def members(self, end: fx.Node) -> set[fx.Node] | None:
-        """``end`` and the nodes of the region from which it is computed, including ``result``. ``None`` if a node
-        outside these reads one of them other than ``end``."""
+        """``end`` and the nodes of the region from which ``end`` is computed, including ``result``. ``None`` if a node
+        outside reads one of them, apart from ``end``."""
         inside, found, pending = {self.result, *self.nodes}, set[fx.Node](), [end]
         while pending:
             node = pending.pop()
@@ -235,8 +235,8 @@ class _Region:
 
 
 def _arguments(node: fx.Node) -> list[Any]:
-    """The arguments that the epilogue's op computes with: for a view or a cast its source, for a square its base, else
-    all."""
+    """The arguments that the epilogue's op computes with: the source of a view or cast, the base of a square, and all
+    arguments of any other op."""
     if tools.is_reshape(node) or _casts(node) or _squares(node):
         return [node.args[0]]
     return list(node.args)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``UnevenSentNodes`` and ``UnevenReceivedNodes``: an all-to-all beside matmuls in which each rank's part has its own
-number of rows, which may be known only when the graph runs.
+"""``UnevenSentNodes`` and ``UnevenReceivedNodes``: an all-to-all beside matmuls in which the ranks' parts differ in
+their number of rows. The numbers may be known only when the graph runs.
 
-The parts are rows of the matmuls' result or operand, in the collective's own order. What ranks compare does not depend
-on the numbers of rows: the program itself must give sender and receiver the same number.
+The parts are rows of the matmuls' result or operand, in the collective's own order. The ranks do not compare the
+numbers of rows: the program itself must give sender and receiver the same number.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class UnevenReceivedNodes(GatherNodes):
 
     @property
     def tokens(self) -> Size:
-        """The number of rows that this rank sends. How many arrive may be known only when the graph runs."""
+        """The number of rows that this rank sends. The number of rows that arrive may be known only when the graph
+        runs."""
         return tools.shape(self.collective.input)[0]
 
     def uneven_rows(self) -> list[Size]:

@@ -33,9 +33,9 @@ def overlap_inductor(
 
     Args:
         mode: Inductor's mode, as ``torch.compile`` takes it (``max-autotune``, ...).
-        options: fields of ``OverlapConfig`` and options of Inductor, in one dictionary. Other fields keep the values of
-            the configuration that is switched on (by ``overlap()``, ``enable()`` or the environment). If none is, they
-            come from the environment.
+        options: fields of ``OverlapConfig`` and options of Inductor, in one dictionary. Fields that are not given keep
+            the values of the configuration that is switched on (by ``overlap()``, ``enable()`` or the environment). If
+            none is switched on, their values come from the environment.
 
     Raises:
         ConfigError: an option is neither a field nor an option of Inductor, or a field has a value that is not allowed.
@@ -48,7 +48,7 @@ def overlap_inductor(
 
 
 def _config_with(ours: dict[str, Any]) -> OverlapConfig:
-    """The switches in force, with those of ``torch.compile``'s options on top."""
+    """The switches in force. Switches among the options of ``torch.compile`` come first."""
     current = install.effective()
     try:
         return dataclasses.replace(current, **ours) if current else OverlapConfig.from_environment(**ours)

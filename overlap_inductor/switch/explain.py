@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``explain``: report what would be overlapped in a function or a model, without generating code or running its
-kernels."""
+"""``explain``: report what would be overlapped in a function or a model. No code is generated, and none of its kernels
+runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def explain(fn: Callable[..., Any], *args: Any, config: OverlapConfig | None = N
     drops what Dynamo has compiled.
 
     Args:
-        config: the switches; by default those in force, else the environment's. Mode ``off`` counts as ``report``.
+        config: the switches. By default, the switches in force; if nothing is switched on, the environment's switches.
+            Mode ``off`` counts as ``report``.
 
     Raises:
         ConfigError: the environment holds a value that is not allowed.

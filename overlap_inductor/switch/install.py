@@ -2,9 +2,9 @@
 """Switch the pass on for every Inductor compile of the process, and off again.
 
 A *slot* is a setting of Inductor that holds custom passes (``inductor.pass_slot``). This module puts one pass object
-into each slot that the package uses. The object looks up the switches at each compile. Those of the innermost
+into each slot that the package uses. The object looks up the switches at each compile. The switches of the innermost
 ``overlap()`` of this thread come first, then those of ``enable()``, then those of the environment. After ``disable()``
-the object does nothing, even where another package has put it into its own chain of passes.
+the object does nothing, even if another package has put it into its own chain of passes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class _Switch:
     """The pass of each slot of the pipeline."""
     applied = False
     replaced: dict[str, tuple[Any, Any]] = {}
-    """For each slot, its values before and after the pass was put in, so that the same object can be put back."""
+    """For each slot, its values before and after the pass was put in. The value before is kept so that the same object
+    can be put back."""
 
 
 _switch = _Switch()
@@ -80,8 +81,8 @@ def disable() -> None:
 
     Inductor's slots then hold only what others put there, and Inductor's functions are no longer wrapped. (Lowerings of
     ops stay registered.) Graphs that are already compiled stay as they are. If a graph's forward is compiled and its
-    backward is not yet, the backward is compiled without overlap, unless ``backend="overlap_inductor"`` compiled the
-    forward.
+    backward is not yet, the backward is compiled without overlap. The backward keeps overlap if
+    ``backend="overlap_inductor"`` compiled the forward.
     """
     with _lock:
         # This includes the hooks that the entry point has left waiting.
@@ -100,7 +101,8 @@ def disable() -> None:
 
 @contextmanager
 def overlap(**fields: Any) -> Iterator[OverlapConfig]:
-    """Overlap in what is compiled inside the ``with`` on this thread. ``overlap(mode="off")`` switches it off there.
+    """Overlap in all graphs that are compiled inside the ``with`` block on this thread. ``overlap(mode="off")``
+    switches overlap off there.
 
     Compiling is lazy: the first call of a compiled function has to be inside the block. Its backward follows the
     forward, even if it is compiled after the block.
@@ -120,7 +122,8 @@ def overlap(**fields: Any) -> Iterator[OverlapConfig]:
     try:
         yield entry[1]
     finally:
-        # By identity and not from the end: generators and coroutines may leave their blocks in any order.
+        # The entry is removed by identity, not from the end: generators and coroutines may leave their blocks in any
+        # order.
         _stack.set(tuple(e for e in _stack.get() if e is not entry))
         with _lock:
             _apply()

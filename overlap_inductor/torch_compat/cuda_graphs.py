@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells an observer when torch begins or ends the capture of a CUDA graph, and when it replays one.
+"""Tells an observer when torch begins or ends the capture of a CUDA graph, and when torch replays a graph.
 
 torch has no hook for this, so three methods of its graph class are wrapped, once per process. Their arguments, results
 and effects stay the same. Graphs that are captured and replayed by other means (the driver itself, another library) are

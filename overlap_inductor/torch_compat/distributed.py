@@ -60,8 +60,8 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
 
 
 def group_description(group_name: str) -> str | None:
-    """The group's description, which is the name of the mesh dim (``tp``) if a ``DeviceMesh`` made the group; ``None``
-    if it has none. Raises ``OverlapError`` if there is no such group."""
+    """The group's description; ``None`` if it has none. If a ``DeviceMesh`` made the group, this is the name of the
+    mesh dim (``tp``). Raises ``OverlapError`` if there is no such group."""
     group = resolve_group(group_name)
     description = getattr(group, "group_desc", None)
     if not description or description in ("default_pg", "undefined"):
@@ -75,7 +75,7 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def moves_nothing(group: dist.ProcessGroup) -> bool:
-    """Whether nothing is exchanged in the group, because it has one rank or its backend is ``fake``."""
+    """Whether the group exchanges nothing: it has one rank, or its backend is ``fake``."""
     return group.size() < 2 or is_fake(group)
 
 

@@ -16,7 +16,7 @@ _all_gather: Any = getattr(funcol, "all_gather_single", funcol.all_gather_tensor
 reduce_scatter: Any = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_tensor)
 all_reduce = funcol.all_reduce
 _BREAKS_THE_GRAPH = (release(torch_version()) or (0, 0)) < (2, 13)
-"""Whether torch's all-gather breaks the graph where its dim is not 0."""
+"""Whether torch's all-gather breaks the graph if its dim is not 0."""
 
 
 def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:

@@ -20,9 +20,9 @@ def freezing() -> str | None:
 
 
 def nested_region(graph: fx.Graph) -> str | None:
-    """Why the ranks cannot compare the inputs of ``graph``, if it is a subgraph, such as that of
-    ``torch.compiler.nested_compile_region``. ``None`` for a whole graph. The call of a compiled graph passes only the
-    whole graph's inputs.
+    """Why the ranks cannot compare the inputs of ``graph``, if ``graph`` is a subgraph (such as that of
+    ``torch.compiler.nested_compile_region``). ``None`` for a whole graph. The reason: the call of a compiled graph
+    passes only the inputs of the whole graph.
 
     AOTAutograd puts a description into the metadata of each input of a graph that it traced. Inputs of subgraphs have
     none.
@@ -34,9 +34,9 @@ def nested_region(graph: fx.Graph) -> str | None:
 
 
 def is_parameter(node: fx.Node) -> bool | None:
-    """Whether a placeholder of the graph that is being compiled is a parameter or buffer of a module. It may also be an
-    inner tensor of one that is a tensor subclass. ``None`` if that is unknown, as for a graph that Dynamo did not
-    trace.
+    """Whether a placeholder of the graph that is being compiled is a parameter or buffer of a module. An inner tensor
+    of a parameter that is a tensor subclass counts, too. ``None`` if this is unknown, as for a graph that Dynamo did
+    not trace.
 
     AOTAutograd calls such inputs static and lists their positions among the forward's inputs. The names of a backward
     graph's inputs contain these positions, counted from 1.

@@ -62,6 +62,6 @@ def same_without_floors(a: Any, b: Any) -> bool:
 
 
 def decide(condition: Any) -> bool:
-    """The answer to ``condition``, a bool or ``SymBool``, for the example's sizes. It becomes a guard of the compiled
-    graph: sizes with the other answer are compiled anew."""
+    """The answer to ``condition``, a bool or ``SymBool``, for the example's sizes. The answer becomes a guard of the
+    compiled graph: for sizes with the other answer, the graph is compiled anew."""
     return bool(condition)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads which operator a node calls, with which arguments, and which of them the operator writes. PyTorch keeps the
-type of an operator private."""
+"""Reads which operator a node calls, with which arguments, and which of these arguments the operator writes. (The type
+of an operator is private in PyTorch.)"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps nodes in order that have no data dependency on each other, by Inductor's ``control_deps``, and checks that the
+"""Keeps nodes in order although no data dependency orders them, by Inductor's ``control_deps``. Also checks that the
 order was kept.
 
 The unrolled steps of a ring write to a buffer in flight and read from it. Functional passes leave the steps in the
@@ -42,8 +42,8 @@ def starts_transfer(node: fx.Node) -> bool:
 
 
 def moving_pass() -> str | None:
-    """The name of an Inductor setting that is on and makes a later pass move nodes without regard to writes in place.
-    ``None`` if there is none."""
+    """The name of an Inductor setting that is on and makes a later pass move nodes, without regard to writes in place.
+    ``None`` if no such setting is on."""
     from torch._inductor import config
 
     for name in ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx"):
@@ -54,8 +54,8 @@ def moving_pass() -> str | None:
 
 
 def prefetcher() -> str | None:
-    """The name of an Inductor setting that is on and hides gathers of weights behind earlier work, by moving them
-    ahead. ``None`` if there is none, so that each gather stands where the weight is used."""
+    """The name of an Inductor setting that is on and moves gathers of weights ahead, so that earlier work hides them.
+    ``None`` if no such setting is on: each gather then stands where the weight is used."""
     from torch._inductor import config
 
     if config.reorder_for_compute_comm_overlap:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets the package's own errors pass through Dynamo and Inductor as they are.
 
-An exception that leaves a backend reaches the user as ``BackendCompilerFailed``, below some 40 lines of frames of torch
-and above two lines about bugs of PyTorch. Dynamo and Inductor make one exception: they raise a ``ShortenTraceback``
-again as it is, and ask it to drop their frames.
+An exception that leaves a backend reaches the user as ``BackendCompilerFailed``. Some 40 lines of torch's frames stand
+above the message, and two lines about bugs of PyTorch below it. Dynamo and Inductor make one exception: they raise a
+``ShortenTraceback`` again as it is, and ask it to drop their frames.
 """
 
 from __future__ import annotations

@@ -10,5 +10,6 @@ _TAG = "recompute"
 
 
 def compute_again(node: fx.Node) -> None:
-    """Have the backward compute ``node`` again, not save it. A tag that the user's checkpointing has set stays."""
+    """Let the backward compute ``node`` again, so that its value is not saved. If the user's checkpointing has set a
+    tag, the tag stays."""
     node.meta.setdefault(_TAG, CheckpointPolicy.MUST_RECOMPUTE)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluates the values (``meta["val"]``) of the nodes that a rewrite creates. Equal nodes are evaluated once, and
-Inductor does not evaluate a node again after the pass unless an argument of the node has changed (``up_to_date``).
+"""Evaluates the values (``meta["val"]``) of the nodes that a rewrite creates. Equal nodes are evaluated once. After the
+pass, Inductor evaluates a node again only if an argument of the node has changed (``up_to_date``).
 
 Each layer has the same steps: the same operators on tensors of the same sizes. So the sizes of a fake function's result
 are remembered, and the next equal node gets a new fake tensor of those sizes without another evaluation. Views, and
@@ -34,8 +34,8 @@ class StepValues:
         self._known: dict[Any, tuple[Any, ...] | None] = {}
 
     def evaluate(self, node: fx.Node, site: str) -> Any:
-        """The result of ``node`` as a new fake tensor. ``site``: the site's id, which ``node`` may have as an argument
-        but which does not affect the result.
+        """The result of ``node`` as a new fake tensor. ``site``: the site's id. It may be an argument of ``node``, but
+        it does not affect the result.
 
         A node with a symbolic size is always evaluated, never looked up.
         """
@@ -62,8 +62,9 @@ class StepValues:
         """Mark ``node``, one of whose arguments was replaced, as up to date if its value is still right.
 
         The value is right if a new evaluation has the same sizes, strides, offset, dtype and device. A view is left to
-        Inductor, because it shares memory with its argument. Without the mark, Inductor gives the node a new value and
-        finds that its storage differs. It then evaluates every node that depends on it, to the end of the graph.
+        Inductor, because it shares memory with its argument. Without the mark, Inductor gives the node a new value, and
+        finds that the storage of the new value differs. Inductor then evaluates every node that depends on this node,
+        to the end of the graph.
         """
         value = node.meta.get("val")
         if operators.operator(node) is None or operators.is_mutable(node) or not isinstance(value, FakeTensor):

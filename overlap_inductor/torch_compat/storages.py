@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ByStorage``: values that belong to the memory of tensors, not to the tensor objects. A parameter that is a tensor
-subclass, and a tensor that was saved for backward, are new objects at each call in the same memory."""
+"""``ByStorage``: values that belong to the memory of tensors, not to the tensor objects. Some tensors are new objects
+at each call, in the same memory: a parameter that is a tensor subclass, or a tensor that was saved for backward."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ByStorage(Generic[T]):
     FSDP2 frees a gathered parameter by resizing its storage, and allocates its memory elsewhere later.
 
     An entry keeps none of the tensors' memory alive. It ends when one of its storages is freed. From then on ``get``
-    cannot find it, because its weak references keep torch from using the storages' identities again. The next ``put``
-    drops it.
+    cannot find the entry: its weak references keep torch from giving the storages' identities to other storages. The
+    next ``put`` drops the entry.
     """
 
     def __init__(self) -> None:

@@ -99,8 +99,8 @@ def _allocate(
 
 
 def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``values`` on the device, on a GPU in the pool of symmetric memory. Other memory that is allocated in a graph's
-    first run is claimed for the graph by CUDA graph trees."""
+    """``values`` on the device; on a GPU, in the pool of symmetric memory. CUDA graph trees claim other memory that is
+    allocated in a graph's first run for that graph."""
     if device.type != "cuda":
         return values.to(device)
     from torch.distributed import _symmetric_memory
@@ -224,9 +224,9 @@ def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str
 
 
 def without_peers(ranks: tuple[int, ...], device: torch.device) -> bool:
-    """Whether the GPUs of these global ranks are in one machine and none reaches another's memory, so that collectives
-    go through the host's memory. Every rank reaches the same result, because rank ``r`` is assumed to use GPU ``r %
-    local_ranks``."""
+    """Whether the GPUs of these global ranks are in one machine and no GPU reaches the memory of another one.
+    Collectives then go through the host's memory. Every rank reaches the same result, because rank ``r`` is assumed to
+    use GPU ``r % local_ranks``."""
     facts = reach()
     if (
         target() is not None

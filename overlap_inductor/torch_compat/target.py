@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine that plans are made for: the one this process runs on, unless ``planning_for`` names another one."""
+"""The machine for which plans are made: the machine of this process, or the one that ``planning_for`` names."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def planning_for(box: Box | None) -> Iterator[None]:
 
 
 def target() -> Box | None:
-    """The machine that plans are made for; ``None`` if it is this one."""
+    """The machine for which plans are made; ``None`` if it is this machine."""
     return _target
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether plans treat a tensor on ``device`` as a GPU tensor. While another machine is planned for, they treat
-    every tensor as one."""
+    """Whether plans treat a tensor on ``device`` as a GPU tensor. While plans are made for another machine, every
+    tensor counts as a GPU tensor."""
     return device.type == "cuda" or target() is not None

@@ -35,8 +35,8 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
 def register_log_name() -> None:
     """Let ``TORCH_LOGS="+overlap_inductor"`` find our logger by name.
 
-    Without this, PyTorch finds the logger by importing all our subpackages. The registration takes effect from torch
-    2.13 on, which runs autoload entry points before it reads ``TORCH_LOGS``.
+    Without the registration, PyTorch finds the logger by importing all our subpackages. The registration takes effect
+    from torch 2.13 on, which runs autoload entry points before it reads ``TORCH_LOGS``.
     """
     from torch._logging import _internal
 

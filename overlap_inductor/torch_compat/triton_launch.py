@@ -3,11 +3,11 @@
 only here.
 
 ``kernel[grid](...)`` examines every argument and encodes every tensor map at each launch: 75 us for 50 arguments with
-four tensor maps (Triton 3.6). A ``PreparedKernel`` is compiled and loaded once, for arguments that change only in their
-addresses from launch to launch. It remembers the tensor map of each address, so a launch takes 8 us. For this it calls
-the C launcher that lies below Triton's own launcher. The C launcher's interface differs from version to version. In
-versions of Triton that ``_DIRECT`` does not list, kernels are launched in the documented way, ``compiled[grid](...)``:
-32 us.
+four tensor maps (Triton 3.6). A ``PreparedKernel`` is compiled and loaded once. From launch to launch, its arguments
+may change only in their addresses. It remembers the tensor map of each address, so a launch takes 8 us. For this it
+calls the C launcher that lies below Triton's own launcher. The C launcher's interface differs from version to version.
+In versions of Triton that ``_DIRECT`` does not list, kernels are launched in the documented way,
+``compiled[grid](...)``: 32 us.
 
 Compiling and loading happen before the first launch, to avoid a deadlock. Loading a module waits for the device.
 Another kernel of the same op may already be running there and waiting for the kernel that is to be loaded.
@@ -128,7 +128,7 @@ def _with_scratch(run: Callable[..., Any], device: torch.device) -> Callable[...
 
 _SCRATCH: dict[torch.device, list[torch.Tensor]] = {}
 _SMALLEST_SCRATCH = 1 << 20
-"""Bytes. Suffices for the kernels of groups of up to 8 ranks."""
+"""In bytes. This is enough for the kernels of groups of up to 8 ranks."""
 
 
 def _scratch(size: int, device: torch.device) -> torch.Tensor:
@@ -169,8 +169,8 @@ class _Direct:
         size = run.global_scratch_size * run.num_ctas * grid
         scratch_memory = _scratch(size, scratch) if size and scratch is not None else None
         launch = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, scratch_memory, None)
-        # What the launcher is given: the grid, a place for the stream, facts of the launch, and the kernel's arguments.
-        # A tensor descriptor takes several of these values.
+        # The values that the launcher is given: the grid, a place for the stream, facts of the launch, and the kernel's
+        # arguments. A tensor descriptor takes several of these values.
         values: list[Any] = [grid, 1, 1, None, *launch, compiled.packed_metadata, None, None, None]
         encode = triton.runtime.driver.active.utils.fill_tma_descriptor
         maps = iter(compiled.metadata.tensordesc_meta or ())

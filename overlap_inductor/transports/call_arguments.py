@@ -11,10 +11,10 @@ from overlap_inductor.runtime.workspace import Launch
 def call_arguments(kernel: Any, launch: Launch) -> dict[str, Any]:
     """The arguments of ``kernel`` that describe the call's slot, group and site, by parameter.
 
-    The result holds those of the following that are parameters of ``kernel``: ``peer_data`` and ``peer_flags`` (int64
-    ``[world_size]`` addresses), and ``flags``, ``queues`` and ``calls`` (int32, this rank's). Further: ``signals``
-    (number of flags per source), ``stop`` (int32, the group's fault memory), ``patience`` (nanoseconds), ``site`` (the
-    site's number in the fault record), ``rank`` and ``WORLD``.
+    Each of the following names is in the result if it is a parameter of ``kernel``. ``peer_data`` and ``peer_flags``
+    are int64 ``[world_size]`` addresses; ``flags``, ``queues`` and ``calls`` are this rank's int32 tensors. The others
+    are ``signals`` (number of flags per source), ``stop`` (int32, the group's fault memory), ``patience``
+    (nanoseconds), ``site`` (the site's number in the fault record), ``rank`` and ``WORLD``.
     """
     slot, faults = launch.slot, launch.faults
     known = {

@@ -3,10 +3,10 @@
 of rows, a second copy sets the receiver's flag.
 
 The copies occupy no SM. A copy engine moves 379 GB/s on an H200, with 3 us between two copies, on one stream or on
-several. The flag is copied from a word that holds the number of the call, which takes 2 us. A kernel that signals would
-delay the next copy by 12 us; a value written by the stream itself, by 15 to 20 us. A CUDA graph that holds the copies
-fixes no call number: ``transports.credits.credit_kernel`` writes the word in each call. It does so once it has the
-credits of all peers, which allow this rank to write into their workspace.
+several. The flag is copied from a word that holds the number of the call. This takes 2 us. A kernel that signals would
+delay the next copy by 12 us. A value written by the stream itself would delay it by 15 to 20 us. A CUDA graph that
+holds the copies fixes no call number: ``transports.credits.credit_kernel`` writes the word in each call, once it has
+the credits of all peers. A peer's credit allows this rank to write into that peer's workspace.
 
 Ordering. The copies of a stream run one after the other. A copy begins only when everything that the copy before it has
 written is visible. So a reader that acquires the flag sees the rows (``tests.gpu.check_litmus``, "copy engine, copied
@@ -14,12 +14,12 @@ flag").
 
 Without a credit. A kernel that stores checks whether it may (``kernels.signals.may_store``). A queued copy cannot
 check. The wait for a credit ends without one if it times out, or if the group was aborted: then every wait ends at
-once. The copy then runs, and so do the copies of all calls that are queued by then. Three things hold in that case:
+once. The copy then runs, and the copies of all calls that are queued by then run, too. Three things hold in that case:
 
-* No rank takes the copied rows for valid rows, because their flag is copied from a word that holds no call's number
+* No rank takes the copied rows for valid rows. Their flag is copied from a word that holds no call's number
   (``announce``).
-* A peer may still be in the previous call, because it is slow or was paused after its last wait. It may then read the
-  copied rows in place of its own. None of them reaches the peer's program:
+* A peer may still be in the previous call, because it is slow or was paused after its last wait. This peer may then
+  read the copied rows in place of its own. None of them reaches the peer's program:
 
   1. The wait that ends without a credit sets every rank's abort word before its kernel ends. So the words are set
      before any copy after that kernel starts.
@@ -43,19 +43,19 @@ If one of them timed out, the word becomes a number for which no rank waits, as 
 out.
 
 Turns. Each rank sends to the next rank, then to the one after that, and so on (the shard of a gather: in the opposite
-direction). While all ranks are in step, no two send to the same rank. If two do, each gets half a link, so a late
-rank's delay is paid twice. The late rank then collides with the next rank, until the ranks send as if each chose its
-receivers at random and waited for them. That reaches 58.6 % of a link (Karol, Hluchyj and Morgan, IEEE Trans. Comm. 35,
-1987, section III). In 21 rounds eight H200s delivered 186 GB/s each in pieces of 4 MiB, 226 in pieces of 8 MiB and 250
-in pieces of 16 MiB. On several streams at once they delivered some 200 GB/s. With pieces of 32 MiB they delivered 343
-GB/s, but only because 14 rounds ended before the ranks fell out of step.
+direction). While all ranks are in step, no two of them send to the same rank. If two ranks do, each gets half a link,
+so a late rank's delay is paid twice. The late rank then collides with the next rank, until the ranks send as if each
+chose its receivers at random and waited for them. That reaches 58.6 % of a link (Karol, Hluchyj and Morgan, IEEE Trans.
+Comm. 35, 1987, section III). In 21 rounds eight H200s delivered 186 GB/s each in pieces of 4 MiB, 226 in pieces of 8
+MiB and 250 in pieces of 16 MiB. On several streams at once they delivered some 200 GB/s. With pieces of 32 MiB they
+delivered 343 GB/s, but only because 14 rounds ended before the ranks fell out of step.
 
-So if all pieces of a send are large, a piece waits for its turn (``kernels.transfer.wait_for_turn``) if it has another
-receiver than the piece before it. It waits until its receiver has got the piece that another rank sends to that
-receiver one turn earlier. The first piece of a send does not wait. A late rank then stays as late as it was
-(bench/results/turns.jsonl). A wait costs some 5 us, which small pieces do not gain back. It also needs room on an SM,
-for one warp and no shared memory. So a schedule allows no turns (``Share.turns_from``) if its kernel occupies every SM
-while it waits for the copies, as schedule ``fused`` does. No piece waits if the process has fewer than
+So if all pieces of a send are large, a piece may wait for its turn (``kernels.transfer.wait_for_turn``). It waits if it
+has another receiver than the piece before it. The wait ends when this receiver has got the piece that another rank
+sends to it one turn earlier. The first piece of a send does not wait. A late rank then stays as late as it was
+(bench/results/turns.jsonl). A wait costs some 5 us, and small pieces do not gain this time back. A wait also needs room
+on an SM, for one warp and no shared memory. So a schedule whose kernel occupies every SM while it waits for the copies,
+such as ``fused``, allows no turns (``Share.turns_from``). No piece waits if the process has fewer than
 ``QUEUES_FOR_TURNS`` hardware queues, because a wait could then hold back the matmuls.
 """
 
@@ -81,8 +81,8 @@ if TYPE_CHECKING:
     from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 
 QUEUES_FOR_TURNS = 3
-"""Hardware queues that turns need: one each for copies, for waits for turns, and for waits for peers. In a CUDA graph
-only edges order these three, and a kernel that waits may block the queue that it is in."""
+"""Hardware queues that turns need: one for copies, one for waits for turns, and one for waits for peers. In a CUDA
+graph only edges order these three, and a kernel that waits may block its queue."""
 
 
 class CopyEngine:
@@ -92,8 +92,8 @@ class CopyEngine:
     moved_by = "copy engines, over symmetric memory"
     needs_sms = False
     fastest_from = 2 << 20
-    """Measured against transport ``sm_push``, which takes SMs from the matmul. (2 H200s; also with each in the place of
-    one rank of 4 or of 8, as in ``bench.mirrored``.)"""
+    """Measured against transport ``sm_push``, which takes SMs from the matmul. (On 2 H200s. ``bench.mirrored`` also let
+    each of them stand for one rank of 4 or of 8.)"""
 
     def prepare(
         self,
@@ -128,7 +128,7 @@ class _Copy:
 
     Attributes:
         target: address in the receiver's memory.
-        source: offset in what is sent, bytes.
+        source: offset in the tensor that is sent, in bytes.
         flag: address of the receiver's flag.
         memory: the receiver's data and flags, kept alive.
     """
@@ -190,8 +190,8 @@ def _copies_with_flags(
 
 
 def _turn(launch: Launch, transfer: Transfer, before: int, number: int) -> PreparedKernel | None:
-    """A kernel that waits for the turn of part ``number``: until its receiver has got part ``before`` of the rank that
-    sends to this receiver one turn earlier. ``None`` if that rank is this one."""
+    """A kernel that waits for the turn of part ``number``. Another rank sends to the same receiver one turn earlier;
+    the kernel waits until the receiver has got part ``before`` from that rank. ``None`` if that rank is this rank."""
     from overlap_inductor.kernels.transfer import wait_for_turn
     from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 

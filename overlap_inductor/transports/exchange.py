@@ -24,7 +24,7 @@ from overlap_inductor.transports.transport import Exchanges
 from overlap_inductor.transports.transport import Message
 from overlap_inductor.transports.transport import Pending
 
-# Far from the tags that users pick, so that a user's own send or receive on the group never matches these messages.
+# Far from the tags that users pick: a user's own send or receive on the group must not match these messages.
 _TAG_BASE = 0x0A1D_0000
 _HOPS_PER_EXCHANGE = 1 << 15
 _EXCHANGES_IN_FLIGHT = 1 << 14
@@ -90,8 +90,8 @@ class Exchange:
                 self._start(index, receives=True)
 
     def post(self, index: int, piece: torch.Tensor | None = None) -> None:
-        """Start the sends of hop ``index``, and its receives unless ``start_receives`` has started them. Pieces without
-        elements are not sent. Their receivers know that and do not wait.
+        """Start the sends of hop ``index``. Its receives are also started if ``start_receives`` has not started them.
+        Pieces without elements are not sent. Their receivers know that and do not wait.
 
         Args:
             piece: what is sent, flat and contiguous; ``None`` if it is in the buffer.
@@ -129,7 +129,8 @@ class Exchange:
         return [message for message in found if message.tensor.numel()]
 
     def wait(self, index: int) -> None:
-        """Wait until hop ``index`` is complete. Then what it received may be read, and what it sent may be overwritten.
+        """Wait until hop ``index`` is complete. Then the received pieces may be read, and the sent pieces may be
+        overwritten.
 
         Raises:
             TransferError: a message failed, or the hop was not started or was waited for before.
@@ -164,7 +165,7 @@ class _GroupExchanges:
 
 
 def _key(buffer: torch.Tensor, site: str) -> int | str:
-    """The buffer's address, or the site for a buffer without elements, because all of these have address 0."""
+    """The buffer's address. For a buffer without elements, the site's id, because all such buffers have address 0."""
     return buffer.data_ptr() or site
 
 
@@ -205,8 +206,9 @@ def open_uneven(
     transport: str = "",
 ) -> Exchange:
     """``open_exchange`` for slots of different sizes, given by ``places`` (see ``Exchange``). It opens an exchange even
-    if this rank sends and receives nothing: other ranks may send or receive, and an exchange has the same number on all
-    ranks. All ranks call it together (``Exchanges.join``). Also raises ``TransferError`` if a rank does not join."""
+    if this rank sends and receives nothing. Other ranks may send or receive, and all ranks must count the same
+    exchanges. All ranks call it together (``Exchanges.join``). Also raises ``TransferError`` if a rank does not
+    join."""
     moved_by = transport_named(Exchanges, transport)
     try:
         moved_by.join(group, buffer.device)

@@ -25,8 +25,9 @@ class Nccl:
 
     @contextlib.contextmanager
     def forked(self, device: torch.device) -> Iterator[contextlib.AbstractContextManager[Any]]:
-        """As ``WholeCollectives.forked``. The streams are joined even if the body raises. Otherwise memory that the
-        communication stream uses could be reused too early, and the capture of a CUDA graph would stay incomplete."""
+        """As ``WholeCollectives.forked``. The streams are joined even if the body raises. Without the join, memory that
+        the communication stream uses could be reused too early, and the capture of a CUDA graph would stay
+        incomplete."""
         if device.type != "cuda":
             yield contextlib.nullcontext()
             return
@@ -48,5 +49,5 @@ class Nccl:
 def communication_stream(device: torch.device) -> torch.cuda.Stream:
     """The device's one stream for collectives. It has the highest priority, so a collective takes the next free SM
     before blocks of a later matmul do."""
-    # (-5 is the highest priority of any GPU. A GPU whose highest is less uses its own highest.)
+    # (-5 is the highest priority of any GPU. If a GPU has fewer priorities, its own highest is used.)
     return torch.cuda.Stream(device, priority=-5)

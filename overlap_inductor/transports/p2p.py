@@ -2,7 +2,7 @@
 """Transport ``p2p``: messages by ``torch.distributed`` send and receive, on the group's own backend (gloo, NCCL).
 
 On NCCL the receives and sends of a hop are one coalesced batch, because a communicator needs the same order of
-operations on all ranks. On gloo every receive of an exchange is posted before its first send, which keeps both
+operations on all ranks. On gloo every receive of an exchange is posted before the first send. This keeps both
 directions of a link busy.
 """
 
@@ -21,9 +21,9 @@ from overlap_inductor.transports.transport import Message
 
 
 def _communicator(owner: Owner) -> torch.Tensor:
-    """NCCL creates a group's communicator in the group's first operation, and that operation waits for all ranks. A
-    rank without a message starts no operation, so the others would wait for ever. This collective creates the
-    communicator first."""
+    """Create the group's communicator by a collective. Otherwise NCCL would create it in the group's first operation,
+    and this operation waits for all ranks. A rank without a message starts no operation, so the others would wait for
+    ever."""
     one = torch.ones(1, device=owner.device)
     dist.all_reduce(one, group=owner.group)
     return one

@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 def register(transport: Transport) -> None:
-    """Offer ``transport`` to every schedule that drives its protocol. Importing the module that defines a transport
-    must not import Triton.
+    """Offer ``transport`` to every schedule that drives its protocol. The module that defines a transport must not
+    import Triton when it is loaded.
 
     Raises:
         TypeError: it implements none of the protocols in full.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes: which piece a rank sends to whom, and which it receives, at each hop. Pure index arithmetic.
+"""Routes: for each hop, which piece a rank sends, to which rank, and which piece it receives. Pure index arithmetic.
 
-A shard is cut into ``parts`` sub-chunks. A *hop* moves one sub-chunk over one link. With ``bidirectional`` it moves one
-over each of two links, but the last step of an even number of ranks uses one link. With ``broadcast`` it moves one to
-every other rank. ``slot`` is the place of a piece's shard in the exchange buffer.
+A shard is cut into ``parts`` sub-chunks. A *hop* moves one sub-chunk over one link. With ``bidirectional``, a hop moves
+one sub-chunk over each of two links. (If the number of ranks is even, the last step uses one link.) With ``broadcast``,
+a hop moves one sub-chunk to every other rank. ``slot`` is the place of a piece's shard in the exchange buffer.
 
 In the table, W is the number of ranks, S is ``parts``, r is this rank, and hop (i, j) moves sub-chunk j in step i.
 
@@ -51,8 +51,8 @@ def slots(route: str, world_size: int) -> int:
 
 
 def distances(route: str, world_size: int) -> list[tuple[int, ...]]:
-    """For gathers and all-to-alls: the shards that rank r receives in each step. A step has ``parts`` hops. In step i
-    they are the shards of ranks ``r + d`` for d in ``distances[i]``.
+    """For gathers and all-to-alls: the shards that rank r receives in each step. A step has ``parts`` hops. In step i,
+    rank r receives the shards of ranks ``r + d`` for each d in ``distances[i]``.
 
     Raises:
         ValueError: ``route`` is not one that receives shards in steps.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport ``sm_push``: the blocks of one kernel store to the peers, and signal after each part. It is meant for small
-pieces, for which the fixed costs of copy engines are too high."""
+pieces: the fixed costs of copy engines are too high for them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class SmPush:
             "index": transfer.index,
             "first": numbers[0],
             "count": len(numbers),
-            "shard_vectors": transfer.rows * row_vectors,
+            # (From one shard to the next. If there are gaps between shards, a shard is one part, so the kernel stops at
+            # the part's end.)
+            "shard_vectors": transfer.step * row_vectors,
             "part_vectors": transfer.part_rows * row_vectors,
             "origin": transfer.origin * row_vectors,
             "base": transfer.base * row_vectors,

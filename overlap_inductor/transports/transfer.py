@@ -2,7 +2,7 @@
 """``Transfer`` says which rows of a shard go where in the peers' workspace. It holds plain numbers only.
 
 A ``PeerCopies`` transport prepares parts of a transfer once: it compiles and loads kernels, and looks up the peers'
-addresses. It then starts them with one call on the current stream.
+addresses. It then starts the parts with one call on the current stream.
 """
 
 from __future__ import annotations
@@ -31,15 +31,21 @@ class Transfer:
 
     Attributes:
         scattered: True if the source holds a different shard for each rank. The shards are sent to rank + 1, rank + 2,
-            ... (modulo the number of ranks), so the sender can multiply rows in order, from the end of its own shard
-            on, wrapping around. False if the same shard goes to all ranks. It is sent to rank - 1, rank - 2, ... So
-            every rank receives the shard of rank + 1 first, and can multiply in that same order.
+            ... (modulo the number of ranks). So the sender can multiply rows in order, from the end of its own shard
+            on, wrapping around. False if the same shard goes to all ranks. This shard is sent to rank - 1, rank - 2,
+            ... So every rank receives the shard of rank + 1 first, and can multiply in the same order.
         origin: row of the source at which the shard begins (if ``scattered``, rank 0's shard).
         base: row of every workspace at which the shard from rank 0 goes. The shard from rank ``r`` goes to row ``base +
-            r * rows``.
+            r * stride``.
         index: flag of the first part.
-        read_in_order: True if scattered shards are sent to rank - 1, rank - 2, ... all the same, because the receiver
+        read_in_order: True if scattered shards, too, are sent to rank - 1, rank - 2, ..., because the receiver
             multiplies what arrives in the order described above.
+        stride: rows from the start of one rank's shard to the start of the next rank's, in the source (if
+            ``scattered``) and in the workspace. ``None``: ``rows``, so that shards follow each other. A larger stride
+            sends a band of rows of each shard, as one part.
+
+    Raises:
+        ValueError: ``stride`` is less than ``rows``, or a shard with a larger stride is cut into parts.
     """
 
     rows: int
@@ -50,6 +56,19 @@ class Transfer:
     base: int = 0
     index: int = 0
     read_in_order: bool = False
+    stride: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.step < self.rows or self.step > self.rows > self.part_rows:
+            raise ValueError(
+                f"shards of {self.rows} rows in parts of {self.part_rows} rows begin every {self.step} rows;"
+                " expected no overlap, and one part for each shard if there are gaps"
+            )
+
+    @property
+    def step(self) -> int:
+        """``stride``, or its default."""
+        return self.rows if self.stride is None else self.stride
 
     @property
     def parts(self) -> int:
@@ -70,5 +89,5 @@ class Transfer:
         """The rows that ``rank`` sends as part ``number``."""
         peer = (rank + self.direction * (number // self.parts + 1)) % world_size
         start = number % self.parts * self.part_rows
-        source = self.origin + (peer * self.rows if self.scattered else 0) + start
-        return Piece(peer, source, self.base + rank * self.rows + start, min(self.part_rows, self.rows - start))
+        source = self.origin + (peer * self.step if self.scattered else 0) + start
+        return Piece(peer, source, self.base + rank * self.step + start, min(self.part_rows, self.rows - start))

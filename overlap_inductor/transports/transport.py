@@ -49,9 +49,9 @@ class Share:
 
     Attributes:
         sms: SMs that the transport may occupy.
-        turns_from: if all pieces of a send have at least this many bytes, pieces wait for their turn. Then their
-            receiver gets nothing from another rank at the same time (``transports.copy_engine`` says which pieces
-            wait). ``None``: no piece waits.
+        turns_from: if all pieces of a send have at least this many bytes, pieces wait for their turn
+            (``transports.copy_engine`` says which pieces wait). A receiver then gets nothing from another rank at the
+            same time. ``None``: no piece waits.
     """
 
     sms: int = 0
@@ -71,7 +71,7 @@ class PeerCopies(Transport, Protocol):
     @property
     def fastest_from(self) -> int | None:
         """Smallest piece, in bytes, for which the transport is faster than the transports that have a smaller value
-        here. ``None``: the transport is used only if it is asked for by name."""
+        here. ``None``: the transport is used only if the user names it."""
         ...
 
     def prepare(
@@ -92,8 +92,8 @@ class PeerCopies(Transport, Protocol):
             numbers: numbers of parts, see ``Transfer``.
             source: an example of what will be sent: ``[any rows, width]``, 16-bit or fp8, contiguous, aligned to 16
                 bytes.
-            guarded: True if what is sent also depends on other waits of this call. If one of them was given up, no flag
-                is set to the number of a call that a rank waits for.
+            guarded: True if what is sent also depends on other waits of this call. If one of these waits timed out, no
+                flag is set to the number of a call that a rank waits for.
         """
         ...
 
@@ -132,7 +132,7 @@ class Exchanges(Transport, Protocol):
         ...
 
     def join(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Make what messages need and only all ranks of the group can make together, such as a communicator. All ranks
+        """Make what messages need, such as a communicator, if all ranks of the group must make it together. All ranks
         call this before an exchange in which one of them may have no message. Raises ``RuntimeError`` if it fails."""
         ...
 

@@ -66,13 +66,61 @@ def summed() -> HandGraph:
     return made.output(exchange(made, made.call(aten.add.Tensor, *(made.mm(*pair) for pair in pairs))))
 
 
-def contracted(inner: int = 16) -> HandGraph:
-    """The exchanged heads are contracted, as in the output projection of Ulysses attention."""
-    made = HandGraph()
+def _side_by_side(made: HandGraph, inner: int) -> fx.Node:
+    """``[24, ranks * inner]``: the heads that arrive, side by side."""
     ranks = made.world_size
     x = made.view(exchange(made, operand(made, 24 * ranks, inner, "x")), ranks, 24, inner)
-    x = made.view(made.call(aten.permute.default, x, [1, 0, 2]), 24, ranks * inner)
-    return made.output(made.mm(x, operand(made, ranks * inner, 40)))
+    return made.view(made.call(aten.permute.default, x, [1, 0, 2]), 24, ranks * inner)
+
+
+def contracted(inner: int = 16) -> HandGraph:
+    """The exchanged heads are contracted, as in the output projection of Ulysses attention, with a bias."""
+    made = HandGraph()
+    pair = _side_by_side(made, inner), operand(made, inner * made.world_size, 40)
+    return made.output(made.call(aten.addmm.default, made.input(40, name="bias", dtype=BF16), *pair))
+
+
+def contracted_and_gradient(inner: int = 16) -> HandGraph:
+    """A gradient of the heads arrives. The gradient of a projection's input contracts the heads. That of its weight
+    does not."""
+    made = HandGraph()
+    x = _side_by_side(made, inner)
+    turned = made.call(aten.permute.default, x, [1, 0])
+    return made.output(
+        made.mm(x, operand(made, inner * made.world_size, 40)), made.mm(turned, operand(made, 24, 8, "v"))
+    )
+
+
+def contracted_by_two(inner: int = 16) -> HandGraph:
+    """Two matmuls contract the heads that arrive."""
+    made = HandGraph()
+    x, wide = _side_by_side(made, inner), inner * made.world_size
+    return made.output(made.mm(x, operand(made, wide, 40)), made.mm(x, operand(made, wide, 8, "v")))
+
+
+def contracted_rows(rows: int = 24) -> HandGraph:
+    """The rows that arrive are contracted, as in a weight's gradient."""
+    made = HandGraph()
+    x = exchange(made, operand(made, rows * made.world_size, 16, "x"))
+    return made.output(made.mm(made.call(aten.permute.default, x, [1, 0]), operand(made, rows * made.world_size, 40)))
+
+
+def contracted_on_the_right(rows: int = 64) -> HandGraph:
+    """What arrives is the right operand of a matmul that contracts its rows."""
+    made = HandGraph()
+    x = exchange(made, operand(made, rows * made.world_size, 16, "x"))
+    return made.output(made.mm(operand(made, 40, rows * made.world_size), x))
+
+
+def contracted_dynamic(inner: int = 64) -> HandGraph:
+    """Heads are contracted. The number of tokens may change."""
+    made = HandGraph()
+    x = made.input(48, inner, name="x", dtype=BF16, dynamic=[0])
+    rows = x.meta["val"].shape[0]
+    both = made.call(aten.cat.default, [x, x])
+    arrived = made.wait(made.call(c10d.all_to_all_single.default, both, [rows, rows], [rows, rows], made.group))
+    heads = made.call(aten.permute.default, made.view(arrived, 2, rows, inner), [1, 0, 2])
+    return made.output(made.mm(made.view(heads, rows, 2 * inner), operand(made, 2 * inner, 40)))
 
 
 def contracted_heads() -> HandGraph:

@@ -25,6 +25,7 @@ from tests.support.generated_code import lines_of
 from tests.support.hand_graph import HandGraph
 from tests.support.hand_graph import c10d
 from tests.support.ulysses import UlyssesAttention
+from tests.support.ulysses import to_tokens
 
 FORWARD = [(SENT, "N")] * 3 + [(RECEIVED, "K")]
 SLOW = json.dumps({"link_bytes": 6.25e7, "step_seconds": 3e-4, "matmul_flops": {"4": 4e10}})
@@ -68,6 +69,36 @@ def test_permutes_of_one_sequence_become_views() -> None:
     assert events(lines) == ["start", *["mm", "send"] * 3, "mm", "wait"]
     lines = lines_of(from_own_heads, (1, 12, 2, 8), (64, 8), world_size=4)
     assert events(lines) == ["start", "send", "mm", "wait", "send", "mm", "wait", "send", "mm", "wait", "mm"]
+
+
+def _projected(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, gate: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """An output projection of heads, its gate and its residual."""
+    return y + gate * torch.nn.functional.linear(to_tokens(x, dist.group.WORLD).flatten(2, 3), w, b)
+
+
+def _expert(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(torch.addmm(b, exchange(x), w)) @ v
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_follows_the_matmul_of_what_arrives() -> None:
+    """Token-wise ops before a next matmul run on each piece, under the next transfer. The output projection is a sum
+    over the slices, so its bias, gate and residual are one kernel after the last slice."""
+    lines = lines_of(_expert, (12, 16), (16, 64), (64,), (64, 8), world_size=4)
+    assert events(lines) == [
+        "start",
+        "send",
+        "mm",
+        *["pointwise", "wait", "send", "mm"] * 2,
+        "pointwise",
+        "wait",
+        "mm",
+    ] + [
+        "pointwise",
+        "mm",
+    ]
+    lines = lines_of(_projected, (1, 12, 2, 8), (64, 64), (64,), (64,), (1, 3, 64), world_size=4)
+    assert events(lines) == ["start", "send", "mm", *["wait", "send", "mm"] * 2, "wait", "mm", "pointwise"]
 
 
 @pytest.mark.usefixtures("alone")

@@ -198,7 +198,7 @@ def test_what_is_no_site_has_a_reason() -> None:
         return attention(q, k, gathered(v, 2), attn_mask=k[0, 0, :, 0].expand(8, 16))
 
     code, text = _miss(masked, q, k, v)
-    assert code == "weight_depends_on_collective" and "expected keys and values only" in text
+    assert code == "weight_depends_on_collective" and "expected only keys and values" in text
 
 
 @pytest.mark.usefixtures("two")

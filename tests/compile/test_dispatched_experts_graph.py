@@ -185,7 +185,7 @@ MISSES: dict[str, tuple[Rows, str]] = {
     "sums": (lambda x, w, e, i: _home(_added(_grouped(_there(x)[i], w, e), i)), "not known to hold each row once"),
     "read elsewhere": (
         lambda x, w, e, i: _home(y := _back(_grouped(_there(x)[i], w, e), i)).sum() + y.sum(),
-        "is read by others",
+        "is also read by a node other than",
     ),
     "other parts": (
         lambda x, w, e, i: by_sizes([8, 8], [8, 8])(_back(_grouped(_there(x)[i], w, e), i)),

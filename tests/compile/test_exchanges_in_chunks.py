@@ -26,6 +26,9 @@ SITES = {
     "fused_graph/sent_rows_in_chunks.txt": graphs.sent_rows,
     "fused_graph/sent_heads_in_chunks.txt": graphs.sent_heads,
     "fused_graph/received_rows_in_chunks.txt": graphs.received_rows,
+    "fused_graph/contracted_heads_in_chunks.txt": graphs.contracted,
+    "fused_graph/contracted_rows_in_chunks.txt": graphs.contracted_rows,
+    "fused_graph/contracted_heads_and_gradient_in_chunks.txt": graphs.contracted_and_gradient,
 }
 
 
@@ -59,7 +62,15 @@ REFUSED = {
     ),
     "uneven parts, received": (graphs.uneven_received, "each rank's part has its own number of rows"),
     "a sum": (graphs.summed, "2 matmuls are added before the all-to-all; a schedule in chunks computes only one"),
-    "a contraction": (graphs.contracted, "a matmul contracts the dim that is divided among the ranks"),
+    "a contraction on the right": (
+        graphs.contracted_on_the_right,
+        "a schedule in chunks expects the ranks' slices side by side",
+    ),
+    "a contraction of narrow slices": (
+        lambda: graphs.contracted(4),
+        "each rank sends 4 of the elements that are contracted; a schedule in chunks expects a multiple of 8",
+    ),
+    "contracted heads of a dynamic sequence": (graphs.contracted_dynamic, "a size or stride is only known at run time"),
     "an activation": (graphs.activated, "the rows cannot be put in the ranks' order"),
     "fp32": (lambda: graphs.sent_rows(dtype=torch.float32), "multiplies fp16 or bf16 here, not torch.float32"),
     "narrow slices": (lambda: graphs.sent_heads(width=2), "rows of 16 and of 4 elements cannot be read"),
@@ -102,8 +113,8 @@ def test_an_empty_slice_is_planned_and_written() -> None:
 
 
 def test_auto_chooses_by_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks are chosen only if they are estimated to be 25 % faster than the plain graph, because they were not
-    measured on all-to-alls. The estimate counts the copy out of the workspace."""
+    """Chunks are chosen only if they are estimated to be 25 % faster than the plain graph, because all-to-alls were
+    not measured on 8 ranks. The estimate counts the copy out of the workspace."""
     machine = machine_for("cuda")
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine)
     found = {}

@@ -34,6 +34,8 @@ SITES = {
     "fused_graph/received_rows.txt": graphs.received_rows,
     "fused_graph/contracted.txt": lambda: graphs.contracted(64),
     "fused_graph/contracted_heads.txt": graphs.contracted_heads,
+    "fused_graph/contracted_rows.txt": lambda: graphs.contracted_rows(64),
+    "fused_graph/contracted_by_two.txt": lambda: graphs.contracted_by_two(64),
 }
 
 
@@ -101,7 +103,15 @@ REFUSED = {
     "uneven parts, sent": (graphs.uneven, "each rank's part has its own number of rows; a fused kernel sends equal"),
     "uneven parts, received": (graphs.uneven_received, "each rank's part has its own number of rows"),
     "a sum": (graphs.summed, "2 matmuls are added before the all-to-all; a fused kernel computes only one"),
-    "a contraction of narrow slices": (graphs.contracted, "each rank sends 16 of the elements that are contracted; a"),
+    "a contraction of narrow slices": (
+        graphs.contracted,
+        "each rank sends 16 of the elements that are contracted; a fused kernel expects a multiple of 64",
+    ),
+    "a contraction on the right": (
+        graphs.contracted_on_the_right,
+        "a fused kernel expects the ranks' slices side by side",
+    ),
+    "contracted heads of a dynamic sequence": (graphs.contracted_dynamic, "a size or stride is only known at run time"),
     "an activation": (graphs.activated, "the rows cannot be put in the ranks' order"),
     "fp32": (lambda: graphs.sent_rows(dtype=torch.float32), "the matrices are torch.float32; expected fp16 or bf16"),
     "narrow slices": (lambda: graphs.sent_heads(width=2), "rows of 16 and of 4 elements cannot be read"),
@@ -150,7 +160,7 @@ def test_an_empty_slice_is_planned_and_written() -> None:
 @pytest.mark.parametrize("make", [graphs.sent_rows, graphs.received_rows])
 def test_estimate(monkeypatch: pytest.MonkeyPatch, make: Callable[..., HandGraph]) -> None:
     """The estimate counts the copy out of the workspace after a matmul. The kernel pays only if it is estimated to be
-    25 % faster than the plain graph, because it was not measured on all-to-alls."""
+    25 % faster than the plain graph, because all-to-alls were not measured on 8 ranks."""
     machine = machine_for("cuda")
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine)
     plain, plans = FusedSchedule.where_it_pays, []

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import overlap_inductor.lowerings.chunked.ops  # noqa: F401  (defines the ops)
+import overlap_inductor.lowerings.chunked.ops  # noqa: F401  (these define the ops)
 from bench.support.gpu_ranks import finish_rank
 from bench.support.gpu_ranks import start_rank
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
@@ -34,6 +34,8 @@ from tests.gpu.repeated import host_us
 
 HIDDEN, WIDE = 2048, 1024
 PATIENCE_SECONDS = 20.0
+CONTRACTED = "contracted all_to_all_matmul"
+PATTERNS = [*CHUNKED.patterns, CONTRACTED]
 ops = torch.ops.overlap_inductor
 
 
@@ -45,6 +47,8 @@ def settings(pattern: str, world_size: int) -> list[dict[str, Any]]:
         {"chunks": world_size - 1},
         {"chunks": 2 * (world_size - 1)},
     ]
+    if pattern == CONTRACTED:
+        chunks = [{"bands": bands} for bands in (0, 1, 2, 4)]
     if pattern == "matmul_all_reduce":
         chunks += [{"bands": 2}, {"chunks": 0, "bands": 4}, {"chunks": 1, "bands": 2}, {"chunks": 3, "bands": 3}]
     found = [{"transport": transport, **some} for transport in ("copy_engine", "sm_push") for some in chunks]
@@ -58,6 +62,8 @@ def site(
     group, name = dist.group.WORLD, f"{pattern} {tokens} {some}"
     chosen = json.dumps(some, sort_keys=True)
     generator = torch.Generator("cuda").manual_seed(rank)
+    if pattern == CONTRACTED:
+        return _contracted(name, chosen, tokens, generator, world_size)
     gathers, rows = pattern in chunked_plan.GATHERS, tokens // world_size
     inner, columns = (HIDDEN, WIDE) if gathers else (WIDE, HIDDEN)
     own_rows = rows if pattern == "all_gather_matmul" else tokens
@@ -94,6 +100,27 @@ def site(
     ]
 
 
+def _contracted(
+    name: str, chosen: str, tokens: int, generator: torch.Generator, world_size: int
+) -> tuple[Callable[[], list[torch.Tensor]], list[torch.Tensor]]:
+    """``site`` for an all-to-all before matmuls that contract the exchanged dim."""
+    group, rows, width = dist.group.WORLD, tokens // world_size, HIDDEN // world_size
+    a = torch.randn(tokens, width, device="cuda", generator=generator).bfloat16()
+    b = torch.randn(WIDE, HIDDEN, device="cuda", generator=generator).bfloat16().t() / 32
+    bias = torch.randn(WIDE, device="cuda", generator=generator).bfloat16()
+    parameters = chunked_plan.parameters_of(chosen, symmetric.multiprocessors(a.device))
+    need = chunked_plan.needed("all_to_all_matmul", world_size, rows, width, WIDE, 2, parameters)
+    reason = workspace.prepare(group, a.device, json.dumps([[name, *need]]), 2**33)
+    assert reason is None, reason
+    received = torch.empty_like(a)
+    dist.all_to_all_single(received, a)
+    operand = torch.cat(received.chunk(world_size), dim=1)
+    expected = [operand.float() @ b.float() + bias.float(), operand.float()]
+    chain = torch.zeros(1, dtype=torch.uint8, device="cuda")
+    op = ops.chunked_contracted_all_to_all_matmul
+    return lambda: op(chain, a, [b], [bias], True, chosen, group.group_name, name)[0], expected
+
+
 def check(
     call: Callable[[], list[torch.Tensor]], expected: list[torch.Tensor], calls: int, chance: random.Random
 ) -> dict[str, float]:
@@ -127,7 +154,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--calls", type=int, default=60)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
-    parser.add_argument("--patterns", nargs="+", default=list(CHUNKED.patterns), choices=CHUNKED.patterns)
+    parser.add_argument("--patterns", nargs="+", default=PATTERNS, choices=PATTERNS)
     arguments = parser.parse_args()
     # (The patience is shorter than the limit of the whole check, so a wait that times out is reported first.)
     rank, world_size = start_rank(PATIENCE_SECONDS)

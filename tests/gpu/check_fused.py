@@ -67,9 +67,7 @@ def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) ->
 def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
     sites = cases(world_size, FACTOR)
     if schedule in ("chunked", "fused"):
-        sites |= exchanges(world_size, FACTOR)
-    if schedule == "fused":
-        sites |= contractions(world_size, FACTOR)
+        sites |= exchanges(world_size, FACTOR) | contractions(world_size, FACTOR)
     if schedule == "chunked":
         sites |= sums(world_size, FACTOR)
     return against_fp64(
@@ -131,12 +129,12 @@ def against_fp64(
 
 
 ALL_PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-EXCHANGES = ("matmul_all_to_all", "all_to_all_matmul")
+EXCHANGES = ("matmul_all_to_all", "all_to_all_matmul", "contracted_all_to_all_matmul")
 PATTERNS_OF = {
     "wave_groups": ALL_PATTERNS[1:],
     "small_message": ALL_PATTERNS[2:],
     "chunked": (*ALL_PATTERNS, *EXCHANGES),
-    "fused": (*ALL_PATTERNS, *EXCHANGES, "contracted_all_to_all_matmul"),
+    "fused": (*ALL_PATTERNS, *EXCHANGES),
 }
 """The patterns of each schedule that does not support exactly the three of ``ALL_PATTERNS``. A contraction, which has
 an op of its own, counts as one."""
@@ -234,7 +232,7 @@ def _host_cost(schedule: str, name: str, function: Callable[..., Any], inputs: l
             "all_gather_matmul": (chain, a, [b.t()], [None], False, settings, *last),
             "all_to_all_matmul": (chain, a, [b], [None], False, settings, *last),
             "matmul_all_to_all": (chain, a, b, None, False, settings, *last),
-            "contracted_all_to_all_matmul": (chain, a, b, None, False, settings, *last),
+            "contracted_all_to_all_matmul": (chain, a, [b], [None], False, settings, *last),
         }.get(name, (chain, a, b, None, settings, "sum", *last))
         return {
             "op": host_us(lambda: op(*arguments)),

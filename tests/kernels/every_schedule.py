@@ -11,13 +11,14 @@ from dataclasses import replace
 
 import torch
 
+from overlap_inductor.lowerings.chunked import contracted_launch
 from overlap_inductor.lowerings.chunked import exchange_launch
 from overlap_inductor.lowerings.chunked import gather_launch
 from overlap_inductor.lowerings.chunked import reduce_launch
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.fused import calls as fused
 from overlap_inductor.lowerings.fused import ops as fused_ops
-from overlap_inductor.lowerings.fused.contraction import all_to_all_contraction_matmul
+from overlap_inductor.lowerings.fused.contraction import contracted_all_to_all_matmul
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.fused.table_calls import Lookups
 from overlap_inductor.lowerings.fused.table_calls import look_up
@@ -108,7 +109,7 @@ def _fused_exchange(pattern: str, parameters: FusedParameters = FUSED) -> Call:
 def _contracted(launch: Launch, value: float) -> torch.Tensor:
     """A sum has ``world_size`` times as many terms as in the other calls, so it is divided by that number."""
     a, w = torch.full((ROWS * launch.world_size, 16), value).half(), launch.world_size
-    return all_to_all_contraction_matmul(a, torch.ones(16, 16 * w).half().t(), launch, FUSED) / w
+    return contracted_all_to_all_matmul(a, torch.ones(16, 16 * w).half().t(), launch, FUSED) / w
 
 
 def _sent_in_chunks(launch: Launch, value: float) -> torch.Tensor:
@@ -119,6 +120,14 @@ def _sent_in_chunks(launch: Launch, value: float) -> torch.Tensor:
 def _received_in_chunks(launch: Launch, value: float) -> torch.Tensor:
     a, b = _operands(SCATTER, launch, value)
     return gather_launch.all_to_all_matmul(a, [VendorMatmul(b)], launch, replace(CHUNKED, transport="copy_engine"))[0]
+
+
+def _contracted_in_chunks(launch: Launch, value: float) -> torch.Tensor:
+    """The result is divided by the number of ranks, because its sum runs over the slices of all ranks."""
+    a, b = _operands(SCATTER, launch, value)
+    parameters = replace(CHUNKED, transport="copy_engine", bands=2)
+    matmul = VendorMatmul(b.repeat(launch.world_size, 1))
+    return contracted_launch.contracted_all_to_all_matmul(a, [matmul], launch, parameters)[0] / launch.world_size
 
 
 def _small(two_shot: bool, norm: bool) -> Call:
@@ -164,6 +173,7 @@ EVERY = {
     "fused all_to_all_matmul by copies": _fused_exchange("all_to_all_matmul", replace(FUSED, copies_from=0)),
     "chunked matmul_all_to_all, pushed": Call(_sent_in_chunks, gathers=True),
     "chunked all_to_all_matmul, copied": Call(_received_in_chunks, gathers=True),
+    "chunked contracted all_to_all_matmul, copied in bands": Call(_contracted_in_chunks, gathers=True),
     "small_message, one-shot": _small(False, False),
     "small_message, one-shot with norm": _small(False, True),
     "small_message, two-shot": _small(True, False),

@@ -14,6 +14,7 @@ import torch
 
 from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.lowerings.chunked import contracted_launch
 from overlap_inductor.lowerings.chunked import exchange_launch
 from overlap_inductor.lowerings.chunked import gather_launch
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
@@ -26,7 +27,8 @@ from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared
 
 CALLS, K, N = 2, 16, 24
-SENT, RECEIVED = "matmul_all_to_all", "all_to_all_matmul"
+SENT, RECEIVED, CONTRACTED = "matmul_all_to_all", "all_to_all_matmul", "contracted"
+"""``CONTRACTED``: an all-to-all before a matmul that contracts the exchanged dim."""
 SMALL = ChunkedParameters(2, "copy_engine", 1, grain=8, pushers=2)
 
 
@@ -60,6 +62,16 @@ CASES = {
     "sent columns, uneven parts, pushed": Case(
         SENT, 3, 20, replace(SMALL, chunks=5, transport="sm_push"), columns=True, dtype=torch.float16
     ),
+    "contracted columns, three bands of unequal rows, in turns": Case(
+        CONTRACTED, 4, 20, replace(SMALL, bands=3, turns_from=0), bias=True
+    ),
+    "contracted columns, two bands, pushed, two matmuls": Case(
+        CONTRACTED, 3, 24, replace(SMALL, bands=2, transport="sm_push"), two=True, dtype=torch.float16
+    ),
+    "contracted columns, one band": Case(CONTRACTED, 2, 8, SMALL),
+    "contracted columns, bands chosen": Case(
+        CONTRACTED, 2, 24, replace(SMALL, sms=1, transport="auto", bands=0, grain=8), two=True
+    ),
     "received rows, chunks chosen, in turns": Case(RECEIVED, 4, 16, replace(SMALL, chunks=None, turns_from=0)),
     "received rows, uneven parts, pushed, two matmuls, bias": Case(
         RECEIVED, 3, 20, replace(SMALL, chunks=5, transport="sm_push"), bias=True, two=True, dtype=torch.float16
@@ -76,6 +88,11 @@ def _rank(
 ) -> None:
     launch = workspace.launch(rank)
     right, bias = b[rank].t(), b[rank, :, 0].contiguous() if case.bias else None
+    receive = (
+        contracted_launch.contracted_all_to_all_matmul
+        if case.pattern == CONTRACTED
+        else gather_launch.all_to_all_matmul
+    )
     for call in range(CALLS):
         left = a[call, rank]
         if case.pattern == SENT:
@@ -83,9 +100,10 @@ def _rank(
             out[call, rank] = exchange_launch.matmul_all_to_all(left, matmul, launch, case.parameters)
         else:
             matmuls = [VendorMatmul(right, bias), VendorMatmul(right[:, :8].contiguous())][: 1 + case.two]
-            out[call, rank], *others = gather_launch.all_to_all_matmul(left, matmuls, launch, case.parameters, case.two)
+            out[call, rank], *others = receive(left, matmuls, launch, case.parameters, case.two)
             if case.two:
-                received = torch.cat([sent.chunk(case.world_size)[rank] for sent in a[call]])
+                slices = [sent.chunk(case.world_size)[rank] for sent in a[call]]
+                received = torch.cat(slices, 1 if case.pattern == CONTRACTED else 0)
                 assert torch.equal(others[1], received) and torch.equal(others[0], received @ right[:, :8])
         launch.faults.check()
         assert at_rest(launch.slot) and launch.slot.calls.tolist() == [call + 1]
@@ -94,6 +112,9 @@ def _rank(
 def _expected(case: Case, a: torch.Tensor, b: torch.Tensor, rank: int) -> torch.Tensor:
     """What ``rank`` gets, computed in fp64. ``a``: left operands of all ranks, ``b``: right ones, transposed."""
     biases = [case.bias * w[:, 0].double() for w in b]
+    if case.pattern == CONTRACTED:
+        joined = torch.cat([sent.chunk(len(a))[rank] for sent in a], 1)
+        return joined.double() @ b[rank].double().t() + biases[rank]
     if case.pattern == RECEIVED:
         return torch.cat([sent.chunk(len(a))[rank] for sent in a]).double() @ b[rank].double().t() + biases[rank]
     products = [x.double() @ w.double().t() + bias for x, w, bias in zip(a, b, biases, strict=True)]
@@ -106,9 +127,11 @@ def test_is_equal_to_the_matmul_and_the_exchange(name: str) -> None:
     w, rows = case.world_size, case.rows
     columns = N * w if case.columns else N
     a = _integers(CALLS, w, rows if case.columns else rows * w, K, dtype=case.dtype, seed=1)
-    b = _integers(w, columns, K, dtype=case.dtype, seed=2)
-    out = shared(CALLS, w, rows * w, N, dtype=case.dtype, fill=float("nan"))
-    workspace = SharedWorkspace.of(w, *needed(case.pattern, w, rows, K, N, 2, case.parameters))
+    contracted = case.pattern == CONTRACTED
+    b = _integers(w, columns, K * w if contracted else K, dtype=case.dtype, seed=2)
+    out = shared(CALLS, w, rows if contracted else rows * w, N, dtype=case.dtype, fill=float("nan"))
+    pattern = RECEIVED if contracted else case.pattern
+    workspace = SharedWorkspace.of(w, *needed(pattern, w, rows, K, N, 2, case.parameters))
     run_ranks(w, _rank, workspace, a, b, out, case)
     for call in range(CALLS):
         for rank in range(w):
@@ -119,10 +142,16 @@ def _call(pattern: str, launch: Any) -> torch.Tensor:
     a, matmul = torch.ones(48, K).half(), VendorMatmul(torch.ones(K, N).half())
     if pattern == SENT:
         return exchange_launch.matmul_all_to_all(a, matmul, launch, SMALL)
+    if pattern == CONTRACTED:
+        joined = VendorMatmul(torch.ones(3 * K, N).half())
+        return contracted_launch.contracted_all_to_all_matmul(a, [joined], launch, SMALL)[0]
     return gather_launch.all_to_all_matmul(a, [matmul], launch, SMALL)[0]
 
 
-@pytest.mark.parametrize(("pattern", "what"), [(SENT, "finished rows from rank 2"), (RECEIVED, "rows from rank 1")])
+@pytest.mark.parametrize(
+    ("pattern", "what"),
+    [(SENT, "finished rows from rank 2"), (RECEIVED, "rows from rank 1"), (CONTRACTED, "rows from rank 1")],
+)
 def test_a_peer_that_never_comes(pattern: str, what: str) -> None:
     """The call ends, and its result is NaN. The next call raises an error that names the site and the peer."""
     launch = SharedWorkspace.of(3, 20_000, 8).launch(0, patience_ns=20_000)
@@ -185,5 +214,14 @@ def test_unsupported_operands_are_refused() -> None:
         exchange_launch.matmul_all_to_all(torch.zeros(8, K).half(), SlicedMatmul(b, count=5), five, SMALL)
     with pytest.raises(UnsupportedError, match="rows of 16 and of 12 elements"):
         exchange_launch.matmul_all_to_all(torch.zeros(8, K).half(), SlicedMatmul(b, count=2), launch, SMALL)
+    with pytest.raises(UnsupportedError, match="3 rows cannot be cut into 2 equal slices"):
+        contracted_launch.contracted_all_to_all_matmul(torch.zeros(3, K).half(), [VendorMatmul(b)], launch, SMALL)
+    with pytest.raises(UnsupportedError, match="the right operand is torch.float16\\[16, 24\\]; expected 32 rows"):
+        contracted_launch.contracted_all_to_all_matmul(torch.zeros(8, K).half(), [VendorMatmul(b)], launch, SMALL)
+    with pytest.raises(UnsupportedError, match="rows of 4 and of 24 elements"):
+        narrow = VendorMatmul(torch.zeros(8, N).half())
+        contracted_launch.contracted_all_to_all_matmul(torch.zeros(8, 4).half(), [narrow], launch, SMALL)
+    with pytest.raises(UnsupportedError, match="not contiguous"):
+        contracted_launch.contracted_all_to_all_matmul(torch.zeros(K, 8).half().t(), [VendorMatmul(b)], launch, SMALL)
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):
         gather_launch.all_to_all_matmul(torch.zeros(8, K), [VendorMatmul(b.float())], launch, SMALL)

@@ -17,7 +17,7 @@ from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.lowerings.fused import calls as fused
-from overlap_inductor.lowerings.fused.contraction import all_to_all_contraction_matmul
+from overlap_inductor.lowerings.fused.contraction import contracted_all_to_all_matmul
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.fused.parameters import needed
 from tests.kernels.ranks import SharedWorkspace
@@ -146,7 +146,7 @@ def _rank(
         if case.pattern == SENT:
             out[call, rank] = fused.matmul_all_to_all(left, right, launch, p, bias, case.by_columns)
         elif case.pattern == CONTRACTED:
-            out[call, rank] = all_to_all_contraction_matmul(left, right, launch, p, bias, keep=case.two)
+            out[call, rank] = contracted_all_to_all_matmul(left, right, launch, p, bias, keep=case.two)
             if case.two:
                 _check_received(case, a[call], launch)
         elif not case.two:
@@ -220,7 +220,7 @@ P = FusedParameters(2, pieces=1, pushers=1, **SMALL_TILES)
 def _call(pattern: str, launch: Any) -> torch.Tensor:
     if pattern == CONTRACTED:
         a, b = torch.ones(48, 32).half(), torch.ones(16, 96).half().t()
-        return all_to_all_contraction_matmul(a, b, launch, P)
+        return contracted_all_to_all_matmul(a, b, launch, P)
     return getattr(fused, pattern)(torch.ones(48, 32).half(), torch.ones(16, 32).half().t(), launch, P)
 
 
@@ -240,9 +240,9 @@ def test_a_contraction_with_a_peer_that_never_comes(keep: bool) -> None:
     """Every element is a sum over all peers, so every element is NaN."""
     launch = SharedWorkspace.of(3, 20_000, 8).launch(0, patience_ns=20_000)
     a, b = torch.ones(48, 32).half(), torch.ones(16, 96).half().t()
-    assert all_to_all_contraction_matmul(a, b, launch, P, keep=keep).isnan().all()
+    assert contracted_all_to_all_matmul(a, b, launch, P, keep=keep).isnan().all()
     with pytest.raises(TransferError, match="timed out waiting for rows from rank 1: expected call 1"):
-        all_to_all_contraction_matmul(a, b, launch, P, keep=keep)
+        contracted_all_to_all_matmul(a, b, launch, P, keep=keep)
 
 
 @pytest.mark.parametrize("pattern", [SENT, RECEIVED, CONTRACTED])
@@ -265,7 +265,7 @@ def test_unsupported_operands_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="3 rows cannot be cut into 2 equal slices"):
         fused.all_to_all_matmul(torch.zeros(3, 32).half(), b, launch, P)
     with pytest.raises(UnsupportedError, match="64 rows of the right operand are contracted with 2 slices of 24"):
-        all_to_all_contraction_matmul(torch.zeros(4, 24).half(), torch.zeros(64, 16).half(), launch, P)
+        contracted_all_to_all_matmul(torch.zeros(4, 24).half(), torch.zeros(64, 16).half(), launch, P)
     with pytest.raises(UnsupportedError, match="16 columns cannot be cut into 3 equal slices"):
         three = SharedWorkspace.of(3, 20_000, 2).launch(0)
         fused.matmul_all_to_all(torch.zeros(8, 32).half(), b, three, P, by_columns=True)

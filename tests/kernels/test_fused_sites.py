@@ -135,11 +135,14 @@ def test_exchanges(tmp_path: Path, schedule: str, world_size: int) -> None:
         assert not problems, f"rank {rank}: {problems}"
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 3])
-def test_exchanges_of_a_contracted_dim(tmp_path: Path, world_size: int) -> None:
-    """Catches slices that are added in another order than the right operand's rows, and a result of other rows."""
+@pytest.mark.parametrize(
+    ("schedule", "world_size"), [("chunked", 3), pytest.param("fused", 2, marks=pytest.mark.thorough), ("fused", 3)]
+)
+def test_exchanges_of_a_contracted_dim(tmp_path: Path, schedule: str, world_size: int) -> None:
+    """Catches slices in another order than the right operand's rows, a slice that is lost or added twice, and a result
+    of other rows."""
     names = list(contractions(world_size))
-    for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), names, timeout=400)):
+    for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), names, schedule, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
 
 

@@ -13,6 +13,7 @@ from bench.support.experts import DispatchedExperts
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.publish import all_reports
 from overlap_inductor.report.report import OverlapReport
+from tests.support.dispatched_experts import LoopedExperts
 from tests.support.dispatched_experts import inputs
 from tests.support.expert_layers import LOADS
 from tests.support.gloo_ranks import compile_anew
@@ -103,3 +104,27 @@ def test_generated_code() -> None:
     loads."""
     for rank, found in enumerate(run_ranks(2, _generated, timeout=400)):
         assert found == ([[PATTERN]] * 2, {}, []), f"rank {rank}"
+
+
+def _looped(rank: int, world_size: int, tokens: int) -> tuple[dict[str, float], set[str], list[str]]:
+    """``(errors that are too large, reasons that are given, problems)`` of the layer that loops over its experts."""
+    compile_anew()
+    torch._dynamo.config.capture_scalar_outputs = True
+    layer = LoopedExperts(rank, world_size)
+    options = {"schedule": "ring", "sequence_parallel": "off"}
+    compiled = torch.compile(layer, backend="overlap_inductor", options=options)
+    errors = {}
+    for loads in LOADS:
+        found = _errors(layer, compiled, rank, world_size, tokens, loads, torch.float32)
+        errors.update({f"{loads}: {name}": off for name, off in found.items() if not off < 1e-5})
+    reports = all_reports()
+    reasons = {m.reason.code for r in reports for m in r.near_misses}
+    return errors, reasons, [text for r in reports for text in (*waste(r), *r.notices)]
+
+
+def test_a_loop_over_experts() -> None:
+    """Experts without rows, and all tokens on one expert, give right results. Catches a site that takes an expert's
+    rows for those of a rank."""
+    for rank, (errors, reasons, problems) in enumerate(run_ranks(2, _looped, 13, timeout=400)):
+        assert (errors, problems) == ({}, []), f"rank {rank}"
+        assert reasons, f"rank {rank}: a loop has a reason"

@@ -120,3 +120,47 @@ def test_a_dynamic_sequence(options: dict[str, Any]) -> None:
     """Catches sizes of slices that are those of the first call."""
     for graphs, errors in run_ranks(2, _lengths, options, timeout=300):
         assert graphs == 1 and {what: error for what, error in errors.items() if error > 1e-5} == {}
+
+
+def _normed(
+    rank: int, world_size: int, batch: int, trained: bool, norm: str, rotary: str
+) -> tuple[list[list[str]], dict[str, float], list[str]]:
+    """As ``_run``, for a block that norms and rotates q and k before it exchanges them."""
+    compile_anew()
+    torch.manual_seed(0)
+    hidden, own, group = 8 * world_size, 6, dist.group.WORLD
+    block = UlyssesAttention(hidden, 2 * world_size, group, norm=norm, rotary=rotary)
+    exact = UlyssesAttention(hidden, 2 * world_size, group, norm=norm, rotary=rotary).double()
+    exact.load_state_dict(block.state_dict())
+    tokens, places = torch.randn(batch, own * world_size, hidden), torch.arange(own * world_size)
+    mine = slice(rank * own, (rank + 1) * own)
+    x, y = tokens[:, mine].clone().requires_grad_(trained), tokens.double().requires_grad_(trained)
+    options = {"schedule": "ring", "sequence_parallel": "off", "sub_chunks": 3}
+    with torch.set_grad_enabled(trained):
+        found = torch.compile(block, backend="overlap_inductor", options=options)(x, places[mine].float())
+        expected = whole(exact, y, places.double())
+    errors = {"output": _error(found, expected[:, mine])}
+    if trained:
+        weights = torch.randn_like(tokens)
+        (found * weights[:, mine]).sum().backward()
+        (expected * weights).sum().backward()
+        errors["input"] = _error(x.grad, y.grad[:, mine])
+        for (name, parameter), other in zip(block.named_parameters(), exact.parameters(), strict=True):
+            dist.all_reduce(parameter.grad)
+            errors[name] = _error(parameter.grad, other.grad)
+    reports = all_reports()
+    patterns = [[s.facts.pattern for s in r.sites if s.decision.status == "overlapped"] for r in reports]
+    return patterns, errors, [text for r in reports for text in (*waste(r), *r.notices)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "batch", "trained", "norm", "rotary"),
+    [(2, 1, True, "heads", "pairs"), (3, 2, False, "rows", "halves"), (2, 2, True, "rows", "")],
+)
+def test_norms_and_rotary_embeddings(world_size: int, batch: int, trained: bool, norm: str, rotary: str) -> None:
+    """The projections are computed in bands of tokens. Catches a band that is rotated by the places of another one, is
+    sent to a wrong place, or is missing in what the backward reads."""
+    arguments = (batch, trained, norm, rotary)
+    for patterns, errors, problems in run_ranks(world_size, _normed, *arguments, timeout=500):
+        assert patterns[0] == FORWARD and problems == []
+        assert {what: error for what, error in errors.items() if error > 1e-5} == {}

@@ -1,12 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of ``bench.support.experts.DispatchedExperts``."""
+"""Inputs of ``bench.support.experts.DispatchedExperts``, and the same layer with a loop over its experts."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from bench.support.experts import SMALL
+from bench.support.experts import DispatchedExperts
 from tests.support.expert_layers import LOADS
+
+
+class LoopedExperts(DispatchedExperts):
+    """The same layer with a loop over this rank's experts, as torchtitan's ``_run_experts_for_loop`` writes it: one
+    ``mm`` of each expert's rows. The rows of an expert are an unbacked symbol each."""
+
+    def _experts(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        parts = torch.split(x, counts.tolist())
+        weights = zip(parts, self.w1, self.w2, self.w3, strict=True)
+        return torch.cat(
+            [
+                (F.silu(rows @ w1.to(x.dtype).t()) * (rows @ w3.to(x.dtype).t())) @ w2.to(x.dtype).t()
+                for rows, w1, w2, w3 in weights
+            ]
+        )
 
 
 def inputs(tokens: int, loads: str, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

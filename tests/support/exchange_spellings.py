@@ -94,6 +94,11 @@ SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, li
         (SENT, 0, ["bmm B"]),
     ),
     "L before a matmul": (lambda x, w: exchange(x) @ w, (x2, weight), (RECEIVED, 0, ["mm M"])),
+    "L before a matmul and an activation": (
+        lambda x, w, v, b: torch.nn.functional.silu(torch.addmm(b, exchange(x), w) * 2) @ v,
+        (x2, weight, second_weight, bias),
+        (RECEIVED, 0, ["addmm M"]),
+    ),
     "L before a norm and a matmul": (normed, (x2, weight), (RECEIVED, 0, ["mm M"])),
     "L before experts": (
         lambda x, w: torch.bmm(exchange(x), w),

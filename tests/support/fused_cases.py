@@ -153,11 +153,17 @@ def exchanges(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, .
 
 
 def contractions(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """Functions with a matmul that contracts the dim that an all-to-all exchanges, in the form that ``cases`` returns.
-    Only ``fused`` computes them."""
+    """Functions with matmuls that contract the dim that an all-to-all exchanges, in the form that ``cases`` returns.
+    ``chunked`` and ``fused`` compute all of them. Each rank sends 64 of the contracted elements, because ``fused``
+    takes multiples of 64. (``factor`` multiplies every size above 2. So only one of the sizes that make up the
+    contracted dim may be above 2.)"""
     g, s = dist.group.WORLD, 24
     change_shards = torch.ops._dtensor.shard_dim_alltoall
     linear = torch.nn.functional.linear
+
+    def columns(x: torch.Tensor) -> torch.Tensor:
+        """``[ranks * s, k] -> [s, ranks * k]``"""
+        return change_shards(x, 1, 0, g.group_name)
 
     def in_two(x: torch.Tensor) -> torch.Tensor:
         """``[ranks * s, 2, k] -> [s, 2 * ranks * k]``: the contracted dim is ``[2, ranks, k]``."""
@@ -165,21 +171,44 @@ def contractions(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int
 
     return _larger(
         {
-            "contract heads, batch 2, with bias": (
+            f"contract heads, batch {batch}, with bias": (
                 lambda x, a, b: linear(to_tokens(x, g).flatten(2, 3), a, b),
-                [(2, s * w, 2, 32), (24, 64 * w), (24,)],
+                [(batch, s * w, 2, 32), (24, 64 * w), (24,)],
+                1,
+            )
+            for batch in (1, 2)
+        }
+        | {
+            "contract columns": (lambda x, a: columns(x) @ a, [(s * w, 64), (64 * w, 40)], 1),
+            "contract columns in two runs": (lambda x, a: in_two(x) @ a, [(s * w, 2, 32), (64 * w, 24)], 1),
+            "contract columns in two runs that are also read": (
+                lambda x, a: (lambda y: (y @ a, y + 1))(in_two(x)),
+                [(s * w, 2, 32), (64 * w, 24)],
                 1,
             ),
-            "contract columns": (lambda x, a: change_shards(x, 1, 0, g.group_name) @ a, [(s * w, 64), (64 * w, 40)], 1),
-            "contract columns in two runs": (lambda x, a: in_two(x) @ a, [(s * w, 2, 32), (64 * w, 24)], 1),
             "contract columns that are also read": (
-                lambda x, a: (lambda y: (y @ a, y + 1))(change_shards(x, 1, 0, g.group_name)),
+                lambda x, a: (lambda y: (y @ a, y + 1))(columns(x)),
                 [(s * w, 64), (64 * w, 24)],
                 1,
             ),
             "contract columns, and a weight's gradient": (
-                lambda x, a, h: (lambda y: (y @ a.t(), y.t() @ h))(change_shards(x, 1, 0, g.group_name)),
+                lambda x, a, h: (lambda y: (y @ a.t(), y.t() @ h))(columns(x)),
                 [(s * w, 64), (24, 64 * w), (s, 8)],
+                1,
+            ),
+            "contract columns in two matmuls": (
+                lambda x, a, b: (lambda y: (y @ a, y @ b))(columns(x)),
+                [(s * w, 64), (64 * w, 24), (64 * w, 8)],
+                1,
+            ),
+            "contract columns in two matmuls, and a weight's gradient": (
+                lambda x, a, b, h: (lambda y: (y @ a, y @ b, y.t() @ h))(columns(x)),
+                [(s * w, 64), (64 * w, 24), (64 * w, 8), (s, 8)],
+                1,
+            ),
+            "contract rows, as a weight's gradient": (
+                lambda x, h: all_to_all(x, g).t() @ h,
+                [(64 * w, 16), (64 * w, 24)],
                 1,
             ),
         },

@@ -167,6 +167,16 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
         lambda n: [(2, 4, 16), (2 * n, 5, 4)],
         (GATHER, ["bmm B"]),
     ),
+    "scattered along the batch": (
+        lambda x, w, b: scatter(torch.baddbmm(b, x, w) * 2),
+        lambda n: [(2 * n, 4, 16), (2 * n, 16, 6), (2 * n, 4, 6)],
+        (SCATTER, ["baddbmm B"]),
+    ),
+    "reduced, cut along the batch": (
+        lambda x, w: reduce(torch.bmm(x, w)),
+        lambda n: [(2 * n, 4, 16), (2 * n, 16, 6)],
+        (REDUCE, ["bmm B"]),
+    ),
     "int8, gathered": (
         lambda x, w: torch._int_mm(gather(int8(x)), int8(w)),
         lambda n: [(4, 16), (16, 8)],
@@ -258,10 +268,15 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
         lambda n: [(4, 16), (16, 6), (16, 5)],
         (GATHER, ["mm M"]),
     ),
+    "gathered along the batch, trained": (
+        lambda x, w: GatherTokens.apply(x, 0, world()) @ w,
+        lambda n: [(2, 4, 16), (2 * n, 16, 6)],
+        (GATHER, ["bmm B"]),
+    ),
     "experts, trained": (trained_experts, lambda n: [(3, 4 * n, 16), (3, 16, 8)], (SCATTER, ["bmm M"])),
     "a layer, trained": (trained_norm, lambda n: [(2, 3, 16), (16,), (16, 6), (6, 16)], (GATHER, ["mm M"])),
 }
-TRAINED = {"a layer, trained", "experts, trained"}
+TRAINED = {"a layer, trained", "experts, trained", "gathered along the batch, trained"}
 """Programs that tests run with their backward."""
 
 

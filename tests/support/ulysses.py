@@ -35,22 +35,49 @@ def to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class UlyssesAttention(nn.Module):
-    """Self-attention over ``[batch, own tokens, hidden]``. ``plain``: attention is written as two matmuls and a
-    softmax."""
+    """Self-attention over ``[batch, own tokens, hidden]``.
+
+    Args:
+        plain: attention is written as two matmuls and a softmax.
+        norm: how q and k are normed before attention. ``heads``: each head by itself (Flux, Qwen-Image). ``rows``: all
+            heads of a token together (Wan). Empty: not at all.
+        rotary: how q and k are rotated by their tokens' places. ``halves``: the halves of a head (Hugging Face).
+            ``pairs``: pairs of numbers (Flux). Empty: not at all.
+    """
 
     def __init__(
-        self, hidden: int, heads: int, group: dist.ProcessGroup, bias: bool = True, plain: bool = False
+        self,
+        hidden: int,
+        heads: int,
+        group: dist.ProcessGroup,
+        bias: bool = True,
+        plain: bool = False,
+        norm: str = "",
+        rotary: str = "",
     ) -> None:
         super().__init__()
-        self.heads, self.group, self.plain = heads, group, plain
+        self.heads, self.group, self.plain, self.norm, self.rotary = heads, group, plain, norm, rotary
+        if norm:
+            width = hidden if norm == "rows" else hidden // heads
+            self.norm_q, self.norm_k = nn.RMSNorm(width), nn.RMSNorm(width)
         self.to_q, self.to_k, self.to_v = (nn.Linear(hidden, hidden, bias) for _ in range(3))
         self.to_out = nn.Linear(hidden, hidden, bias)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        query, key, value = (
-            to_heads(layer(hidden_states).unflatten(-1, (self.heads, -1)), self.group)
-            for layer in (self.to_q, self.to_k, self.to_v)
-        )
+    def projected(self, hidden_states: torch.Tensor, places: torch.Tensor | None) -> list[torch.Tensor]:
+        """q, k and v, each ``[batch, tokens, heads, width]``."""
+        query, key, value = (layer(hidden_states) for layer in (self.to_q, self.to_k, self.to_v))
+        if self.norm == "rows":
+            query, key = self.norm_q(query), self.norm_k(key)
+        query, key, value = (x.unflatten(-1, (self.heads, -1)) for x in (query, key, value))
+        if self.norm == "heads":
+            query, key = self.norm_q(query), self.norm_k(key)
+        if self.rotary:
+            query, key = (rotated(x, places, self.rotary) for x in (query, key))
+        return [query, key, value]
+
+    def forward(self, hidden_states: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+        """``places [own tokens]``: the tokens' places in the sequence, for rotary embeddings."""
+        query, key, value = (to_heads(x, self.group) for x in self.projected(hidden_states, places))
         query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
         if self.plain:
             weights = torch.softmax(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5, dim=-1)
@@ -61,11 +88,21 @@ class UlyssesAttention(nn.Module):
         return self.to_out(out.flatten(2, 3))
 
 
-def whole(block: UlyssesAttention, hidden_states: torch.Tensor) -> torch.Tensor:
+def rotated(x: torch.Tensor, places: torch.Tensor | None, rotary: str) -> torch.Tensor:
+    """``x [batch, tokens, heads, width]``, rotated by the tokens' ``places``."""
+    assert places is not None
+    angles = places[:, None] * torch.arange(1, x.shape[-1] // 2 + 1, device=x.device).to(x.dtype).reciprocal()
+    cos, sin = angles.cos()[None, :, None, :], angles.sin()[None, :, None, :]
+    if rotary == "halves":
+        first, second = x.chunk(2, -1)
+        return x * torch.cat([cos, cos], -1) + torch.cat([-second, first], -1) * torch.cat([sin, sin], -1)
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([-second, first], -1).flatten(-2)
+    return x * cos.repeat_interleave(2, -1) + turned * sin.repeat_interleave(2, -1)
+
+
+def whole(block: UlyssesAttention, hidden_states: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
     """What all ranks together compute from ``[batch, tokens, hidden]``, without an exchange."""
-    query, key, value = (
-        layer(hidden_states).unflatten(-1, (block.heads, -1)).transpose(1, 2)
-        for layer in (block.to_q, block.to_k, block.to_v)
-    )
+    query, key, value = (x.transpose(1, 2) for x in block.projected(hidden_states, places))
     out = F.scaled_dot_product_attention(query, key, value)
     return block.to_out(out.transpose(1, 2).flatten(2, 3))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import ModuleType
 
 import pytest
 
@@ -160,6 +161,26 @@ def test_fused_kernels_need_enough_tiles_and_a_clear_gain() -> None:
     assert few.tiles < machine.least_tiles and not fused_cost.pays(few, machine)
     assert not fused_cost.pays(dataclasses.replace(mlp("matmul_reduce_scatter", 1024, 8), tiles=400), machine)
     assert fused_cost.pays(many, machine)
+
+
+@pytest.mark.parametrize("cost", [chunked_cost, fused_cost])
+def test_margins_of_exchanges(cost: ModuleType) -> None:
+    """All-to-alls of rows were measured on 2 ranks, so the small margin is enough there. Contractions were not."""
+    machine, small, large = machine_for("cuda"), cost_model.MARGIN, cost_model.MARGIN_UNMEASURED
+    sent = 4e8
+    gains = []
+    for flops in (2e12 * 1.1**i for i in range(60)):
+        rows = SiteSizes(flops, sent, 2, 2, tiles=2000, exchanges=True)
+        for sizes, margin in (
+            (rows, small),
+            (dataclasses.replace(rows, world_size=4), large),
+            (dataclasses.replace(rows, contracted=sent), large),
+        ):
+            keep = cost_model.matmul_seconds(sizes, machine) + cost_model.collective_seconds(sizes, machine)
+            gain = keep / cost.seconds(sizes, machine)
+            assert cost.pays(sizes, machine) == (gain > margin), (sizes, gain)
+            gains.append((margin, small < gain < large))
+    assert {(small, True), (large, True)} <= set(gains)
 
 
 # llama3-70b MLP on 8 H200s, bf16 (bench/results/operators.jsonl).

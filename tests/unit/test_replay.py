@@ -436,7 +436,7 @@ def test_the_key_of_a_fused_exchange_holds_all_that_the_call_depends_on(calls: l
             assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
             (out,) = fused.all_to_all_matmuls(a, [b], LAUNCH, parameters, [bias], flag)
             assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
-            out = contraction.all_to_all_contraction_matmul(a, b, LAUNCH, parameters, bias, flag)
+            out = contraction.contracted_all_to_all_matmul(a, b, LAUNCH, parameters, bias, flag)
             assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
     # (The result of a later call may have the address of an earlier one.)
     assert len({what[:-1] for what, _ in calls}) == len(calls) == 12 and not any(copies)

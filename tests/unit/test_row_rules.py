@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[str, Op]] = {
     "repeated tokens": ("repeats the tokens", lambda g, x: g.op("add.Tensor", x, g.same(3, 1, 1, 1))),
     "expanded tokens": ("repeats the tokens", lambda g, x: g.op("expand.default", x, [3, B, S, H])),
     "other tokens": (
-        "hold other tokens",
+        "with different tokens",
         lambda g, x: g.op("add.Tensor", g.op("unsqueeze.default", g.tokens(B, S), 2), x),
     ),
     # Operands that may differ between the ranks.

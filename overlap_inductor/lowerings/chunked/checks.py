@@ -23,7 +23,17 @@ def check(
     parameters: ChunkedParameters,
 ) -> None:
     """Raise ``UnsupportedError`` if the schedule does not support a dtype, size or layout of a call, or if the site's
-    slot is too small for it. ``a``: left operand, or what is sent; ``rows``: rows of a shard."""
+    slot is too small for the call. ``a``: left operand, or what is sent. ``rows``: rows of a shard."""
+    check_matmuls(a, matmuls)
+    sent = a.dtype if pattern in chunked_plan.GATHERS else matmuls[0].dtype(a)
+    nbytes, signals = chunked_plan.needed(
+        pattern, launch.world_size, rows, a.shape[1], matmuls[0].columns, sent.itemsize, parameters
+    )
+    launch.check_room(nbytes, signals)
+
+
+def check_matmuls(a: torch.Tensor, matmuls: Sequence[VendorMatmul]) -> None:
+    """The part of ``check`` that concerns dtypes, sizes and layouts. ``a``: left operand."""
     for matmul in matmuls:
         b = matmul.b
         reason = chunked_plan.why_not(a.dtype, a.shape[1], matmul.columns, matmul.scales is not None)
@@ -48,8 +58,3 @@ def check(
                     or f"{what} is added to {a.dtype}{list(a.shape)} @ {b.dtype}{list(b.shape)}; expected products of"
                     " one dtype and shape, without scales"
                 )
-    sent = a.dtype if pattern in chunked_plan.GATHERS else matmuls[0].dtype(a)
-    nbytes, signals = chunked_plan.needed(
-        pattern, launch.world_size, rows, a.shape[1], matmuls[0].columns, sent.itemsize, parameters
-    )
-    launch.check_room(nbytes, signals)

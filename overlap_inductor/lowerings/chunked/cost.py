@@ -14,6 +14,7 @@ from overlap_inductor.facts.cost_model import kind_of
 from overlap_inductor.facts.cost_model import matmul_seconds
 from overlap_inductor.facts.cost_model import receive_seconds
 from overlap_inductor.facts.machine import Machine
+from overlap_inductor.lowerings.chunked.parameters import MOST_BANDS
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,19 @@ class ChunkedCost:
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
         ranks / exchange_ranks: largest measured group, and largest group in which all-to-alls were measured.
         copy_exposed: exposed fraction of the copy of the gathered tensor while a matmul runs. On 2 H200s, returning the
-            gathered tensor costs a call in chunks 10 us for 2048 tokens and 46 us for 8192. It costs a fused kernel,
-            whose copy runs under no matmul, 23 and 67 us. (bench/results/handed_out.jsonl; not measured in larger
-            groups.)
+            gathered tensor costs a call in chunks 10 us for 2048 tokens and 46 us for 8192. The copy of a fused kernel
+            runs under no matmul: there the costs are 23 and 67 us. (bench/results/handed_out.jsonl; not measured in
+            larger groups.)
         host_seconds / peer_seconds: host time of a call's launches, and of each peer of a leg.
         gain_seconds: smallest gain over ``keep`` for which a call pays. A host-bound model gains nothing from a smaller
             saving.
         replay_seconds: host time of a call that is one CUDA graph.
-        replay_gain_seconds / replay_gain_peer_seconds: smallest gain for which such a call pays, for each leg: a fixed
-            gain, or a gain for each peer if that is more. Late peers may cost as much.
-        replay_tiles: fewest tiles for each rank for which such a call is considered. A chunk that leaves most of the
-            GPU idle takes as long as a larger one.
+        band_tiles: fewest tiles of a band, if bands are multiplied as they arrive (``contracted_launch``): the SMs of
+            an H200.
+        replay_gain_seconds / replay_gain_peer_seconds: smallest gain for which such a call pays. Each leg needs a fixed
+            gain, or a gain for each peer if this is more, because late peers may cost as much.
+        replay_tiles: such a call is considered from this many tiles for each rank on. A smaller chunk leaves most of
+            the GPU idle and takes as long as a larger one.
     """
 
     exposed: tuple[float, float, float, float] = (0.12, 0.1, 0.36, 0.25)
@@ -50,6 +53,7 @@ class ChunkedCost:
     replay_seconds: float = 40e-6
     replay_gain_seconds: float = 10e-6
     replay_gain_peer_seconds: float = 4e-6
+    band_tiles: int = 132
     replay_tiles: int = 48
 
 
@@ -57,17 +61,19 @@ COST = ChunkedCost()
 
 
 def _copy_beside_seconds(sizes: SiteSizes, machine: Machine, matmul: float) -> float:
-    """Exposed seconds of the copy of the gathered tensor. The copy runs during the last chunk's matmul, which is taken
-    as a quarter of all rows, or as a shard in groups of more than 4. Exposed is the part that this matmul does not
-    hide, or the time that the copy costs the matmul, whichever is more."""
+    """Exposed seconds of the copy of the gathered tensor. The copy runs during the last chunk's matmul. This chunk is
+    assumed to have a quarter of all rows, or a shard in groups of more than 4. Two times are compared: the part of the
+    copy that this matmul does not hide, and the time that the copy costs the matmul. The longer one is exposed."""
     copy = copy_seconds(sizes, machine)
     return max(COST.copy_exposed * copy, copy - matmul / max(4, sizes.world_size))
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of vendor matmuls on chunks while transfers run. They sum the longer of the two, an exposed fraction
-    of the shorter, the exposed part of the copy, and a fixed cost for each leg. What an all-to-all delivers after the
-    matmuls is copied when nothing else runs."""
+    """Seconds of vendor matmuls on chunks while transfers run. Four terms are added. Two are the longer of matmul and
+    transfer, and an exposed fraction of the shorter one. The others are the exposed part of the copy, and a fixed cost
+    for each leg. If an all-to-all comes after the matmuls, what it delivers is copied when nothing else runs."""
+    if sizes.contracted:
+        return _contracted_seconds(sizes, machine)
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + _copy_beside_seconds(
@@ -79,9 +85,21 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
     )
 
 
+def _contracted_seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """``seconds`` of an all-to-all before matmuls that contract the exchanged dim (``contracted_launch``). The transfer
+    of the first band is exposed. Then a band is copied side by side with the others and multiplied while the next band
+    arrives. Each band has the fixed cost of a leg."""
+    bands = max(1, min(MOST_BANDS, sizes.tiles // COST.band_tiles))
+    matmul = matmul_seconds(sizes, machine) + 2 * sizes.contracted / machine.memory_bytes
+    wire = sizes.bytes_sent / machine.link_bytes
+    fixed = bands * (COST.leg_seconds + (sizes.world_size - 1) * COST.leg_peer_seconds)
+    return wire / bands + (bands - 1) * max(wire, matmul) / bands + matmul / bands + fixed
+
+
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether chunks are estimated to be at least 5 % faster than ``keep`` (25 % in groups larger than those measured).
-    They must also save more time than the host or late peers may cost.
+    """Whether chunks are estimated to be at least 5 % faster than ``keep``. Where nothing was measured, 25 %: in larger
+    groups, and for matmuls that contract what an all-to-all exchanges. Chunks must also save more time than the host or
+    late peers may cost.
 
     A call must take the GPU at least as long as the host: a model without CUDA graphs would wait for the host. If the
     call's launches are replayed as one, fewer tiles and a smaller gain are enough.
@@ -97,5 +115,5 @@ def pays(sizes: SiteSizes, machine: Machine) -> bool:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
     measured = sizes.world_size <= (COST.exchange_ranks if sizes.exchanges else COST.ranks)
-    margin = MARGIN if measured else MARGIN_UNMEASURED
+    margin = MARGIN if measured and not sizes.contracted else MARGIN_UNMEASURED
     return max(estimate * margin, estimate + gain) < keep

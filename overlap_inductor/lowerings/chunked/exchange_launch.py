@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """``matmul -> all-to-all`` in schedule ``chunked``: a reduce-scatter without its sum (``reduce_launch``).
 
-Each rank's slice of the product is multiplied and sent as a reduction's partial sums are. The slices of the other ranks
-come first, from the next rank on. This rank's own slice is multiplied last, during the last transfers. Each slice is
-one run of rows of the product. So if a program's matmul is followed by a permuted copy for the exchange, no such copy
-is made.
+Each rank's slice of the product is multiplied and sent like the partial sums of a reduction. The slices of the other
+ranks come first, from the next rank on. This rank's own slice is multiplied last, during the last transfers. Each slice
+is one run of rows of the product. A program may make a permuted copy of the product for the exchange. This schedule
+makes no such copy.
 
 The result has the product's memory. A rank's slice is copied out of the workspace into the place of the slice that was
 sent to that rank. This copy starts after all slices have been sent, which the join with the side stream ensures.
 
-Launches. For W ranks and C chunks the host launches about ``2 * W + 2 * C + 5`` kernels and copies, as for a scatter;
-if slices are columns, ``W`` matmuls instead of ``C + 1``.
+Launches. For W ranks and C chunks the host launches about ``2 * W + 2 * C + 5`` kernels and copies. If slices are
+columns, there are ``W`` matmuls instead of ``C + 1``.
 """
 
 from __future__ import annotations

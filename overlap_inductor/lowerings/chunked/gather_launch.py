@@ -3,14 +3,15 @@
 current stream, while a transport moves rows on the side stream.
 
 ``all_gather_matmul`` and ``all_to_all_matmul`` are the host's part of one call. At a site's first call with operands of
-a shape they prepare every kernel of the call. Loading one while another waits on the device would stop the group. After
-that they only launch. (A vendor's matmul is loaded at its first launch. Loading waits for all earlier work on this
-rank. That work never waits for anything that is launched later on any rank; ``kernels.transfer`` says why.) The same
-holds for ``reduce_launch`` and ``exchange_launch``.
+a shape, they prepare every kernel of the call. (If a kernel were loaded while another one waits on the device, the
+group would stop.) Later calls only launch. (A vendor's matmul is loaded at its first launch. Loading waits for all
+earlier work on this rank. That work never waits for anything that is launched later on any rank; ``kernels.transfer``
+says why.) The same holds for ``reduce_launch`` and ``exchange_launch``.
 
 Order of rows. This rank's own rows are multiplied first. The rows of the other ranks are multiplied in rank order, from
-the end of the own rows on, wrapping around. So the rows that arrive first come first. A chunk is a run of these rows:
-some shards, or parts of one (``chunked.sizes``). A chunk that wraps around the end of the tensor takes two matmuls.
+the end of the own rows on, wrapping around. So the rows that arrive first are multiplied first. A chunk is a run of
+these rows: some shards, or some parts of one shard (``chunked.sizes``). A chunk that wraps around the end of the tensor
+takes two matmuls.
 
 Launches. For W ranks and C chunks the host launches about ``2 * W + 2 * C + 3`` kernels and copies with copy engines.
 If copies take turns, there are ``W`` more. If SMs push, the terms with W are absent. A call that is replayed is one
@@ -49,8 +50,8 @@ from overlap_inductor.transports.transport import PeerCopies
 from overlap_inductor.transports.transport import Send
 
 End = Callable[[Sequence[torch.Tensor]], None]
-"""Ends a call, given its results. If the group was aborted it sets them to NaN: neither a vendor's matmul nor a copy
-looks at an abort word."""
+"""Ends a call, given the call's results. If the group was aborted, it sets the results to NaN: neither a vendor's
+matmul nor a copy looks at an abort word."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +198,8 @@ def _gather_into(
 
 def _hand_out(workspace: torch.Tensor, gathered: torch.Tensor, start: int, stop: int) -> None:
     """Copy all rows but this rank's own, ``start`` to ``stop - 1``, from the workspace to ``gathered``. The copy runs
-    after the own shard has been sent, during the last chunk's matmuls. They hide a part of it: more than half for 2048
-    tokens, a third for 8192 (2 H200s, ``bench/results/handed_out.jsonl``)."""
+    after the own shard has been sent, during the last chunk's matmuls. These matmuls hide a part of the copy: more than
+    half for 2048 tokens, a third for 8192 (2 H200s, ``bench/results/handed_out.jsonl``)."""
     gathered[:start].copy_(workspace[:start])
     gathered[stop:].copy_(workspace[stop:])
 

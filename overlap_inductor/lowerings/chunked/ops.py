@@ -12,6 +12,7 @@ import torch
 
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
+from overlap_inductor.lowerings.one_op.exchange_ops import define_contracted
 from overlap_inductor.lowerings.one_op.exchange_ops import define_exchanges
 from overlap_inductor.lowerings.one_op.operands import left_operand
 from overlap_inductor.lowerings.one_op.ops import Optional
@@ -81,6 +82,22 @@ def _receive(
     )
 
 
+def _contract(
+    sent: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    biases: Optional,
+    operand_used: bool,
+    launch: Launch,
+    parameters: ChunkedParameters,
+) -> Tensors:
+    from overlap_inductor.lowerings.chunked.contracted_launch import contracted_all_to_all_matmul
+
+    return contracted_all_to_all_matmul(
+        left_operand(sent), list(map(VendorMatmul, rhs, biases)), launch, parameters, operand_used
+    )
+
+
 define_gather("chunked", chunked_plan, _gather)
 define_reductions("chunked", chunked_plan, _reduce)
 define_exchanges("chunked", chunked_plan, _send, _receive)
+define_contracted("chunked", chunked_plan, _contract)

@@ -26,36 +26,41 @@ from overlap_inductor.transports.transport import PeerCopies
 from overlap_inductor.transports.transport import Share
 
 TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
-"""For pieces of at least this many bytes, waiting for turns gains more than it costs (first number: reductions, second:
-gathers). On 8 H200s a reduction gains nothing at 4 MiB, 12 % at 8 MiB and 20 % at 16 MiB. In a gather all copies begin
-at once, and the first matmul waits for the first copy. A gather loses 7 % at 8 MiB and gains 10 % (host time included)
-from 16 MiB on."""
+"""Copies of pieces of at least this many bytes take turns, because turns then gain more than they cost. The first
+number is for reductions, the second for gathers. On 8 H200s a reduction gains nothing at 4 MiB, 12 % at 8 MiB and 20 %
+at 16 MiB. In a gather all copies begin at once, and the first matmul waits for the first copy. A gather loses 7 % at 8
+MiB and gains 10 % (host time included) from 16 MiB on."""
 TILE = 128, 256
 """Rows and columns of the vendor's tile, which one SM multiplies at a time."""
 Range = tuple[int, int]
 """``(first row, end)``."""
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")
-"""The patterns in which rows are multiplied after they have arrived. In the others they are multiplied first."""
+"""The patterns in which rows are multiplied after they have arrived. In the other patterns, rows are multiplied before
+they are sent."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
-"""Limits for the bands of an all-reduce if the size of a call decides their number. ``BAND_BYTES`` is the smallest band
-with up to 4 ranks, in bytes for each peer. With more ranks it grows in proportion. ``MOST_BANDS`` is the largest number
-of bands. (8 H200s: of bands of 4 to 32 MiB, those of 16 MiB were the fastest.)"""
+"""Limits for the bands of an all-reduce if the size of a call decides their number. ``BAND_BYTES`` is the size of the
+smallest band, in bytes for each peer, with up to 4 ranks. With more ranks, this size grows in proportion.
+``MOST_BANDS`` is the largest number of bands. (8 H200s: of bands of 4 to 32 MiB, those of 16 MiB were the fastest.)"""
+CONTRACTED = 8
+"""A slice of a contracted dim must be a multiple of this many elements, so that rows are whole 16-byte words."""
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedParameters:
-    """The tunable parameters. They are compared by identity, as ``FusedParameters`` are.
+    """The tunable parameters. Objects of this class are compared by identity, like ``FusedParameters``.
 
     Attributes:
         sms: SMs of the device.
-        transport: name of a ``PeerCopies`` transport, or ``auto``, which chooses by the size of a piece for each size
-            of call.
+        transport: name of a ``PeerCopies`` transport, or ``auto``. ``auto`` chooses for each size of call, by the size
+            of a piece.
         chunks: number of chunks of other ranks' rows, all of about one size. This rank's own rows are multiplied
             separately. 0 in a reduction: one matmul computes all rows of a band. ``None``: as few chunks as hide the
             transfers (``chunked.sizes``).
         sizes: sizes of the chunks in shards, instead of ``chunks``.
-        bands: number of bands of rows of an all-reduce. A band is summed and sent to all peers during the matmuls of
-            the next band. 0: as many as keep a band large enough (``BAND_BYTES``).
+        bands: number of bands of rows. 0: as many as keep a band large enough. In an all-reduce, a band is summed and
+            sent to all peers during the matmuls of the next band (``BAND_BYTES``). In an all-to-all before matmuls that
+            contract the exchanged dim, a band is multiplied while the next band arrives (``fitted_bands``). For other
+            sites there is one band.
         grain: a chunk or band begins at a multiple of this many rows of its shard. The default is the height of a tile
             of the vendor's matmul.
         pushers: number of SMs that a transport may use.
@@ -113,7 +118,7 @@ def automatic(pattern: str) -> tuple[str, ...]:
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     """The parameters of a pattern, for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
-    return {"transport": transport, "bands": 0 if pattern == "matmul_all_reduce" else 1}
+    return {"transport": transport, "bands": 0 if pattern in ("matmul_all_reduce", "all_to_all_matmul") else 1}
 
 
 def fitted(
@@ -126,7 +131,7 @@ def fitted(
     itemsize: int,
     p: ChunkedParameters,
 ) -> ChunkedParameters:
-    """``p`` with all values filled in that depend on the size of a call.
+    """``p``, in which all values that depend on the size of a call are filled in.
 
     Args:
         rows: rows of a shard.
@@ -163,6 +168,21 @@ def fitted(
         transport = _fastest(shard_bytes, bands * _most_parts(world_size, p))
     turns_from = (TURNS_FROM_GATHERED if gathers else TURNS_FROM) if p.turns_from is None else p.turns_from
     return replace(p, sizes=sizes, bands=bands, transport=transport, turns_from=turns_from)
+
+
+def fitted_bands(world_size: int, rows: int, columns: int, row_bytes: int, p: ChunkedParameters) -> ChunkedParameters:
+    """``fitted`` for an all-to-all before matmuls that contract the exchanged dim. The number of bands is the largest
+    for which the tiles of a band still occupy all SMs, at most ``MOST_BANDS``.
+
+    Args:
+        rows: rows of a slice, of the operand and of the result.
+        columns: N, of all matmuls together.
+        row_bytes: bytes of a slice's row.
+    """
+    tiles = -(-rows // TILE[0]) * -(-columns // TILE[1])
+    bands = p.bands or max(1, min(MOST_BANDS, tiles // p.sms))
+    transport = _fastest(rows * row_bytes, bands) if p.transport == "auto" else p.transport
+    return replace(p, bands=bands, transport=transport, turns_from=TURNS_FROM if p.turns_from is None else p.turns_from)
 
 
 def _fastest(nbytes: int, pieces: int) -> str:
@@ -208,9 +228,8 @@ def chunk_bounds(parts: int, world_size: int, parameters: ChunkedParameters) -> 
 
 
 def chunk_rows(first: int, last: int, rank: int, world_size: int, rows: int, part_rows: int) -> list[Range]:
-    """The rows of parts ``first .. last - 1`` among the rows of all ranks. Parts are numbered from the end
-    of ``rank``'s own rows on, wrapping around. Returns one range, or two if the parts wrap around the end of the
-    tensor."""
+    """The rows of parts ``first .. last - 1`` among the rows of all ranks. Part 0 begins at the end of ``rank``'s own
+    rows, and the numbers wrap around. Returns one range, or two if the parts wrap around the end of the tensor."""
     parts = -(-rows // part_rows)
 
     def behind(number: int) -> int:
@@ -223,8 +242,8 @@ def chunk_rows(first: int, last: int, rank: int, world_size: int, rows: int, par
 
 
 def result_signals(world_size: int, parameters: ChunkedParameters) -> int:
-    """Index of the first flag for an all-reduce's finished bands. There is one for each band, after the flags for the
-    parts of all bands."""
+    """Index of the first flag for the finished bands of an all-reduce. Each band has one such flag, and they come after
+    the flags for the parts of all bands."""
     return (parameters.bands or MOST_BANDS) * _most_parts(world_size, parameters)
 
 
@@ -233,13 +252,15 @@ def needed(
 ) -> tuple[int, int]:
     """``(bytes, signals)`` that a call needs in its slot. ``rows``: rows of a shard; ``inner``, ``columns``: K and N;
     ``itemsize``: bytes of an element that is sent."""
-    # (The number of flags does not depend on the rows, so the need at the most rows is enough for fewer rows.)
+    # (The number of flags does not depend on the rows, so what a call of the most rows needs is also enough for fewer
+    # rows.)
     if pattern == "matmul_all_reduce":
         signals = result_signals(world_size, parameters) + (parameters.bands or MOST_BANDS)
         return 2 * world_size * rows * columns * itemsize, signals
-    return world_size * rows * (inner if pattern in GATHERS else columns) * itemsize, _most_parts(
-        world_size, parameters
-    )
+    # (A matmul that contracts the exchanged dim has a flag for each band, another one for each part.)
+    bands = parameters.bands or MOST_BANDS if pattern == "all_to_all_matmul" else 1
+    nbytes = world_size * rows * (inner if pattern in GATHERS else columns) * itemsize
+    return nbytes, max(_most_parts(world_size, parameters), bands)
 
 
 def why_not(dtype: torch.dtype, inner: int, columns: int, scaled: bool = False) -> str | None:

@@ -6,8 +6,8 @@ the current stream, while a transport moves partial sums on the side stream.
 ``gather_launch`` says.
 
 Order of rows. The rows of the other ranks are multiplied in rank order, from the end of this rank's own shard on,
-wrapping around. So the rows that must leave first come first. The own shard is multiplied last. (With ``chunks=0``, one
-matmul multiplies all rows of a band.)
+wrapping around. So the rows that must leave first are multiplied first. The own shard is multiplied last. (With
+``chunks=0``, one matmul multiplies all rows of a band.)
 
 Launches. For W ranks and C chunks (in each of B bands) the host launches about ``2 * W + 2 * C + 3`` kernels and copies
 for a scatter with copy engines. For an all-reduce it launches ``B * (4 * W + C + 5)``. If copies take turns, there are
@@ -51,7 +51,8 @@ from overlap_inductor.transports.transport import Send
 BLOCK = 2048
 """Elements that a block of the summing kernel adds up at once."""
 BLOCKS_AN_SM = 4
-"""Blocks per SM of the summing kernel, which runs between matmuls on their stream, never at the same time as one."""
+"""Blocks per SM of the summing kernel. It runs between matmuls, on their stream, and never at the same time as a
+matmul."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _reduce(
     product = rows_like(a, shard_rows * launch.world_size, columns, dtype)
     reduces_all = pattern == "matmul_all_reduce"
     # (An all-reduce writes its result into the product's memory. A peer's finished rows replace this rank's partial
-    # rows only after the peer has received those, and this rank's own rows are summed in place.)
+    # rows only after the peer has received the partial rows. This rank's own rows are summed in place.)
     out = product if reduces_all else rows_like(a, shard_rows, columns, dtype)
     what, tensors = (
         ("chunked", pattern, parameters, average, blas.switches(), matmul.fast),
@@ -195,8 +196,8 @@ def _reduce_into(
                 for rows in ranges:
                     multiply(*rows)
                 if i == number == 0:
-                    # (On this stream, as in a gather, but after the first matmul: by then the peers have usually ended
-                    # their previous call.)
+                    # (On this stream, as in a gather, but after the first matmul: when it ends, the peers have usually
+                    # ended their previous call.)
                     credits()
                 with side:
                     send(product)
@@ -277,7 +278,8 @@ def _prepare_band(
     Args:
         result_index: index of the flag of an all-reduce's second leg; ``None`` for a reduce-scatter. The rows of the
             second leg follow those of the first leg in the workspace.
-        last: whether it is the last band of an all-reduce. Then ``add`` also sends its finished rows to all peers.
+        last: whether this is the last band of an all-reduce. For this band, ``add`` also sends the finished rows to all
+            peers.
     """
     world_size, rank, slot, rows, width = launch.world_size, launch.rank, launch.slot, transfer.rows, transfer.width
     transport, first_row, all_rows = transport_named(PeerCopies, p.transport), transfer.origin, len(product)

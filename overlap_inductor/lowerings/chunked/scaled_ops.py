@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of schedule ``chunked`` for fp8 (``_scaled_mm``), with tensor-wise or row-wise scales. Otherwise they are
-like those of ``one_op.ops``.
+like the ops of ``one_op.ops``.
 
 Shapes (W ranks, this rank's view): ``shard [m, K]``, ``lhs [W*m, K]`` (in an all-reduce any number of rows), ``rhs [K,
-N]`` column-major, all fp8. Scales are fp32. Either both have one element, or ``scale_a [rows, 1]`` has one for each row
-of the gathered tensor or of ``lhs``, and ``scale_b [1, N]`` has one for each column. ``dtypes``: the results' dtypes,
-by name (torch 2.11 passes a list of dtypes to an op as numbers). ``fast``: as ``use_fast_accum`` of ``_scaled_mm``. A
-gather sends fp8, a reduction sends the result's dtype.
+N]`` column-major, all fp8. Scales are fp32. Either both scales have one element, or ``scale_a [rows, 1]`` has one
+element for each row of the gathered tensor or of ``lhs``, and ``scale_b [1, N]`` has one for each column. ``dtypes``:
+the results' dtypes, by name (torch 2.11 passes a list of dtypes to an op as numbers). ``fast``: as ``use_fast_accum``
+of ``_scaled_mm``. A gather sends fp8, a reduction sends the result's dtype.
 """
 
 from __future__ import annotations

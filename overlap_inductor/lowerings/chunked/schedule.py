@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``chunked`` for a site: one op for plain matmuls, for fp8 with scales, or for a sum of matmuls."""
+"""Schedule ``chunked`` for a site: one op for plain matmuls, for fp8 with scales, for a sum of matmuls, or for matmuls
+that contract what an all-to-all exchanges."""
 
 from __future__ import annotations
 
@@ -27,4 +28,5 @@ CHUNKED = OneOpSchedule(
     only_plain=EXCHANGES,
     why_not_scaled=lambda dtype, inner, columns: parameters.why_not(dtype, inner, columns, scaled=True),
     sums=True,
+    contracts=parameters.CONTRACTED,
 )

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many shards schedule ``chunked`` multiplies at a time, so that transfers are hidden and matmuls are few. This
-module does not import torch.
+"""Choose how many shards schedule ``chunked`` multiplies at a time. Transfers should be hidden, and matmuls should be
+few. This module does not import torch.
 
 The unit of time is the matmul of one shard's rows; ``ratio`` is the time of one shard's transfer. Transfers run one
 after the other, and so do matmuls. Each rank multiplies its own shard in one matmul: first if shards are gathered, last
 if sums are scattered. ::
 
     gather:   chunk i is the shards that arrive while the chunks before it are multiplied, at least one
-    scatter:  from the last chunk to the first, each as large as possible: its transfer must end before that of the
-              next chunk has to begin. Then the sizes are evened out, unless the last transfer would end too late. If
-              there is only one chunk, and its transfer would end with almost no time to spare, it becomes two.
+    scatter:  the sizes are chosen from the last chunk to the first. Each is as large as possible, but the transfer of
+              the chunk must end before the transfer of the next chunk has to begin. Then the sizes are evened out, if
+              the last transfer still ends in time. If there is only one chunk, and its transfer would end with almost
+              no time to spare, it becomes two.
 
 If a transfer takes longer than a matmul (``ratio > 1``) the link is the bottleneck, and a few even chunks keep it busy.
 This rule is our own; measurements for 4 and 8 ranks are in ``bench/results/mirrored.jsonl``.
@@ -23,8 +24,8 @@ FEW_CHUNKS = 3
 """Most chunks if the link is the bottleneck (the smallest chunk last), or if a gathered shard's matmul is too small
 (the smallest chunk first)."""
 LATE = 0.35
-"""Safety margin, in matmuls of one shard. If a shard arrives less than this before a chunk begins, it is not part of
-the chunk, because a chunk waits for all of its shards. A single scattered chunk has this much time to spare; otherwise
+"""Safety margin, in matmuls of one shard. A shard that arrives less than this before a chunk begins is not part of the
+chunk, because a chunk waits for all of its shards. If a single scattered chunk would have less time than this to spare,
 it becomes two, the smaller first. (A scatter on 4 H200s: of 1024 tokens 206 -> 196 us, of 2048 tokens 356 -> 340 us, of
 4096 tokens the same.)
 """
@@ -34,14 +35,14 @@ TFLOP/s against 379 GB/s and 5 us for each piece.)"""
 
 
 def transfer_ratio(sent_itemsize: int, operand_itemsize: int, other: int) -> float:
-    """Time of a shard's transfer divided by that of its matmul. Item sizes in bytes. ``other``: the dimension that is
-    not sent, the columns of the right operand (gather) or K (scatter)."""
+    """Time of a shard's transfer, divided by the time of its matmul. Item sizes in bytes. ``other``: the dimension that
+    is not sent: the columns of the right operand (gather), or K (scatter)."""
     return sent_itemsize * FLOPS_A_BYTE * (2 / operand_itemsize) / (2 * other)
 
 
 LEAST_WAVES = 0.4
-"""A matmul with fewer waves of tiles than this takes as long as one with this many, so a shard with fewer is too small
-for a chunk."""
+"""A matmul with fewer waves of tiles takes as long as one with this many waves. So if a shard's matmul has fewer, the
+shard is too small for a chunk."""
 
 
 def gather_sizes(peers: int, ratio: float, waves: float) -> tuple[int, ...]:

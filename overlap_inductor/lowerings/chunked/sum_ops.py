@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of schedule ``chunked`` for a sum of matmuls that is reduced once. The backward of layers that read one
-tensor has such sums: q, k and v; gate and up. Otherwise they are like those of ``one_op.ops``.
+"""The ops of schedule ``chunked`` for a sum of matmuls that is reduced once. Otherwise they are like the ops of
+``one_op.ops``. If several layers read one tensor (q, k and v; gate and up), their backward has such sums.
 
 Shapes (W ranks, this rank's view): each ``lhs [W*m, K_i]`` (in an all-reduce any number of rows), ``rhs [K_i, N]``,
 fp16 or bf16; the bias belongs to the first product. A chunk's rows are multiplied by all right operands, in one vendor
-matmul after the other. Each but the first adds to the result so far, which is rounded in between. Inductor rounds at
-the same points when it runs ``addmm`` with the other product as its bias.
+matmul after the other. Each matmul but the first adds to the result so far, which was rounded before. Inductor rounds
+at the same points when it runs ``addmm`` with the other product as its bias.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from overlap_inductor.transports.credits import spoil_kernel
 PATTERN = "all_to_all_matmul"
 
 
-def all_to_all_contraction_matmul(
+def contracted_all_to_all_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
     launch: Launch,

@@ -26,14 +26,15 @@ class FusedCost:
             measured on 2 GPUs, each in the place of one rank of 8 (``bench.mirrored``), and raised by a tenth for
             contention. It was not measured on 8 GPUs.
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
-        ranks / exchange_ranks: largest measured group, and largest group in which all-to-alls were measured (1: none).
+        ranks / exchange_ranks: largest measured group, and largest group in which all-to-alls of rows were measured
+            (``bench.operators`` on 2 H100s).
     """
 
     exposed: tuple[float, float, float, float] = (0.05, 0.12, 0.16, 0.15)
     leg_seconds: float = 15e-6
     leg_peer_seconds: float = 8e-6
     ranks: int = 8
-    exchange_ranks: int = 1
+    exchange_ranks: int = 2
 
 
 COST = FusedCost()
@@ -53,8 +54,8 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether a fused kernel is estimated to be at least 5 % faster than ``keep`` (25 % in groups larger than those
-    measured).
+    """Whether a fused kernel is estimated to be at least 5 % faster than ``keep``. Where nothing was measured, 25 %:
+    in larger groups, and for matmuls that contract what an all-to-all exchanges.
 
     With less than a wave and a half of tiles it never pays: most of the GPU would wait for rows to arrive.
     """
@@ -62,5 +63,5 @@ def pays(sizes: SiteSizes, machine: Machine) -> bool:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
     measured = sizes.world_size <= (COST.exchange_ranks if sizes.exchanges else COST.ranks)
-    margin = MARGIN if measured else MARGIN_UNMEASURED
+    margin = MARGIN if measured and not sizes.contracted else MARGIN_UNMEASURED
     return seconds(sizes, machine) * margin < keep

@@ -18,7 +18,7 @@ from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.fused import parameters as fused_plan
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.library import define
-from overlap_inductor.lowerings.one_op.exchange_ops import define_contraction
+from overlap_inductor.lowerings.one_op.exchange_ops import define_contracted
 from overlap_inductor.lowerings.one_op.exchange_ops import define_exchanges
 from overlap_inductor.lowerings.one_op.operands import bias_row
 from overlap_inductor.lowerings.one_op.operands import left_operand
@@ -29,6 +29,7 @@ from overlap_inductor.lowerings.one_op.ops import define_gather
 from overlap_inductor.lowerings.one_op.ops import define_reductions
 from overlap_inductor.lowerings.one_op.ops import ready
 from overlap_inductor.lowerings.reference import product
+from overlap_inductor.lowerings.reference import side_by_side
 from overlap_inductor.runtime.call_order import call_order
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.sites.epilogue_program import Epilogue
@@ -126,27 +127,31 @@ def _send(
 
 def _contract(
     sent: torch.Tensor,
-    rhs: torch.Tensor,
-    bias: torch.Tensor | None,
-    received_used: bool,
+    rhs: Sequence[torch.Tensor],
+    biases: Optional,
+    operand_used: bool,
     launch: Launch,
     parameters: FusedParameters,
 ) -> Tensors:
-    from overlap_inductor.lowerings.fused.contraction import all_to_all_contraction_matmul
+    """The kernel computes the first matmul. For the others, the vendor's matmul reads the slices side by side."""
+    from overlap_inductor.lowerings.fused.contraction import contracted_all_to_all_matmul
 
-    fused, sent, rhs = _kernels(), left_operand(sent), right_operand(rhs)
-    row = bias_row(bias, rhs.shape[1])
-    out = all_to_all_contraction_matmul(sent, rhs, launch, parameters, row, received_used)
-    if not received_used:
-        return [out]
+    fused, sent, first = _kernels(), left_operand(sent), right_operand(rhs[0])
+    keep, row = operand_used or len(rhs) > 1, bias_row(biases[0], first.shape[1])
+    outs = [contracted_all_to_all_matmul(sent, first, launch, parameters, row, keep)]
+    if not keep:
+        return outs
     try:
-        received = fused.gathered(fused.own_shard("all_to_all_matmul", sent, launch), launch).clone()
+        received = fused.gathered(fused.own_shard("all_to_all_matmul", sent, launch), launch)
+        operand = side_by_side(received, launch.world_size)
+        outs += [product(operand, b, bias) for b, bias in zip(rhs[1:], biases[1:], strict=True)]
     except BaseException:
         # Otherwise the peers would wait for permission to write into this workspace.
         fused.end(launch)
         raise
-    fused.end(launch, [out, received])
-    return [out, received]
+    outs += [operand] if operand_used else []
+    fused.end(launch, outs)
+    return outs
 
 
 def _gather_epilogue(
@@ -230,7 +235,7 @@ def _reduce_epilogue_fake(
 define_gather("fused", fused_plan, functools.partial(_gather, "all_gather_matmul"))
 define_reductions("fused", fused_plan, _reduce)
 define_exchanges("fused", fused_plan, _send, functools.partial(_gather, "all_to_all_matmul"))
-define_contraction("fused", fused_plan, _contract)
+define_contracted("fused", fused_plan, _contract)
 # The same ops, followed by pointwise ops. ``epilogues``: ``epilogue_program.to_text`` of a list with the epilogue of
 # each result (``None`` for a result without one). ``extras``: the tensors that the epilogues read.
 define(

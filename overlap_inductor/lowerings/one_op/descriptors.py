@@ -9,13 +9,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from overlap_inductor.lowerings.one_op.operands import lies_transposed
 
 TILES_A_BATCH = 8
-"""Tiles after which a thread block waits for its last store to leave shared memory. Before that, each store runs under
-the next tile's matmul."""
+"""After this many tiles, a thread block waits until its last store has left shared memory. The stores before it run
+under the next tile's matmul."""
 
 
 def right_descriptor(b: torch.Tensor, block_n: int, block_k: int) -> tuple[TensorDescriptor, bool]:
-    """``(descriptor, whether it describes the transpose)`` for ``b [K, N]``. The descriptor is that of the transpose if
-    the rows of the transpose are contiguous. Its blocks have ``[block_k, block_n]`` elements of ``b``."""
+    """``(descriptor, whether it describes the transpose)`` for ``b [K, N]``. If the rows of the transpose are
+    contiguous, the descriptor describes the transpose. A block of the descriptor has ``[block_k, block_n]`` elements of
+    ``b``."""
     if lies_transposed(b):
         return TensorDescriptor.from_tensor(b.t(), [block_n, block_k]), True
     return TensorDescriptor.from_tensor(b, [block_k, block_n]), False

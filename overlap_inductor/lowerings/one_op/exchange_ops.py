@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define ops that run an all-to-all of equal slices and its matmuls inside one op. Otherwise they are like those of
+"""Define ops that run an all-to-all of equal slices and its matmuls inside one op. Otherwise they are like the ops of
 ``one_op.ops``.
 
 Shapes (W ranks, this rank's view): ``sent [W*m, K]`` has a slice of rows for each rank. The product ``lhs @ rhs`` has a
@@ -31,16 +31,11 @@ Send = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, bool, Launch, 
 """``(lhs, rhs, bias, columns, launch, parameters) -> received [W * rows of a slice, its width]``."""
 
 
-Contract = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, bool, Launch, Any], Tensors]
-"""``(sent, rhs, bias, received_used, launch, parameters) -> [result [m, N]]``. If ``received_used``, what was received
-follows."""
-
-
 def define_exchanges(schedule: str, plan: SitePlan, send: Send, receive: Gather) -> None:
     """Define ops ``<schedule>_matmul_all_to_all`` and ``<schedule>_all_to_all_matmul``.
 
     The first returns ``(received [W * rows, width], token)``: a slice from each rank, in the order of ranks. The second
-    returns ``([result [W*m, N] of each matmul ...], token)``. If ``received_used``, what was received, ``[W*m, K]``,
+    returns ``([result [W*m, N] of each matmul ...], token)``. If ``received_used``, the received tensor ``[W*m, K]``
     follows the results in the list.
     """
     _define_sent(schedule, plan, send)
@@ -128,48 +123,52 @@ def _define_received(schedule: str, plan: SitePlan, receive: Gather) -> None:
     define(f"{schedule}_all_to_all_matmul{schema}", implementation, fake)
 
 
-def define_contraction(schedule: str, plan: SitePlan, contract: Contract) -> None:
-    """Define op ``<schedule>_contracted_all_to_all_matmul``, whose matmul contracts the dim that the ranks exchange. It
-    returns ``([result [m, N]], token)``. If ``received_used``, what was received, ``[W*m, k]``, follows the result in
-    the list."""
+def define_contracted(schedule: str, plan: SitePlan, contract: Gather) -> None:
+    """Define op ``<schedule>_contracted_all_to_all_matmul``, whose matmuls contract the dim that the ranks exchange.
+
+    Their left operand, ``operand [m, W*k]``, has the received slices side by side, in the order of ranks. The op
+    returns ``([operand @ b + bias [m, N] of each matmul ...], token)``. If ``operand_used``, the operand follows the
+    results in the list. ``contract`` returns that list.
+    """
 
     def implementation(
         chain: torch.Tensor,
         sent: torch.Tensor,
-        rhs: torch.Tensor,
-        bias: torch.Tensor | None,
-        received_used: bool,
+        rhs: Tensors,
+        biases: Optional,
+        operand_used: bool,
         settings: str,
         group_name: str,
         site: str,
     ) -> tuple[Tensors, torch.Tensor]:
-        group, token = resolve_group(group_name), token_like(chain)
+        group, token, (all_rows, width) = resolve_group(group_name), token_like(chain), sent.shape
         ranks = group.size()
-        rows = sent.shape[0] // ranks
-        found = ready(plan, "all_to_all_matmul", -(-rows // ranks), sent, rhs, sent.dtype, group, site, settings)
+        # (What a call needs depends on one slice, and so on the right operand's rows for one slice.)
+        one, rows = rhs[0][:width], -(-all_rows // ranks)
+        found = ready(plan, "all_to_all_matmul", rows, sent, one, sent.dtype, group, site, settings)
         if found is None:
-            received = reference.exchanged(sent, False, group)
-            left = received.view(ranks, rows, -1).transpose(0, 1).reshape(rows, rhs.shape[0])
-            out = reference.product(left, rhs, bias)
-            return [out, received] if received_used else [out], token
+            operand = reference.side_by_side(reference.exchanged(sent, False, group), ranks)
+            outs = [reference.product(operand, b, bias) for b, bias in zip(rhs, biases, strict=True)]
+            return [*outs, operand] if operand_used else outs, token
         with call_order(sent.device):
-            return contract(sent, rhs, bias, received_used, *found), token
+            return contract(sent, rhs, biases, operand_used, *found), token
 
     def fake(
         chain: torch.Tensor,
         sent: torch.Tensor,
-        rhs: torch.Tensor,
-        bias: object,
-        received_used: bool,
+        rhs: Sequence[torch.Tensor],
+        biases: object,
+        operand_used: bool,
         settings: str,
         group_name: str,
         site: str,
     ) -> tuple[Tensors, torch.Tensor]:
-        out = sent.new_empty(sent.shape[0] // resolve_group(group_name).size(), rhs.shape[1])
-        return [out, torch.empty_like(sent)] if received_used else [out], chain.new_empty(1)
+        ranks, (all_rows, width) = resolve_group(group_name).size(), sent.shape
+        columns = [b.shape[1] for b in rhs] + ([ranks * width] if operand_used else [])
+        return [sent.new_empty(all_rows // ranks, n) for n in columns], chain.new_empty(1)
 
     schema = (
-        "(Tensor chain, Tensor sent, Tensor rhs, Tensor? bias, bool received_used, str settings, str group_name,"
+        "(Tensor chain, Tensor sent, Tensor[] rhs, Tensor?[] biases, bool operand_used, str settings, str group_name,"
         " str site) -> (Tensor[], Tensor)"
     )
     define(f"{schedule}_contracted_all_to_all_matmul{schema}", implementation, fake)

@@ -2,10 +2,13 @@
 """``SentRows`` and ``ReceivedRows``: an all-to-all of equal slices and its matmuls, written as one op
 (``one_op.exchange_ops``).
 
-A matmul may contract the dim that the ranks exchange (the output projection of Ulysses attention). Its result is a sum
-over the slices. A Triton kernel keeps the sum in registers, so a schedule with such a kernel computes this matmul by an
-op of its own. A vendor's matmul of each slice would round the sum after each slice. If the sum were kept in fp32, each
-slice would read and write it in memory, which takes longer than the transfer.
+Matmuls may contract the dim that the ranks exchange (the output projection of Ulysses attention). Then the op has the
+prefix ``contracted_``, and their left operand has the slices of all ranks side by side. A vendor's matmul of each slice
+would round the sum over the slices after each slice. If the sum were kept in fp32, each slice would read and write it
+in memory, which takes longer than the transfer. So a schedule computes such a matmul in another way:
+
+- A Triton kernel adds up the slices in registers (``lowerings.fused.contraction``).
+- A vendor's matmul reads a band of rows of all slices (``lowerings.chunked.contracted_launch``).
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.exchange_nodes import ReceivedNodes
 from overlap_inductor.sites.exchange_nodes import SentNodes
 from overlap_inductor.sites.gather_nodes import GatherConsumer
+from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.nodes import nodes_of
@@ -85,38 +89,44 @@ def _has_columns_of(nodes: SentNodes, bias: fx.Node) -> bool:
 
 
 class ReceivedRows(GatherRows):
-    """See ``form.RowsForm``. What is sent has a slice of rows for each rank."""
+    """See ``form.RowsForm``. The tensor that is sent has a slice of rows for each rank."""
+
+    def served(self, site: OverlapSite) -> OverlapSite:
+        """If no matmul has the exchanged dim among its rows or columns, the matmuls that contract it."""
+        nodes, rows = nodes_of(site, ReceivedNodes), super().served(site)
+        if rows is not site or super().loopable(site):
+            return rows
+        able = [c for c in nodes.consumers if _contracts(c, nodes)]
+        able = [c for c in able if same_size(tools.shape(c.operand_node)[0], tools.shape(able[0].operand_node)[0])]
+        return replace(site, nodes=replace(nodes, consumers=able)) if 0 < len(able) < len(nodes.consumers) else site
 
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, ReceivedNodes)
         # (A program may send bits of one dtype as another dtype. Such a site is left to the ring.)
         read = {tools.dtype(c.operand_node) for c in nodes.consumers}
-        return read == {tools.dtype(nodes.source)} and (super().loopable(site) or _contraction(site) is not None)
-
-    def served(self, site: OverlapSite) -> OverlapSite:
-        """If no matmul has the exchanged dim among its rows or columns, the first matmul that contracts it."""
-        rows = super().served(site)
-        if rows is not site or super().loopable(site):
-            return rows
-        nodes = nodes_of(site, ReceivedNodes)
-        contracted = next((c for c in nodes.consumers if _contracts(c, nodes)), None)
-        if contracted is None or len(nodes.consumers) == 1:
-            return site
-        return replace(site, nodes=replace(nodes, consumers=[contracted]))
+        return read == {tools.dtype(nodes.source)} and (super().loopable(site) or _all_contract(nodes))
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        return _contraction(site) is None
+        """The rows of an operand whose columns are exchanged are not the site's tokens (``SiteNodes.tokens``)."""
+        return not _all_contract(nodes_of(site, ReceivedNodes))
 
     def slice_sizes(self, site: OverlapSite, left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
-        ranks = site.facts.collective.world_size if _contraction(site) is not None else 1
-        return int(left.shape[1]) // ranks, int(right.shape[1])
+        inner, columns = super().slice_sizes(site, left, right)
+        contracted = _all_contract(nodes_of(site, ReceivedNodes))
+        return inner // site.facts.collective.world_size if contracted else inner, columns
 
     def why_no_contraction(self, site: OverlapSite, noun: str, contracts: int) -> str | None:
-        if (consumer := _contraction(site)) is None:
+        nodes = nodes_of(site, ReceivedNodes)
+        if set(nodes.roles) != {"K"}:
             return None
         if not contracts:
             return CONTRACTION
-        inner = consumer.sharded.outer * consumer.sharded.chunk
+        if not _all_contract(nodes):
+            return (
+                f"a matmul contracts the exchanged dim; a {noun} expects the ranks' slices side by side in its left"
+                " operand, and a vector as its bias"
+            )
+        inner = _slice_width(nodes.consumers[0])
         if isinstance(inner, int) and inner % contracts == 0:
             return None
         return (
@@ -127,8 +137,8 @@ class ReceivedRows(GatherRows):
         self, emit: StepEmitter, site: OverlapSite, op: Op, scales: list[tuple[Any, ...]], own: tuple[Any, ...]
     ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
         nodes = nodes_of(site, ReceivedNodes)
-        if (consumer := _contraction(site)) is not None:
-            return _write_contraction(emit, nodes, consumer, op, own)
+        if _all_contract(nodes):
+            return _write_contracted(emit, nodes, op, own)
         rows, width = shard_shape(nodes.consumers[0])
         sent = emit.reshape(sent_rows(emit, nodes), [emit.world_size * rows, width])
         rhs, biases = right_operands(emit, nodes), [c.matmul.bias for c in nodes.consumers]
@@ -146,37 +156,61 @@ class ReceivedRows(GatherRows):
 
 
 def _contracts(consumer: GatherConsumer, nodes: ReceivedNodes) -> bool:
-    """Whether an op can compute this matmul, which contracts the exchanged dim of its left operand."""
+    """Whether the matmul contracts the exchanged dim of its left operand, and an op can compute the matmul. The operand
+    must have the slices side by side, each in the order in which it is sent."""
     return (
         (consumer.role, consumer.operand) == ("K", "lhs")
         and consumer.matmul.kind in PLAIN
         and one_bias_row(consumer.matmul)
+        and not consumer.sharded.short
         and nodes.raw.without_rank().same_elements(consumer.layout.without_rank())
         and nodes.only_views(consumer.operand_node)
     )
 
 
-def _contraction(site: OverlapSite) -> GatherConsumer | None:
-    """The site's only matmul if it contracts the exchanged dim, and an op can compute it."""
-    nodes = nodes_of(site, ReceivedNodes)
-    (first, *others) = nodes.consumers
-    return first if not others and _contracts(first, nodes) else None
+def _all_contract(nodes: ReceivedNodes) -> bool:
+    return all(_contracts(c, nodes) for c in nodes.consumers)
 
 
-def _write_contraction(
-    emit: StepEmitter, nodes: ReceivedNodes, consumer: GatherConsumer, op: Op, own: tuple[Any, ...]
+def _slice_width(consumer: GatherConsumer) -> Any:
+    """Number of contracted elements that each rank sends."""
+    return consumer.sharded.outer * consumer.sharded.chunk
+
+
+def _write_contracted(
+    emit: StepEmitter, nodes: ReceivedNodes, op: Op, own: tuple[Any, ...]
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """As ``ReceivedRows.write``. The rows of the right operand are brought into the ranks' order."""
-    matmul, sharded = consumer.matmul, consumer.sharded
-    rows, width = tools.shape(matmul.lhs)[0], sharded.outer * sharded.chunk
+    """``RowsForm.write`` for matmuls that contract the exchanged dim. The rows of the right operands are brought into
+    the ranks' order."""
+    first = nodes.consumers[0]
+    rows, width = tools.shape(first.operand_node)[0], _slice_width(first)
     sent = emit.reshape(sent_rows(emit, nodes), [emit.world_size * rows, width])
-    rhs, used = rows_in_place(emit, matmul.rhs, sharded, from_ranks=False), nodes.hands_out_gathered()
+    rhs = [rows_in_place(emit, c.matmul.rhs, c.sharded, from_ranks=False) for c in nodes.consumers]
+    biases, used = [c.matmul.bias for c in nodes.consumers], nodes.hands_out_gathered()
     where = (used, *own, emit.group_name, emit.site)
-    out = emit.communicate(op("contracted_"), emit.chain, sent, rhs, matmul.bias, *where)
+    out = emit.communicate(op("contracted_"), emit.chain, sent, rhs, biases, *where)
     results, chain = (emit.call(getitem, out, i) for i in range(2))
-    received = emit.call(getitem, results, 1) if used else None
-    replaced = {matmul.node: emit.call(getitem, results, 0)}
-    if received is None:
+    replaced = {c.matmul.node: emit.call(getitem, results, i) for i, c in enumerate(nodes.consumers)}
+    if not used:
         return chain, replaced
-    whole = given(emit, nodes, received)
+    operand = emit.call(getitem, results, len(rhs))
+    # (Other matmuls then read the operand in place, e.g. that of a weight's gradient.)
+    replaced |= {c.operand_node: operand for c in nodes.consumers if _is_operand(c, nodes)}
+    whole = _given_from_operand(emit, nodes, operand)
     return chain, replaced | {nodes.collective.wait: whole, nodes.collective.node: whole}
+
+
+def _is_operand(consumer: GatherConsumer, nodes: ReceivedNodes) -> bool:
+    """Whether the matmul's left operand is the tensor that the op returns as ``operand``, in the same layout."""
+    node, outer = consumer.operand_node, consumer.sharded.outer
+    in_ranks_order = isinstance(outer, int) and outer == 1
+    return in_ranks_order and node is not nodes.collective.wait and tools.value(node).is_contiguous()
+
+
+def _given_from_operand(emit: StepEmitter, nodes: ReceivedNodes, operand: fx.Node) -> fx.Node:
+    """``exchanged_rows.given`` from what was received with its slices side by side."""
+    rank, first = next(a for a in nodes.given.flat() if a.rank), nodes.consumers[0]
+    columns = (rank, *first.sharded.before, *first.sharded.after)
+    layout = Layout((first.layout.refined().dims[0], columns))
+    whole = emit.reshape(emit.convert(operand, layout, nodes.given), tools.shape(nodes.collective.wait))
+    return emit.contiguous(whole)

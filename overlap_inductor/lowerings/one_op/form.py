@@ -32,8 +32,8 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 class RowsForm(Protocol):
     @property
     def turns(self) -> bool:
-        """Whether the op computes the transposed product if the dim that is cut is N, so that this dim is always the
-        left operand's rows. If not, the op cuts columns."""
+        """Whether the op computes the transposed product if the dim that is cut is N. The dim that is cut is then
+        always the left operand's rows. If false, the op cuts columns."""
         ...
 
     def served(self, site: OverlapSite) -> OverlapSite:
@@ -52,8 +52,8 @@ class RowsForm(Protocol):
         ...
 
     def computed_between(self, site: OverlapSite) -> fx.Node | None:
-        """A node between the collective and the matmuls, if an op there is not element-wise (``sites.row_wise``,
-        ``passes.find_region``); else ``None``."""
+        """A node between the collective and the matmuls whose op is not element-wise (``sites.row_wise``,
+        ``passes.find_region``); ``None`` if there is none."""
         ...
 
     def slice_sizes(self, site: OverlapSite, left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
@@ -71,8 +71,9 @@ class RowsForm(Protocol):
         ...
 
     def why_no_contraction(self, site: OverlapSite, noun: str, contracts: int) -> str | None:
-        """Why the schedule cannot compute a matmul of ``site`` that contracts the dim that the ranks exchange; ``None``
-        if it can, or if there is none.
+        """If a matmul of ``site`` contracts the dim that the ranks exchange: why the schedule cannot compute this
+        matmul. ``None`` if the schedule can, or if there is no such matmul. ``site`` need not be
+        loopable.
 
         Args:
             noun: ``SiteSchedule.noun``, for the text.
@@ -120,8 +121,10 @@ def served(site: OverlapSite) -> OverlapSite:
 
     In a gather, these are the plain matmuls that the op can compute. They must read the gathered tensor in the same
     shape and dtype as the first of them. The other matmuls stay in the graph and read the gathered tensor that the op
-    returns. An example is a weight's gradient, which contracts the tokens. Returns ``site`` unchanged if the op can
-    compute all matmuls, or none, or if some are scaled and some plain.
+    returns. An example is a weight's gradient, which contracts the tokens. In an all-to-all, the only matmul that is
+    left may be one that contracts the exchanged dim.
+
+    Returns ``site`` unchanged if the op can compute all matmuls, or none, or if some are scaled and some plain.
     """
     return form_of(site).served(site)
 

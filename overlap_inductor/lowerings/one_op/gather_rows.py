@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from overlap_inductor.lowerings.rows import CONTRACTION
 from overlap_inductor.lowerings.rows import PLAIN
 from overlap_inductor.lowerings.rows import SCALED
 from overlap_inductor.lowerings.rows import Op
@@ -64,7 +65,7 @@ class GatherRows:
         return None
 
     def why_no_contraction(self, site: OverlapSite, noun: str, contracts: int) -> str | None:
-        return None
+        return CONTRACTION if set(site.nodes.roles) == {"K"} else None
 
     def why_not_scaled(self, site: OverlapSite) -> str | None:
         moved = tools.dtype(site.collectives[0].input)
@@ -100,7 +101,7 @@ def right_operands(emit: StepEmitter, nodes: GatherNodes) -> list[fx.Node]:
 
 
 def placed(emit: StepEmitter, consumer: GatherConsumer, result: fx.Node) -> fx.Node:
-    """The matmul's result as the graph reads it. ``result``: the op's, with its rows in the ranks' order."""
+    """The matmul's result as the graph reads it. ``result``: the op's result, with its rows in the ranks' order."""
     result = emit.cut_to_size(rows_in_place(emit, result, consumer.sharded, from_ranks=True), 0, consumer.sharded)
     return result if consumer.role == "M" else emit.contiguous(transposed(emit, result))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring operands into the layout that the Triton matmuls need, and refuse those that a kernel would read wrongly.
+"""Bring operands into the layout that the Triton matmuls need, and refuse operands that a kernel would read wrongly.
 
 An operand in another layout is copied. This module does not import Triton.
 """

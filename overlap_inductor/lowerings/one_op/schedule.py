@@ -8,10 +8,10 @@ Which sites such an op can compute:
 - The rows can be brought into the ranks' order (``lowerings.rows``).
 - The ranks' parts have equal sizes.
 - A reduction has one matmul. For a sum of several, a schedule may have an op ``<schedule>_sum_<pattern>``.
-- A matmul of an all-to-all's result may contract the exchanged dim if the schedule has an op
-  ``<schedule>_contracted_all_to_all_matmul``.
-- A gather may have several matmuls. The op computes those that ``lowerings.one_op.form.served`` selects, and returns
-  the gathered tensor for the others.
+- The matmuls do not contract the dim that is gathered or exchanged. For an all-to-all before plain matmuls that do, a
+  schedule may have an op ``<schedule>_contracted_all_to_all_matmul``.
+- A gather may have several matmuls. The op computes the matmuls that ``lowerings.one_op.form.served`` selects. For the
+  other matmuls, it returns the gathered tensor.
 - Only the token count may be dynamic.
 
 A schedule's parameters, workspace and further limits are in its plan module, e.g. ``lowerings.fused.parameters``.
@@ -42,7 +42,6 @@ from overlap_inductor.lowerings.one_op.form import form_of
 from overlap_inductor.lowerings.one_op.form import loopable
 from overlap_inductor.lowerings.one_op.form import served
 from overlap_inductor.lowerings.one_op.operands import right_operand_fits
-from overlap_inductor.lowerings.rows import CONTRACTION
 from overlap_inductor.lowerings.rows import PLAIN
 from overlap_inductor.lowerings.rows import SCALED
 from overlap_inductor.lowerings.rows import overlap
@@ -104,8 +103,8 @@ class OneOpSchedule:
         only_plain: patterns for which the schedule has no op for fp8 although it has such ops for others.
         replays: whether a repeated call may be launched as one CUDA graph (``runtime.replay``).
         sums: whether the schedule has ops for a reduction of a sum of plain matmuls.
-        contracts: 0 if the schedule has no op ``<schedule>_contracted_all_to_all_matmul``. Otherwise a slice of the
-            contracted dim must be a multiple of this many elements.
+        contracts: how the schedule's op ``<schedule>_contracted_all_to_all_matmul`` divides the contracted dim: each
+            rank's slice must be a multiple of this many elements. 0 if there is no such op.
         parameters: the dataclass of the op's parameters. The settings may set its fields.
         name, called, noun, patterns, ops, called_by_others: see ``SiteSchedule``.
     """
@@ -195,9 +194,7 @@ class OneOpSchedule:
                     f"{between.name} ({between.target}) is between the matmuls and the collective; a {self.noun} cannot"
                     " compute it"
                 )
-            if set(site.nodes.roles) == {"K"}:
-                return CONTRACTION
-            return (
+            return form_of(site).why_no_contraction(site, self.noun, self.contracts) or (
                 "the rows cannot be put in the ranks' order, or a matmul has an unsupported kind or a bias of more than"
                 " one row"
             )
@@ -232,8 +229,8 @@ class OneOpSchedule:
         return self.pieces(site, config, 0)
 
     def settings_for(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        """The op's settings. Ranks compare them, because what a rank sends depends on them. So they must not depend on
-        sizes of a rank's own matmuls that may differ between ranks."""
+        """The op's settings. Ranks compare the settings, because what a rank sends depends on them. So the settings
+        must not depend on sizes that may differ between ranks."""
         return self.plan.settings_for(site.facts.pattern, config.transport)
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
@@ -269,7 +266,8 @@ class OneOpSchedule:
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         machine, own = machine_of(site, config), served(site)
         if isinstance(own.nodes.tokens, int):
-            # Replay is assumed for a static token count only. With a dynamic count, tensors change their addresses.
+            # Replay is assumed only if the token count is static. With a dynamic count, the addresses of tensors
+            # change.
             sizes = replace(sizes_at(own), replays=self.replays and config.replay == "on" and not symmetric.one_queue())
             return self.forced(site, config) if self.pays(sizes, machine) else None
         example = max(hint(own.nodes.tokens), 1)
@@ -307,14 +305,14 @@ class OneOpSchedule:
     def written(
         self, emit: StepEmitter, site: OverlapSite, name: str, scales: list[tuple[Any, ...]], *own: Any
     ) -> tuple[fx.Node, Replaced]:
-        """Write the site as op ``<schedule>_<name>``, or ``<schedule>_sum_<name>`` for a sum of matmuls.
+        """Write the site as op ``<schedule>_<name>``, or as op ``<schedule>_sum_<name>`` if it has a sum of matmuls.
 
         Args:
             scales: the scale arguments of each matmul (``scaled.terms``); empty for plain matmuls.
             own: the schedule's own arguments after the operands. The last one is the settings.
 
         Returns:
-            As ``SiteSchedule.rewrite``.
+            What ``SiteSchedule.rewrite`` returns.
         """
 
         def op(form: str) -> Any:

@@ -16,8 +16,8 @@ class Scales:
     """The scales of a matmul of fp8 matrices (``_scaled_mm``).
 
     Attributes:
-        a, b: fp32 scales of the left and the right operand. Either both have one element, or ``a [all rows, 1]`` has
-            one for each row of the left operand and ``b [1, N]`` one for each column of the right operand.
+        a, b: fp32 scales of the left and the right operand. Either both have one element. Or ``a [all rows, 1]`` has
+            one element for each row of the left operand, and ``b [1, N]`` has one for each column of the right operand.
         dtype: the result's dtype.
         fast: ``use_fast_accum``: whether the sum over K may be accumulated with less precision.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ring writes a site that is one side of a seam (``passes.sequence.seams``), in bands."""
+"""How the ring writes, in bands, a site that is one side of a seam (``passes.sequence.seams``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 
 
 def rewrite(emit: StepEmitter, site: OverlapSite, bands: int) -> tuple[fx.Node, Replaced]:
-    """Write the site as unrolled steps in ``bands``. Returns as ``SiteSchedule.rewrite``."""
+    """Write the site as unrolled steps in ``bands``. Returns what ``SiteSchedule.rewrite`` returns."""
     if isinstance(site.nodes, ReduceNodes):
         return emit.chain, reduced_rows.reduced(site.nodes, unrolled_bands.rewrite_scatter(emit, site.nodes, bands))
     nodes = nodes_of(site, GatherNodes)

@@ -14,9 +14,9 @@ from overlap_inductor.facts.machine import Machine
 def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
     """Estimated seconds of a ring that cuts each shard into ``parts`` sub-chunks.
 
-    They are the sum of three terms. The first is the longer of matmul and transfer. The second is the part of the
-    shorter one that stays exposed, which is one piece of it. The third is a fixed cost for each step. Each piece of a
-    grouped matmul reads the experts' weights again.
+    They are the sum of three terms. The first is the longer of matmul and transfer. The second is one piece of the
+    shorter one: this piece stays exposed. The third is a fixed cost for each step. Each piece of a grouped matmul reads
+    the experts' weights again.
     """
     read = sizes.world_size * parts * sizes.weights / machine.memory_bytes
     matmul = max(matmul_seconds(sizes, machine) / machine.overlapped_efficiency, read)

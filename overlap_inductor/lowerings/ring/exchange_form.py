@@ -59,8 +59,8 @@ class SentRing:
 
 
 class ReceivedRing(GatherRing):
-    """See ``form.RingForm``. This rank's own tokens are multiplied first, and those of each other rank when they
-    arrive."""
+    """See ``form.RingForm``. This rank's own tokens are multiplied first. The tokens of another rank are multiplied
+    when they arrive."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         return {**super().parameters(site, config), "route": unrolled_exchange.ROUTE}

@@ -17,6 +17,7 @@ from torch import fx
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.ring.attention_form import AttentionRing
+from overlap_inductor.lowerings.ring.banded_form import BandedRing
 from overlap_inductor.lowerings.ring.exchange_form import ReceivedRing
 from overlap_inductor.lowerings.ring.exchange_form import SentRing
 from overlap_inductor.lowerings.ring.experts_form import ExpertsRing
@@ -28,6 +29,7 @@ from overlap_inductor.lowerings.ring.uneven_form import UnevenReceivedRing
 from overlap_inductor.lowerings.ring.uneven_form import UnevenSentRing
 from overlap_inductor.lowerings.schedule import Replaced
 from overlap_inductor.sites.attention_nodes import AttentionNodes
+from overlap_inductor.sites.banded_nodes import BandedNodes
 from overlap_inductor.sites.dispatched_nodes import DispatchedNodes
 from overlap_inductor.sites.exchange_nodes import ReceivedNodes
 from overlap_inductor.sites.exchange_nodes import SentNodes
@@ -57,7 +59,7 @@ class RingForm(Protocol):
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int | None:
         """Estimated number of FX nodes that the unrolled steps add; ``None`` if only a looping op can compute the site.
-        The number of pointwise ops may differ between ranks, so they are counted in multiples of 8 (see
+        The number of pointwise ops may differ between ranks, so it is rounded down to a multiple of 8 (see
         ``schedule.fit_budget``)."""
         ...
 
@@ -70,14 +72,14 @@ class RingForm(Protocol):
         ...
 
     def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:
-        """Write the site as unrolled steps. Returns as ``SiteSchedule.rewrite``."""
+        """Write the site as unrolled steps. Returns what ``SiteSchedule.rewrite`` returns."""
         ...
 
     def looping(
         self, emit: StepEmitter, site: OverlapSite, parts: int, route: str, floor: int
     ) -> tuple[fx.Node, Replaced]:
-        """Write the site as one looping op. Returns as ``SiteSchedule.rewrite``. ``floor``: below this token count, the
-        op runs the plain collective instead of the ring."""
+        """Write the site as one looping op. Returns what ``SiteSchedule.rewrite`` returns. ``floor``: below this token
+        count, the op runs the plain collective instead of the ring."""
         ...
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
@@ -89,6 +91,7 @@ FORMS: dict[type[SiteNodes], RingForm] = {
     GatherNodes: GatherRing(),
     ReduceNodes: ReduceRing(),
     SentNodes: SentRing(),
+    BandedNodes: BandedRing(),
     ReceivedNodes: ReceivedRing(),
     UnevenSentNodes: UnevenSentRing(),
     UnevenReceivedNodes: UnevenReceivedRing(),

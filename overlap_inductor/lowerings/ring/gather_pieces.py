@@ -101,7 +101,7 @@ class Consumer:
             self.pieces.append(Piece(piece, shift, block, cross_start))
             return
         # The own slice is multiplied as a whole, into total -1. If there is a crossing dim, sub-chunk ``part`` of every
-        # other slice is added to total ``part``, which starts as the same part of total -1.
+        # other slice is added to total ``part``. This total starts as the same part of total -1.
         band = part if cross_length is not None and part is not None else -1
         total = self.totals.get(band)
         if total is None and band >= 0 and -1 in self.totals:
@@ -112,8 +112,8 @@ class Consumer:
         self.totals[band] = node
 
     def _whole(self, x: fx.Node, dim: int) -> fx.Node:
-        """``x``, whose dim ``dim`` is indexed like the gathered dim, with rows of zeros in place of the rows that the
-        last shards lack."""
+        """``x`` with rows of zeros in place of the rows that the last shards lack. Dim ``dim`` of ``x`` is indexed like
+        the gathered dim."""
         if x not in self.whole:
             self.whole[x] = self.emit.whole_chunks(x, dim, self.consumer.sharded)
         return self.whole[x]
@@ -201,7 +201,8 @@ class EpiloguePieces:
     def finish(self) -> dict[fx.Node, fx.Node]:
         results = {}
         for node, pieces in self.pieces.items():
-            # All matmuls have the output's rows. The pieces are placed as those of a matmul with the output's width.
+            # All matmuls have the output's rows. So the pieces are placed like the pieces of a matmul that has the
+            # output's width.
             width = tools.shape(node)[-1]
             consumer = next(c for n, c in self.base.items() if same_size(tools.shape(n)[-1], width))
             whole = consumer.assemble(pieces)
@@ -224,8 +225,8 @@ def annotate_new(emit: StepEmitter, node: fx.Node) -> None:
 def evaluate(
     emit: StepEmitter, nodes: GatherNodes, node: fx.Node, piece: fx.Node, done: dict[fx.Node, fx.Node]
 ) -> fx.Node:
-    """Compute ``node``, a node between the gather and an operand, from one slice ``piece`` in the collective's own
-    layout. Pointwise ops are copied and views are skipped; any other node is returned as it is. ``done`` holds the
+    """Compute ``node`` from one slice ``piece`` in the collective's own layout. ``node`` stands between the gather and
+    an operand. Pointwise ops are copied, and views are skipped. Any other node is returned as it is. ``done`` holds the
     results so far."""
     if node is nodes.collective.wait:
         return piece

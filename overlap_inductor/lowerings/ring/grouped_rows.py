@@ -43,7 +43,7 @@ class _Shared:
 
 
 class GroupedRows:
-    """Writes pieces of one grouped matmul. What all pieces share is written at the first one."""
+    """Writes pieces of one grouped matmul. Nodes that all pieces share are written with the first piece."""
 
     def __init__(self, emit: StepEmitter, matmul: GroupedMatmul) -> None:
         self.emit, self.matmul = emit, matmul
@@ -56,7 +56,8 @@ class GroupedRows:
         ends = emit.call(torch.ops.prims.convert_element_type.default, matmul.ends, tools.dtype(places))
         weights = matmul.rhs
         if _is_computed(weights):
-            # Otherwise Inductor may compute them again for each piece, for example a cast of all weights.
+            # Without this edge, Inductor may compute the weights again for each piece, for example a cast of all
+            # weights.
             weights = emit.call(overlap.after.default, weights, emit.chain)
         return _Shared(places, ends, weights)
 
@@ -93,7 +94,7 @@ class GroupedRows:
         return found
 
     def _computed_once(self, node: fx.Node) -> fx.Node:
-        """``node``; if it is one column, written to memory once. If it were not, each piece might compute the whole
+        """``node``. If it is one column, it is written to memory once. Without this, each piece might compute the whole
         column again, for example the softmax of the router."""
         if not same_size(tools.shape(node)[1], 1):
             return node
@@ -103,7 +104,7 @@ class GroupedRows:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether ``node`` is neither an input or a constant of the graph, nor a view of one."""
+    """False if ``node`` is an input or a constant of the graph, or a view of one; else true."""
     while True:
         piece = piece_of(node)
         if piece is not None:
@@ -115,7 +116,7 @@ def _is_computed(node: fx.Node) -> bool:
 
 
 def places_from_zero(emit: StepEmitter, matmul: GroupedMatmul) -> fx.Node:
-    """The places of a grouped matmul's rows in the shape of its rows, none of them negative."""
+    """The places of a grouped matmul's rows, in the shape of these rows. None of them is negative."""
     places, rows = matmul.places, matmul.index.args[0]
     if not matmul.counts_from_zero:
         from_end = emit.call(aten.add.Tensor, places, emit.call(aten.sym_size.int, rows, 0))

@@ -2,8 +2,8 @@
 """The looping op of experts between two exchanges (Comet, arXiv:2502.19811): rows arrive, are computed by their experts
 and return, piece by piece.
 
-All rows that this rank sends start at once. The rank computes its own rows while they travel, then each other rank's
-rows when they have arrived. It returns each piece as soon as the piece is computed::
+The transfers of all rows that this rank sends start at once. While they run, the rank computes its own rows. It
+computes each other rank's rows when they have arrived. It returns each piece as soon as the piece is computed::
 
     start all hops of the first exchange
     experts(own rows)
@@ -11,10 +11,10 @@ rows when they have arrived. It returns each piece as soon as the piece is compu
 
 The op returns while the last pieces are under way. Step ``exchange_wait`` waits for them.
 
-The rows of a piece are computed in the order of their experts. ``index`` gives, for each row in this order, its place
-among the rows that arrived. So the inverse of ``index``, sorted for the piece, gives this order. A search for ``ends``
-in it gives where each expert's rows end in the piece. So the op needs no row counts by expert, and the host reads
-nothing.
+The rows of a piece are computed in the order of their experts. Entry i of ``index`` says where row i, in the order of
+all experts, is among the rows that arrived. So the inverse of ``index`` gives the position of each arrived row in this
+order. The op sorts the positions of a piece's rows, and searches for ``ends`` in them: this gives where each expert's
+rows end in the piece. So the op needs no row counts by expert, and the host reads nothing.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _all_to_all_experts(
     exchanges.close_exchange(arrived, group, site)
     buffer = x.new_empty(cuts[-1][-1], parsed.width, dtype=getattr(torch, parsed.dtype))
     back = exchanges.open_uneven(buffer, in_elements(cuts, parsed.width), "direct", group, site, transport)
-    # All hops of the first exchange start before any of the second. A transport may move the messages between two ranks
-    # in the order in which they were started.
+    # All hops of the first exchange start before any hop of the second. A transport may move the messages between two
+    # ranks in the order in which they were started.
     for hop in range(there.hop_count):
         step, part = divmod(hop, parts)
         to = cuts[(rank + 1 + step) % world_size]

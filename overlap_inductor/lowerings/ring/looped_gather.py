@@ -159,7 +159,7 @@ def write(
 
     Args:
         forms: how the op reads the shards; ``None`` if it cannot compute the site.
-        sent: gives what the op sends, for a shard of the sizes ``[m, k]`` as the op sees it.
+        sent: returns the tensor that the op sends, given the sizes ``[m, k]`` of a shard as the op sees it.
         how: the op's arguments after the matmuls' forms.
 
     Raises:
@@ -187,8 +187,8 @@ def write(
 
 
 def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Node:
-    """This rank's shard of ``operand``, which is the gathered tensor or a node computed from it. It is computed before
-    anything is sent. The elements are in the shard's order."""
+    """This rank's shard of ``operand``, which is the gathered tensor or a node computed from it. The shard of
+    ``operand`` is computed before anything is sent. The elements are in the shard's order."""
     if not nodes.layouts:
         return evaluate(emit, nodes, operand, nodes.collective.input, {})
     raw = nodes.raw.without_rank()
@@ -197,7 +197,8 @@ def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Nod
 
 
 def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:
-    """The matmul's other operand. If the gathered dim is contracted, its rows are put in the ranks' order."""
+    """The matmul's other operand. If the gathered dim is contracted, the rows of this operand are put in the ranks'
+    order."""
     if consumer.role != "K":
         return consumer.other_node
     return _in_place(
@@ -206,6 +207,6 @@ def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:
 
 
 def _in_place(emit: StepEmitter, x: fx.Node, dim: int, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
-    """``x`` with the indices of ``dim`` moved from the ranks' order to the tensor's; if not ``from_ranks``, from the
-    tensor's order to the ranks'."""
+    """``x`` with the indices of ``dim`` moved from the ranks' order to the tensor's own order. If not ``from_ranks``:
+    from the tensor's own order to the ranks' order."""
     return (columns_in_place if dim else rows_in_place)(emit, x, sharded, from_ranks)

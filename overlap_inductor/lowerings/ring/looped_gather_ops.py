@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping op of gathers: one ring serves all matmuls that read the gathered tensor, along whichever dim.
+"""The looping op of gathers: one ring serves all matmuls that read the gathered tensor, whichever of their dims is
+gathered.
 
 Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the shard of rank r, plain or transposed, as the
 *slice* ``s_r [p, q]`` of its operand. The slices are joined along rows, or along the contracted dim::
@@ -9,7 +10,8 @@ Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the shard of
 
 If the slices are the right operand, the formulas hold for the transposed matmul. So the dgrad and wgrad of a backward
 graph can share one ring: dgrad reads the slices as rows, and wgrad reads them transposed, along the contracted dim.
-Both can start on a sub-chunk of a shard. For dgrad it gives some rows of ``y``, for wgrad a part of the sum.
+Both can start on a sub-chunk of a shard. The sub-chunk gives dgrad some rows of ``y``, and it gives wgrad a part of the
+sum.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class Form:
 
     @property
     def whole(self) -> bool:
-        """Whether the matmul needs whole shards. It does if the gathered dim is not contracted, but a sub-chunk, which
-        has some rows of a shard, would split the contracted dim."""
+        """Whether the matmul needs whole shards. It does if the gathered dim is not contracted, but a sub-chunk would
+        split the contracted dim. (A sub-chunk has some rows of a shard.)"""
         return self.transposed and not self.contracted
 
     def __str__(self) -> str:
@@ -223,15 +225,15 @@ def multiply_arrivals(
     group: dist.ProcessGroup,
     sent: Callable[[int], torch.Tensor | None] = lambda hop: None,
 ) -> Tensors:
-    """Multiply every shard of ``gathered [rows, k]``: this rank's own one first, each other sub-chunk when it arrives.
-    Returns the result of each matmul.
+    """Multiply every shard of ``gathered [rows, k]``: first this rank's own shard, then each other sub-chunk when it
+    arrives. Returns the result of each matmul.
 
     Args:
         forms, others, biases: how each matmul reads the shards, its other operand and its bias.
         places: the rows of each shard's sub-chunks in ``gathered`` (``routes.places``).
         exchange: brings the sub-chunks and is closed at the end; ``None`` if the shards have no elements.
-        sent: what a hop of the exchange sends, as ``Exchange.post`` takes it. At most as many hops as a shard has
-            sub-chunks are in flight at the same time.
+        sent: what a hop of the exchange sends, as ``Exchange.post`` takes it. The number of hops in flight is at most
+            the number of sub-chunks of a shard.
     """
     world_size, rank, parts = group.size(), group.rank(), len(places[0]) - 1
     matmuls = [Matmul(f, gathered, o, b, places) for f, o, b in zip(forms, others, biases, strict=True)]

@@ -2,7 +2,8 @@
 """Writes the sum of experts' rows and its reduction as one looping op of ``lowerings.ring.looped_grouped_ops``.
 
 The op computes a grouped matmul whose rows are masked, weighted, brought into the tokens' order and summed for each
-token. Each of these ops may be missing, except the sum. Sites with other ops are only unrolled.
+token. The sum must be there; the mask, the weights and the new order may each be missing. If a site has other ops, it
+is only unrolled.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _PATTERNS = ("matmul_all_reduce", "matmul_reduce_scatter")
 
 @dataclass(frozen=True)
 class _Terms:
-    """What the op reads besides the matmul's operands: ``mask`` and ``shares`` are ``None`` if there is none."""
+    """What the op reads besides the matmul's operands. ``mask`` and ``shares`` are ``None`` if the site has no mask or
+    no weights."""
 
     matmul: GroupedMatmul
     mask: fx.Node | None

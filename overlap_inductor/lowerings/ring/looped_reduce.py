@@ -3,8 +3,8 @@
 ``lowerings.ring.looped_reduce_ops``.
 
 ``lowerings.one_op.reduce_rows`` writes the ops of other schedules; both share ``lowerings.reduced_rows``. Looping ops
-differ from those in three ways. They can add a bias that has the result's shape. They can reduce in another dtype than
-the matmuls'. They compute no fp8 matmuls.
+differ from those ops in three ways. They can add a bias that has the result's shape. They can reduce in another dtype
+than the matmuls'. They compute no fp8 matmuls.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
 
 
 def _before_cast(node: fx.Node, nodes: ReduceNodes) -> fx.Node:
-    """The input of the cast whose result is ``node`` or is viewed by ``node``; ``node`` itself if there is no cast.
+    """If ``node`` is a cast, or a view of a cast, the input of this cast. Otherwise ``node`` itself.
 
     Only one cast is skipped, because two casts can round twice.
     """

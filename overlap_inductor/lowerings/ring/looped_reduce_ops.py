@@ -28,7 +28,8 @@ from overlap_inductor.transports import routes
 
 Tensors = list[torch.Tensor]
 Rows = Callable[[slice], torch.Tensor]
-"""Computes rows of the tensor that the ring moves, in its dtype. They are contiguous."""
+"""A function that computes some rows of the tensor that the ring moves. The rows have the dtype of this tensor and are
+contiguous."""
 
 
 def _cut(bias: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
@@ -76,8 +77,8 @@ def send_as_made(
 def wait_for_all(
     exchange: exchanges.Exchange | None, buffer: torch.Tensor, sent: Tensors, group: dist.ProcessGroup
 ) -> None:
-    """Wait for every hop of ``exchange``, which receives into ``buffer``, and close it. ``sent``: the pieces that it
-    sends. As an argument, they live until here."""
+    """Wait for every hop of ``exchange``, which receives into ``buffer``, and close it. ``sent``: the pieces that
+    ``exchange`` sends. They are an argument so that they live until it is closed."""
     if exchange is not None:
         for hop in range(exchange.hop_count):
             exchange.wait(hop)
@@ -209,8 +210,8 @@ def all_reduce_rows(
     site: str,
     transport: str = "",
 ) -> torch.Tensor:
-    """As ``reduce_scatter_rows``, for an all-reduce: returns all rows. There may be up to W - 1 rows more than ``W*m``,
-    which the plain collective reduces."""
+    """As ``reduce_scatter_rows``, for an all-reduce: returns all rows. There may be up to W - 1 rows in addition to
+    ``W*m``. The plain collective reduces the additional rows."""
     group = resolve_group(group_name)
     world_size, rank, (total_rows, width) = group.size(), group.rank(), shape
     if total_rows < min_rows:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The looping ops of all-to-alls whose parts have different sizes: ``looped_exchange_ops`` for any number of rows.
 
-``sent`` and ``received`` are the numbers of rows that this rank sends to each rank and receives from each, as
-``all_to_all_single`` takes them. A part may be empty. A part is cut into pieces in the same way by its sender and its
-receiver, and a piece without rows is not sent. An op never runs the plain collective instead: the ranks have different
+``sent`` and ``received`` are the numbers of rows that this rank sends to each rank and receives from each rank, as
+``all_to_all_single`` takes them. A part may be empty. The sender and the receiver of a part cut it into pieces in the
+same way. A piece without rows is not sent. An op never runs the plain collective instead: the ranks have different
 numbers of rows, so they would not choose alike.
 """
 

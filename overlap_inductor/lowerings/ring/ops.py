@@ -252,7 +252,7 @@ def _exchange_wait(
 
 
 # Waits for ``hops``. ``sent``: the pieces that these hops send, and tensors that must be computed before the op waits.
-# As arguments of this op, they are not freed before it. ``computed`` is as in ``gather_step``.
+# Because they are arguments of this op, they are not freed before it has run. ``computed`` is as in ``gather_step``.
 define(
     "exchange_wait(Tensor(a!) chain, Tensor(b!) buffer, Tensor[] sent, SymInt[] bounds, int[] hops, str route, "
     "str group_name, str site, Tensor[]? computed=None) -> Tensor",

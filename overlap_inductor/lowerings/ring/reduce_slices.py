@@ -27,7 +27,7 @@ aten = torch.ops.aten
 overlap = torch.ops.overlap_inductor
 
 Cuts = dict[int, matmuls.Slicer]
-"""What cuts each dim of the matmuls' result, or of the layout of a ``Region``."""
+"""By dim of the matmuls' result, or of the layout of a ``Region``: the function that cuts this dim."""
 
 
 class Slices:
@@ -71,9 +71,9 @@ class Slices:
         return self.in_memory(total)
 
     def in_memory(self, piece: fx.Node) -> fx.Node:
-        """``piece``, written to memory once. Otherwise Inductor could compute a cheap ``piece`` a second time for the
-        op that waits for its hop. That op would keep the second copy alive, and the memory that is being sent could be
-        reused."""
+        """``piece``, written to memory once. Otherwise Inductor could compute a cheap ``piece`` a second time, for the
+        op that waits for the piece's hop. That op would keep the second copy alive, and the memory that is being sent
+        could be reused."""
         if piece.target is overlap.after.default or piece.target in matmuls.KINDS:
             return piece  # Inductor never inlines a matmul into the kernel that reads it.
         return self.emit.call(overlap.after.default, piece, self.after or self.emit.chain)
@@ -97,7 +97,7 @@ class Slices:
                 # Without this edge Inductor may run all matmuls before the first send, or all sends last.
                 result = emit.call(overlap.after.default, result, self.after)
         elif node in nodes.through or (node.target in tools.SAME and node not in nodes.externals):
-            # A copy of a slice is not needed: matmuls and pointwise ops compute slices in memory of their own.
+            # A slice need not be copied: matmuls and pointwise ops compute slices in memory of their own.
             result = self._evaluate(nodes.through.get(node, node.args[0]), cuts, done)
         elif node in nodes.externals:
             result = self._external(node, cuts) if nodes.region is None else self._placed(node, nodes.region, cuts)
@@ -142,8 +142,8 @@ class Slices:
         shape = tools.shape(node)
         leaf = tools.shape(self.nodes.leaves[0].node)
         if not shape or tools.is_scalar_like(node):
-            # In type promotion, a tensor of one element with dims counts as a tensor, and one without dims as a scalar.
-            # So one dim is kept if there are any.
+            # In type promotion, a tensor of one element counts as a tensor if it has dims, and as a scalar if it has
+            # none. So if the tensor has dims, one of them is kept.
             return self.emit.reshape(node, [1]) if len(shape) > 1 else node
         if self.nodes.layouts[node].same_elements(self.nodes.leaf_layout):
             piece = self.emit.reshape(node, leaf)

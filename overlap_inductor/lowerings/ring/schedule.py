@@ -42,9 +42,9 @@ from overlap_inductor.transports.transport import Exchanges
 
 
 class RingSchedule:
-    """See ``SiteSchedule``. A ring computes every legal site whose group the transport can serve. Exceptions are int8
-    matmuls on a GPU with pieces that ``torch._int_mm`` cannot multiply, or with sizes known only at run time, and sites
-    that ``fit_budget`` refuses.
+    """See ``SiteSchedule``. A ring computes every legal site whose group the transport can serve, with two exceptions.
+    One is an int8 matmul on a GPU if its sizes are known only at run time, or if ``torch._int_mm`` cannot multiply a
+    piece. The other is a site that ``fit_budget`` refuses.
 
     If the token count is dynamic and the schedule is not forced, the ring's op chooses at each call: with few tokens,
     it runs the plain collective.
@@ -196,7 +196,8 @@ def _pays(site: OverlapSite, config: OverlapConfig, scale: float = 1.0) -> bool:
 
 
 def _margin(site: OverlapSite) -> float:
-    """Rings of attention were not measured on GPUs."""
+    """How many times as fast as ``keep`` the ring must be estimated. More is asked for attention on GPUs, because rings
+    of attention were not measured there."""
     attention = any(matmul.kind == "attention" for matmul in site.facts.matmuls)
     return MARGIN_UNMEASURED if attention and on_gpu(tools.value(site.collectives[0].input).device) else MARGIN
 
@@ -217,17 +218,17 @@ def unrolled_nodes(site: DecidedSite) -> int | None:
 def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     """Decide which rings are unrolled, and write that into their decisions. The others become looping ops.
 
-    In graph order, a ring is unrolled if its nodes fit what is left of the graph's ``budget`` of nodes. Rings that no
-    looping op can compute come first. A ring is not unrolled if its op chooses by the token count, or if a later pass
-    of Inductor moves nodes (``moving_pass``). A site that is not unrolled and that no looping op can compute is
+    In graph order, a ring is unrolled if its nodes fit into what is left of the graph's ``budget`` of nodes. Rings that
+    no looping op can compute come first. A ring is not unrolled if its op chooses by the token count, or if a later
+    pass of Inductor moves nodes (``moving_pass``). A site that is not unrolled and that no looping op can compute is
     refused.
 
-    Ranks may unroll different sites in two cases. A looping op may compute a site on some ranks only. Or a site's
-    numbers of pointwise ops on two ranks may lie on both sides of a multiple of 8. If one rank unrolls a site and
-    another runs its looping op, they can exchange data as long as both send the same pieces on the same route. The
-    ranks' plans differ if they cut the site differently, if the unrolled accumulator travels, or if only the looping op
-    computes nodes before it sends. They also differ if one rank refuses the site. Then all ranks run the graph without
-    overlap.
+    Ranks may unroll different sites in two cases. First, a looping op may be able to compute a site on some ranks only.
+    Second, a site's numbers of pointwise ops on two ranks may lie on both sides of a multiple of 8. One rank may unroll
+    a site while another runs its looping op. They can exchange data as long as both send the same pieces on the same
+    route. The ranks' plans differ if they cut the site differently, if the unrolled accumulator travels, or if only the
+    looping op computes nodes before it sends. They also differ if one rank refuses the site. Then all ranks run the
+    graph without overlap.
     """
     mover = moving_pass()
     loopable = {s.facts.id: form_of(s).loopable(s) for s in rings}

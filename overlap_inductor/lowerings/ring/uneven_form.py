@@ -95,8 +95,8 @@ class UnevenSentRing(UnevenRing):
 
 
 class UnevenReceivedRing(UnevenRing):
-    """See ``form.RingForm``. This rank's own rows are multiplied first, and those of each other rank when they
-    arrive."""
+    """See ``form.RingForm``. This rank's own rows are multiplied first. The rows of another rank are multiplied when
+    they arrive."""
 
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, UnevenReceivedNodes)

@@ -9,7 +9,7 @@ section 3): keys and values travel while attention reads the shards that are her
     m   = max(l)                                                          # l: log-sum-exp of each query's scores
     out = sum(exp(l[s] - m) * y[s] for s) / sum(exp(l[s] - m) for s)      # arXiv:1805.02867, in fp32
 
-In real arithmetic, ``out`` is the attention to all keys.
+Up to rounding, ``out`` is the attention to all keys.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def _attend(emit: StepEmitter, nodes: AttentionNodes, buffers: Buffers, shift: i
     results = emit.call(nodes.attention.node.target, *args, **kwargs)
     output, log_sum_exp = emit.call(getitem, results, 0), _sums(emit, nodes, emit.call(getitem, results, 1))
     if sees_none is not None:
-        # For these queries, the op returns 0 or any other value in place of -inf. That may also be a true result.
+        # For these queries, the op returns 0 or any other value in place of -inf. The value does not tell that the
+        # query saw no key.
         log_sum_exp = emit.call(aten.where.ScalarSelf, sees_none, -math.inf, log_sum_exp)
         if not nodes.attention.hidden_is_zero:
             rows = emit.call(aten.unsqueeze.default, sees_none, -1)
@@ -91,12 +92,14 @@ def _shard(emit: StepEmitter, operand: GatheredOperand, buffers: Buffers, shift:
         shard = emit.narrow(emit.reshape(shard, [a.size for a in atoms]), at, cut.start, cut.left.size)
         layout = Layout(tuple((cut.left if i == at else atom,) for i, atom in enumerate(atoms)))
     rows = emit.convert(shard, layout, operand.layout.without_rank())
-    # Where the program copies a permuted tensor, this is a view of the shard. The op reads rows without gaps only.
+    # If the program copies a permuted tensor, ``rows`` is a view of the shard instead. The op only reads rows without
+    # gaps.
     return rows if same_size(tools.value(rows).stride(-1), 1) else emit.contiguous(rows)
 
 
 def _sums(emit: StepEmitter, nodes: AttentionNodes, log_sum_exp: fx.Node) -> fx.Node:
-    """``[batch, heads, queries]``. One of CUDA's ops appends a dim of size 1, and another one pads the queries."""
+    """``log_sum_exp`` in the shape ``[batch, heads, queries]``. One of CUDA's ops appends a dim of size 1, and another
+    one pads the queries."""
     if len(tools.shape(log_sum_exp)) == 4:
         return emit.call(aten.squeeze.dim, log_sum_exp, -1)
     return emit.narrow(log_sum_exp, 2, 0, nodes.attention.sizes[1])
@@ -129,8 +132,8 @@ def _columns(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> fx.Node | 
 
 
 def _causal(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
-    """``is_causal`` for the keys of rank ``r + shift``. Which ones a query sees depends on ``r``, and the graph is one
-    for all ranks, so it is written as a mask."""
+    """``is_causal`` for the keys of rank ``r + shift``, written as a mask. Which of these keys a query sees depends on
+    ``r``, but all ranks have the same graph."""
     query = tools.value(nodes.attention.lhs)
     _, queries, total, _, _ = nodes.attention.sizes
     keys = nodes.sharded_dims[0].chunk
@@ -151,7 +154,7 @@ def _causal(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
 
 def _merged(emit: StepEmitter, pieces: list[tuple[fx.Node, fx.Node]], dtype: torch.dtype, masked: bool) -> fx.Node:
     """The attention to all keys, from ``(output, log-sum-exp)`` of the attention to each rank's keys. ``masked``:
-    whether a query may see none of the keys. Its output is 0."""
+    whether a query may see none of the keys. The output of such a query is 0."""
     added = functools.partial(functools.reduce, lambda a, b: emit.call(aten.add.Tensor, a, b))
     sums = [log_sum_exp for _, log_sum_exp in pieces]
     wide = tools.dtype(sums[0])

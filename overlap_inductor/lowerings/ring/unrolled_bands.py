@@ -68,7 +68,7 @@ def rewrite_scatter(emit: StepEmitter, nodes: ReduceNodes, bands: int) -> fx.Nod
 
 
 def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, bands: int) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """Write the steps of a gather of rows. Returns as ``unrolled_gather.rewrite``."""
+    """Write the steps of a gather of rows. Returns what ``unrolled_gather.rewrite`` returns."""
     steps, shard = Steps(emit, nodes, bands), nodes.collective.input
     where = ("broadcast", emit.group_name, emit.site)
     shape, dtype = tools.shape(nodes.collective.node), tools.dtype(shard)

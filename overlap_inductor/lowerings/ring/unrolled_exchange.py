@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``matmul(s) -> all-to-all`` and ``all-to-all -> matmul(s)`` as unrolled steps of transfers between two ranks.
 
-The slice for rank ``r + i`` is computed and sent in step i. This rank's own slice comes last, so the slices travel
-under the matmuls of later ones (arXiv:2305.06942, section 3; CommFuse 1.5 and 1.6). The wait stands where the program
-waits, so the last slices also travel under what comes before the wait::
+The slice for rank ``r + i`` is computed and sent in step i. This rank's own slice comes last, so slices travel under
+the matmuls of later slices (arXiv:2305.06942, section 3; CommFuse 1.5 and 1.6). The wait stands where the program
+waits, so the last slices also travel under the ops before the wait::
 
     for i in 1 .. W-1, part: p = slice(r + i)[part]; send p to rank r + i
     received[r] = slice(r)
     ...                                                  # what the program computes before it waits
     wait; out = received
 
-In ``all-to-all -> matmul(s)``, this rank's own tokens are multiplied first, and those of rank ``r - i`` when they have
-arrived. ``f``: the ops between the all-to-all and the matmul::
+In ``all-to-all -> matmul(s)``, this rank's own tokens are multiplied first. The tokens of rank ``r - i`` are multiplied
+when they have arrived. ``f``: the ops between the all-to-all and the matmul::
 
     send parts of x[r + 1]; received[r] = x[r]; y[r] = f(received[r]) @ w
     for i in 1 .. W-1, part: wait; send the next part; y[r - i][part] = f(received[r - i][part]) @ w
 
 Elements are sent in the order in which the matmul computes or reads them. So the permutes around an all-to-all become
-views, wherever the order allows.
+views if the order allows this.
 """
 
 from __future__ import annotations
@@ -112,7 +112,10 @@ def rewrite_received(emit: StepEmitter, nodes: ReceivedNodes, parts: int) -> tup
     emit.call(overlap.exchange_keep.default, buffer, own, emit.group_name)
     steps.multiply(buffer, 0, None)
     for hop in range(hops):
-        emit.communicate(overlap.exchange_wait.default, emit.chain, buffer, [sent[hop]], bounds, [hop], *where)
+        computed = [steps.epilogue.newest] if steps.epilogue.newest else []
+        emit.communicate(
+            overlap.exchange_wait.default, emit.chain, buffer, [sent[hop]], bounds, [hop], *where, *computed
+        )
         if hop + steps.parts < hops:
             send(hop + steps.parts)
         step, part = divmod(hop, steps.parts)

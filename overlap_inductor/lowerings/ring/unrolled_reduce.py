@@ -17,10 +17,10 @@ the accumulator to rank ``r + 1``. The accumulator is rounded at each hop, so nu
 
 All-reduce: the rows of a shard are cut into S bands. Each band has a reduce-scatter, route ``owner``, and then a
 broadcast of the sum. A band is summed and broadcast after the matmuls of the next band. So its partial sums travel
-under the matmuls of the next band, and its broadcast runs under those of the band after that. If W does not divide the
-number of rows, one small collective reduces the remaining rows.
+under the matmuls of the next band, and its broadcast runs under the matmuls of the band after that. If W does not
+divide the number of rows, one small collective reduces the remaining rows.
 
-All-gather of an output: this rank's rows are cut into S bands. Each is sent to all ranks while the next one is
+All-gather of an output: this rank's rows are cut into S bands. Each band is sent to all ranks while the next band is
 multiplied.
 """
 
@@ -54,7 +54,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def summed(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, dtype: torch.dtype) -> fx.Node:
     """``own + received.sum(0)``, divided by the world size if ``reduce_op`` is ``avg``. It is computed in
-    ``_wide(dtype)`` and rounded once to ``dtype``, the collective's."""
+    ``_wide(dtype)`` and rounded once to ``dtype``, the collective's dtype."""
     wide = _wide(dtype)
 
     def widen(x: fx.Node) -> fx.Node:

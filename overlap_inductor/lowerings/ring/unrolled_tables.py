@@ -142,8 +142,8 @@ def _looked_up(emit: StepEmitter, nodes: PooledNodes, tables: range, shift: int,
 
 def _by_rank(emit: StepEmitter, nodes: PooledNodes, parts: list[fx.Node]) -> Callable[[int], fx.Node]:
     """A function that returns the blocks for rank ``r + shift``, given ``shift``. ``parts``: what was looked up in each
-    table of a group for the whole batch. The blocks of one table are sent from where they were computed. Those of
-    several tables are copied, so that a rank's blocks follow each other."""
+    table of a group for the whole batch. If the group has one table, its blocks are sent from where they were computed.
+    The blocks of several tables are copied first, so that a rank's blocks follow each other."""
     ranks, size, count = emit.world_size, nodes.block_size, len(parts)
     rows = behind_reshapes(parts[0])
     chunk = tools.shape(rows)[0]
@@ -185,7 +185,7 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
     blocks = emit.reshape(emit.convert(nodes.source, nodes.source_layout, nodes.wire), [emit.world_size, count, size])
     if nodes.last_first:
         blocks = emit.call(torch.ops.prims.rev.default, blocks, [1])
-    # One copy. Without it, Inductor would copy the rows again for each slice of them.
+    # One copy. Without it, Inductor would copy the rows again for each of their slices.
     rows = emit.call(overlap.packed.default, emit.reshape(blocks, [emit.world_size * count, size]))
     for group, cut in enumerate(exchange.groups):
         for step in steps:

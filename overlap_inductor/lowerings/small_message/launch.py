@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``small_message`` launches one kernel after an ordinary matmul, on the current stream.
 
-Each function is the host's part of the kernel, or of a matmul and the kernel. At a site's first call of a shape it
-checks the kernel's requirements and prepares the kernel. After that it only launches; if the call is replayed
-(``runtime.replay``), matmul and kernel are one CUDA graph. It never waits for the device. It allocates its results, and
-the matmul's result if the call is not replayed. In a group that was aborted it launches nothing.
+Each function is the host's part of the kernel, or of a matmul and the kernel. At a site's first call of a shape, the
+function checks the kernel's requirements and prepares the kernel. Later calls only launch. If a call is replayed
+(``runtime.replay``), matmul and kernel are one CUDA graph. The function never waits for the device. It allocates its
+results, and the matmul's result if the call is not replayed. In a group that was aborted it launches nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def all_reduce_norm(
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(normed, residual_out)``, both ``[M, N]``: ``residual_out = residual + all_reduce(product)``, and ``normed`` is
-    its RMSNorm times ``weight [N]``. ``out``: tensors for both.
+    the RMSNorm of ``residual_out`` times ``weight [N]``. ``out``: tensors for both results.
 
     Each step is rounded to the dtype of ``product``, as in a model that computes op by op. The steps are the sum over
     ranks, the sum with the residual, the normed row, and its product with ``weight``. The norm itself is computed in
@@ -144,7 +144,7 @@ def _behind_matmul(
 ) -> None:
     """Run the vendor's matmul, then ``start`` with its product. ``start`` also depends on ``constant`` and
     ``others``."""
-    # (Results are contiguous, and the operands determine their sizes: only their addresses may change.)
+    # (Results are contiguous, and the operands determine their sizes. So only the addresses of results may change.)
     what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
     # Only a bias is ever copied: into the product, before the matmul adds to it.
     copied = [] if bias is None else [bias]
@@ -201,7 +201,7 @@ def _prepare(
             " wait for; use wider segments"
         )
     launch.check_room(*needed(p, world_size, rows, columns, itemsize))
-    # Halves of the slot, not of the bytes that this call needs: all calls must use the same halves.
+    # The slot is halved, not the bytes that this call needs: all calls must use the same halves.
     half = slot.nbytes // 256 * 128
     kernel = two_shot if p.two_shot else one_shot
     fixed = {

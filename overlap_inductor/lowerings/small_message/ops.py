@@ -5,9 +5,9 @@ with the residual add and RMSNorm that follow.
 Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``residual [M, N]``, ``weight [N]``; results ``[M,
 N]``. All ops return the chain's next token last. ``settings`` is JSON text of those ``SmallParameters`` that are fixed;
 each call's rows decide the others. A call does not run the kernel if it has no rows, or if it is larger than a small
-message. Nor does it if the group has no workspace left for it (``runtime.workspace`` says so in the log). It then runs
-the plain collective, or the op of schedule ``beyond`` if one is given (only without a norm). All ranks do the same,
-because rows and workspace are the same on all.
+message. It also does not run the kernel if the group has no workspace left for the call (``runtime.workspace`` logs
+this). The call then runs the plain collective. If a schedule ``beyond`` is given (only without a norm), it runs the op
+of this schedule instead. All ranks choose alike, because rows and workspace are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _matmul_all_reduce_fake(
     return lhs.new_empty(lhs.shape[0], rhs.shape[1]), chain.new_empty(1)
 
 
-# ``beyond``: the schedule whose op runs the calls that the kernel does not run, with its settings. Without one, they
-# run the plain collective.
+# ``beyond`` and ``beyond_settings``: the schedule whose op runs the calls that the kernel does not run, and its
+# settings. Without ``beyond``, these calls run the plain collective.
 define(
     "small_message_matmul_all_reduce(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op,"
     " str group_name, str site, str beyond='', str beyond_settings='') -> (Tensor, Tensor)",

@@ -25,14 +25,14 @@ SHORT_ROW = 8192
 MOST_RANKS = 16
 """Largest group: one block waits for the flags of all its ranks."""
 BLOCKS = 128
-"""A segment is halved, down to a smallest width, as long as the halves need at most this many blocks (about one for
-each SM). The extra blocks of a two-shot norm are not counted."""
+"""A segment is halved as long as the halves then need at most this many blocks (about one for each SM). There is a
+smallest width, below which no segment is halved. The extra blocks of a two-shot norm are not counted."""
 
 
 @dataclass(frozen=True, eq=False)
 class SmallParameters:
-    """The tunable parameters. They are compared by identity, because they are part of a key that is looked up at every
-    call. ``parameters_of`` makes only one object for the same settings and size.
+    """The tunable parameters. Objects of this class are compared by identity, because they are part of a key that is
+    looked up at every call. ``parameters_of`` makes only one object for the same settings and size.
 
     Attributes:
         two_shot: each row is summed by its owner, who sends the sum. Otherwise every rank sums every row.
@@ -50,13 +50,13 @@ class SmallParameters:
 def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dict[str, Any]:
     """The parameters for ``rows`` rows of ``columns`` elements of ``itemsize`` bytes.
 
-    One-shot sends ``bytes * (W - 1)`` from each GPU, two-shot ``2 * bytes * (W - 1) / W``. The second leg of two-shot
-    pays if sending the additional bytes of one-shot would take longer than the leg's fixed time.
+    From each GPU, one-shot sends ``bytes * (W - 1)``, and two-shot sends ``2 * bytes * (W - 1) / W``. Two-shot pays if
+    the additional bytes of one-shot would take longer than the fixed time of the second leg.
     """
     two_shot = rows * columns * itemsize * (world_size - 1) * (world_size - 2) > world_size * LEG_BYTES
     width = max(_power_of_two(columns), 256)
-    # A block of two-shot holds a segment for each peer. With many peers, narrower segments and smaller blocks end
-    # sooner (8 H200s: by 2 us; with 4 GPUs they end 1 us later).
+    # A block of two-shot holds a segment for each peer. With many peers, narrower segments and smaller blocks are
+    # faster (by 2 us on 8 H200s; on 4 they are 1 us slower).
     small_blocks = two_shot and world_size > 4 and columns <= SHORT_ROW
     # A thread stores 16 bytes: with fewer columns than this some threads would have nothing to store.
     narrowest = 32 * (4 if small_blocks else 8) * 16 // itemsize
@@ -69,8 +69,8 @@ def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dic
 
 @functools.cache
 def parameters_of(settings: str, world_size: int, rows: int, columns: int, itemsize: int) -> SmallParameters:
-    """The parameters of a call. ``settings``: the plan's JSON text of those that are fixed; the call's size decides the
-    others."""
+    """The parameters of a call. ``settings``: JSON text of the parameters that the plan fixes. The call's size decides
+    the others."""
     return SmallParameters(**{**settings_for(world_size, rows, columns, itemsize), **json.loads(settings)})
 
 

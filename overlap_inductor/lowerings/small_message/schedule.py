@@ -116,8 +116,8 @@ class SmallMessageSchedule:
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         most = _most_rows(site)
-        # Of a dynamic number of rows, only the largest is estimated. If the kernel pays there, it also pays for fewer
-        # rows, as long as the plain collective has the larger fixed cost, as in the shipped facts.
+        # If the number of rows is dynamic, only the largest one is estimated. If the kernel pays there, it also pays
+        # for fewer rows, provided that the plain collective has the larger fixed cost. (In the shipped facts it has.)
         scale = 1.0 if isinstance(site.nodes.tokens, int) else most / max(hint(site.nodes.tokens), 1)
         return self.forced(site, config) if cost.pays(sizes_at(site, scale), machine_of(site, config)) else None
 
@@ -216,8 +216,8 @@ def _most_rows(site: OverlapSite) -> int:
 
 
 def _norm(site: OverlapSite) -> NormEpilogue | None:
-    """The norm that the kernel also computes, or ``None``. With a dynamic token count it is ``None``, because larger
-    calls would compute the norm op by op."""
+    """The norm that the kernel also computes, or ``None``. It is ``None`` if the token count is dynamic, because calls
+    beyond the kernel's limit would compute the norm op by op."""
     nodes = nodes_of(site, ReduceNodes)
     if len(nodes.collectives) > 1 or nodes.collectives[0].reduce_op != "sum" or not isinstance(site.nodes.tokens, int):
         return None

@@ -20,7 +20,7 @@ class WaveCost:
     """Constants of groups of waves.
 
     Attributes:
-        efficiency: speed of matmul and collective while both run, relative to each alone.
+        efficiency: speed of matmul and collective while both run, relative to their speed when they run alone.
         groups: number of groups that a call is assumed to be cut into.
         ranks: largest measured group; 0: none was measured.
     """

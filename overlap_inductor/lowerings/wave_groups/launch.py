@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``wave_groups`` runs a matmul on the current stream and, while it runs, a collective for each group of its
-waves (FlashOverlap, arXiv 2504.19519).
+"""Schedule ``wave_groups`` runs a matmul on the current stream. While the matmul runs, the schedule starts a collective
+for each group of the matmul's waves (FlashOverlap, arXiv 2504.19519).
 
-A site's first call plans it, on all ranks of the group together. The collective's curve (its seconds by bytes) is
+A site's first call plans the site, on all ranks of the group together. The collective's curve (its seconds by bytes) is
 measured once for each group of ranks, transport and kind of collective. The matmul is timed with each number of SMs
 left free. For each of these numbers, the predictor partitions the matmul's bands, and the whole call is timed. The
 fastest of these calls is kept. All ranks use the measurements of the group's first rank, and sites whose matmuls are
 alike on that rank share a plan. The inner size and the bias may differ on other ranks: a partition cuts rows, and all
 ranks have the same number of rows.
 
-The first call also loads every kernel before any of them waits, because loading a module waits for the device. (A
-kernel for another inner size or bias is loaded by the matmul of the first call that needs it, before any kernel of that
-call waits.)
+The first call also loads every kernel before any of them waits, because loading a module waits for the device. (Another
+inner size or bias needs another kernel. The matmul of the first call with it loads this kernel, before any kernel of
+that call waits.)
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class GroupWaves:
         curves: measured curves, by the transport's name and the collective: all-reduce (``False``) or reduce-scatter
             (``True``).
         chosen: plans, by the sizes that the group's first rank multiplies.
-        first_ranks: the key of ``chosen``, by what all ranks know of a site. ``chosen`` and ``first_ranks`` have the
-            same keys on all ranks, so all ranks decide together, or none does.
+        first_ranks: ``{facts that all ranks know of a site: key of the site's plan in chosen}``. ``chosen`` and
+            ``first_ranks`` have the same keys on all ranks, so all ranks decide together, or none does.
         plans: plans, by site and by the sizes that this rank multiplies there.
     """
 
@@ -130,7 +130,7 @@ def waves_of(group: dist.ProcessGroup, device: torch.device) -> GroupWaves:
     """What ``group`` shares on ``device``, made on first use by all ranks of the group together.
 
     Raises:
-        OverlapError: it would have to be made while a CUDA graph is captured, or the group was destroyed.
+        OverlapError: the state would have to be made while a CUDA graph is captured, or the group was destroyed.
     """
     return _WAVES.of(group, device)
 
@@ -277,8 +277,8 @@ class Call:
                         piece = c[top * self.shards : bottom * self.shards]
                         transport.reduce_rows(result[top:bottom] if self.scatters else piece, piece, self.group)
         except BaseException:
-            # Counters that no kernel waited for would let a later call's collective start too early. (In a capture
-            # nothing has run.)
+            # If no kernel waited for some counters, they would let a later call's collective start too early. (In a
+            # capture nothing has run.)
             if not captured:
                 self.waves.place.faults.abort()
             raise
@@ -288,8 +288,8 @@ class Call:
         """How this call runs, decided at the first call of its sizes by all ranks together.
 
         Raises:
-            OverlapError: it would have to be decided while a CUDA graph is captured, the given partition does not fit,
-                or all rows of ``GroupWaves.tables`` are taken.
+            OverlapError: the plan would have to be made while a CUDA graph is captured, the given partition does not
+                fit, or all rows of ``GroupWaves.tables`` are taken.
         """
         agreed = (self.site, self.scatters, self.a.shape[0], self.b.shape[1], self.a.dtype, self.parameters)
         own = (self.b.shape[0], *self.b.stride(), self.bias is None)
@@ -308,7 +308,7 @@ class Call:
         known = waves.first_ranks.get(agreed)
         if known is None:
             first = collective_times.of_first_rank([float(number) for number in own], self.group, self.a.device)
-            # (Without the site: a measurement at one site serves all sites of the same sizes.)
+            # (The key leaves out the site: a measurement at one site serves all sites of the same sizes.)
             known = (*agreed[1:], *first)
             if known not in waves.chosen:
                 waves.chosen[known] = self._choose()
@@ -399,7 +399,7 @@ def _checked(
     check_operands(a, b, bias)
     if scatters and a.shape[0] % group.size():
         raise UnsupportedError(f"{a.shape[0]} rows cannot be cut into {group.size()} equal shards")
-    # (One thread at a time, on every rank: the call may make what the group shares, or plan a site.)
+    # (One thread at a time, on every rank: the call may make state that the group shares, or plan a site.)
     with call_order(a.device):
         waves = waves_of(group, a.device)
         waves.place.faults.check()

@@ -4,15 +4,15 @@ collective. This module does not import Triton.
 
 A matmul's tiles finish in waves, in bands of rows. A *group* is a run of neighbouring bands with one collective of its
 own. The predictor is FlashOverlap's (arXiv 2504.19519, algorithm 1): a group's collective starts when its tiles are
-stored and the collective before it has ended. Its seconds are read from a measured curve, by its bytes. ::
+stored and the collective before it has ended. The collective's seconds are read from a measured curve, by its bytes. ::
 
     matmul        | group 0 | group 1      | group 2      |
     collectives             | bytes of 0 |   | bytes of 1 | | bytes of 2 |
 
-The paper searches all ``2 ** (T - 1)`` partitions of ``T`` waves, and prunes if ``T`` is large. The recurrence is
-monotone in the end of the previous collective. So the best partition of a prefix of bands never depends on what
-follows, and dynamic programming over (groups, bands) finds the optimum of the whole space (``best_partition``).
-``partitions`` lists that space, for comparison.
+The paper searches all ``2 ** (T - 1)`` partitions of ``T`` waves, and prunes if ``T`` is large. Here the search is
+dynamic programming over (groups, bands), and it finds the optimum of all partitions (``best_partition``). The reason: a
+collective never ends later if the one before it ends earlier. So the best partition of the first bands does not depend
+on the bands after them. ``partitions`` lists all partitions, for comparison.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from overlap_inductor.transports.transport import WholeCollectives
 MAX_GROUPS = 16
 """Most groups of one call: each has a counter and costs two launches."""
 MAX_UNITS = 32
-"""The search cuts only between units of one or more waves, and there are at most this many units."""
+"""The search cuts only between units. A unit has one or more waves, and there are at most this many units."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class WaveParameters:
         blocks: SMs of the device.
         free: numbers of SMs to leave to the collectives. A site's first call tries all, and the fastest is kept.
         partition: first band of each group, then the number of bands: ``(0, 3, 8)``. ``None``: the predictor's choice.
-        halves: tiles are stored in two halves, which leaves shared memory for one more stage.
+        halves: tiles are stored in two halves. This leaves shared memory for one more stage.
         transport: name of the ``WholeCollectives`` transport; empty: the first one.
     """
 
@@ -155,7 +155,7 @@ def cuts(waves: Waves) -> tuple[int, ...]:
 
 
 def best_partition(waves: Waves, curve: Curve, groups: int = MAX_GROUPS) -> tuple[int, ...]:
-    """The partition into at most ``groups`` groups that is predicted to end first. Among equals it is one with the
+    """The partition into at most ``groups`` groups that is predicted to end first. If several end first, one with the
     fewest groups."""
     at = cuts(waves)
     seconds = [[curve.seconds(waves.nbytes(f, e)) if f < e else 0.0 for e in at] for f in at]

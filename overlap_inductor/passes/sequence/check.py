@@ -2,8 +2,8 @@
 """Check whether a stretch may be rewritten, with an ordered list of small checks. (``passes.check`` does the same for
 sites.)
 
-Each check has a reason code. It returns a sentence that names the values for which the stretch is refused, or ``None``.
-A check changes nothing, and reads only facts that are the same on all ranks.
+Each check has a reason code. To refuse a stretch, it returns a sentence that names the values it refuses. Otherwise it
+returns ``None``. A check changes nothing, and reads only facts that are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NEEDED = ("all_gather_matmul", "matmul_reduce_scatter")
 
 @dataclass(frozen=True)
 class Context:
-    """The facts besides the stretch that the checks read. ``refusal``: the reason why this compile cannot hold overlap
+    """What the checks read in addition to the stretch. ``refusal``: the reason why this compile cannot hold overlap
     ops, or ``None``."""
 
     config: OverlapConfig

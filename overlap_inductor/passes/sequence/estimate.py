@@ -7,8 +7,8 @@ graphs are planned as the overlap pass would plan them, and their exposed times 
     exposed = time of each overlapped site - its matmuls; time of every other collective
     pays    = matmuls + exposed as written  >  MARGIN * (matmuls + exposed rewritten)
 
-Both sides also include the token-wise work, which the rewrite reduces to 1/W. Its time is that of the stretch's reads
-and writes of memory.
+Both sides also include the token-wise work, which the rewrite reduces to 1/W (W: number of ranks). This work is
+estimated from the bytes that the stretch reads and writes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import DecidedSite
 
 MARGIN = 1.02
-"""With ``sequence_parallel=auto``, a stretch is rewritten only if it is then estimated to be more than this many times
-as fast as written."""
+"""With ``sequence_parallel=auto``, a stretch is rewritten only if the estimated time as written is more than this many
+times the estimated time as rewritten."""
 PASSES = 4
 """How many times a tensor of the all-reduce's size is read or written for each all-reduce. The residual is read and
 written, the all-reduce's result is read, and the norm's result is written. Inductor fuses the rest."""
@@ -128,8 +128,8 @@ def pays(written: Cost, rewritten: Cost) -> bool:
 
 def crossover(count: int, world_size: int, pays_at: Callable[[float], bool]) -> int | None:
     """A number of tokens from which on the rewrite pays: ``count`` is halved as long as the rewrite pays, but not below
-    ``world_size``. Numbers between the halves are not checked. ``None`` if it does not pay for ``count`` tokens.
-    ``pays_at``: whether it pays for ``count`` times a factor."""
+    ``world_size``. Numbers between the halves are not checked. ``None`` if the rewrite does not pay for ``count``
+    tokens. ``pays_at(factor)``: whether the rewrite pays for ``count * factor`` tokens."""
     if not pays_at(1.0):
         return None
     factor = 1.0
@@ -139,8 +139,8 @@ def crossover(count: int, world_size: int, pays_at: Callable[[float], bool]) -> 
 
 
 def limit_of_keeping(count: int, pays_at: Callable[[float], bool], most: int = 1 << 20) -> int | None:
-    """For a ``count`` at which the rewrite does not pay: ``count`` doubled until the rewrite pays. ``None`` if it pays
-    at none of these numbers up to ``most``."""
+    """For a ``count`` at which the rewrite does not pay: the first of ``2 * count``, ``4 * count``, ... at which it
+    pays. ``None`` if it pays at none of these numbers up to ``most``."""
     factor = 2.0
     while count * factor <= most:
         if pays_at(factor):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the stretches of a graph. A stretch is all-reduces and the token-wise work between them that can run on a rank's
-rows.
+"""Find the stretches of a graph. A stretch consists of all-reduces and of the token-wise work between them. This work
+can run on the rows of one rank.
 
 The walk visits each node of the graph once, in the forward and the backward part. It changes nothing. ``H`` marks nodes
 that are held as rows::
@@ -48,7 +48,7 @@ class Source:
     Attributes:
         result: the node whose rows the reduce-scatter gives: the wait, or the sum of the waits.
         collectives: the all-reduces, in the order in which they are added.
-        adds: the nodes that add their results, ``result`` included; empty for a single all-reduce.
+        adds: the nodes that add the all-reduces' results, ``result`` included; empty for a single all-reduce.
     """
 
     result: fx.Node
@@ -65,8 +65,9 @@ class Stretch:
         sources: the all-reduces that become reduce-scatters.
         rows: the nodes that are computed on rows, in graph order, without the sources.
         sums: the nodes that reduce all tokens.
-        reads: the graph's inputs that must be the same on all ranks (``same_values``). They are listed for each tensor
-            that is not held as rows but is read by a node on rows.
+        reads: the keys are the tensors that a node on rows reads and that are not held as rows themselves. The values
+            are the graph's inputs from which the tensor is computed. These inputs must be the same on all ranks
+            (``same_values``).
         needs_whole: for each node whose rows are gathered, the users that need all rows, each with its reason.
         readers: the users that need all rows of a node that is held as rows, before ``gather_less`` moves gathers.
         whole_too: nodes that are also computed with all rows, because fewer bytes are gathered in front of them.
@@ -134,9 +135,9 @@ class RowFinder:
         self.held[node] = rows
 
     def _others(self, node: fx.Node, rows: Rows) -> dict[fx.Node, frozenset[fx.Node]]:
-        """The tensors that ``node`` reads and that are not held as rows, each with the inputs from which it is computed
-        (``SameValues.inputs_of``). Raises ``NotRowWise`` if one of the tensors, or a number that ``node`` computes
-        with, may differ between ranks."""
+        """``{tensor: inputs}`` of the tensors that ``node`` reads and that are not held as rows. ``inputs``: the
+        graph's inputs from which the tensor is computed (``SameValues.inputs_of``). Raises ``NotRowWise`` if one of the
+        tensors, or a number that ``node`` computes with, may differ between ranks."""
         if tools.is_pointwise(node) or node.target is aten.full_like.default:
             _same_numbers(node, rows.tokens)
         known = (rows.tokens.group_name, frozenset(symbols_of(rows.tokens.count)))
@@ -236,8 +237,8 @@ def gather_less(stretch: Stretch) -> None:
         x (rows) -> cast to fp32 -> mm      ->   gather x, cast all rows
         view(n), view(n), view(n) -> mm     ->   gather n once
 
-    If afterwards nothing reads the rows of such a node, it is not computed on rows. If a size is unbacked, the number
-    of bytes is not known, and no gather is moved.
+    If then nothing reads the rows of such a node any more, the node is not computed on rows. If a size is unbacked, the
+    number of bytes is not known, and no gather is moved.
     """
     members = {s.result for s in stretch.sources} | set(stretch.rows)
     if any(tools.has_unbacked(tools.shape(n)) for n in members if tools.is_tensor(n)):

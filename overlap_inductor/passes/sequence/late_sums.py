@@ -3,7 +3,8 @@
 
 There is one such all-reduce for each group, dtype and device, and the forward and the backward have their own.
 
-The gradients of norms' weights are small, and there are many: one all-reduce each would cost its fixed time::
+A graph has many gradients of norms' weights, and all are small. With one all-reduce for each, fixed costs would take
+most of the time::
 
     dw0 = all_reduce(part0); ...; dw64 = all_reduce(part64)
     ->  s = wait_tensor(all_reduce(cat(part0, ..., part64))); dw0 = s[:8192]; ...       # in front of the output

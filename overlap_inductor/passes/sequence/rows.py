@@ -3,8 +3,8 @@
 
 A tensor has T tokens if its leading dims together have T elements: ``[T, H]``, ``[B, S, H]`` with ``B * S = T``. The
 dims behind them are the tensor's features. A rank's rows have shape ``[ceil(T / W), *features]``, whatever the leading
-dims were. If W does not divide T, the last ranks hold rows beyond the last token. Their values are arbitrary, and no
-result of the graph may depend on them.
+dims were. If W does not divide T, the last ranks hold rows beyond the last token. The values in these rows are
+arbitrary, and no result of the graph may depend on them.
 """
 
 from __future__ import annotations

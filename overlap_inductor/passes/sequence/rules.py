@@ -51,8 +51,8 @@ class Writer(Protocol):
         ...
 
     def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
-        """The rank's rows of ``node``, which has all rows and the same values on every rank. Its first ``ahead`` dims
-        are token dims; they are expanded to ``dims`` first."""
+        """The rank's rows of ``node``, which has all rows and the same values on every rank. The first ``ahead`` dims
+        of ``node`` are token dims. These dims are first expanded to ``dims``."""
         ...
 
     def reshape(self, node: fx.Node, shape: list[Any]) -> fx.Node:
@@ -330,7 +330,7 @@ def broadcast(node: fx.Node, inputs: list[fx.Node], held: Held) -> Rows:
         rows = held[source]
         lead = len(shape) - len(tools.shape(source)) + rows.lead
         if found is not None and not (found.tokens.same(rows.tokens) and found.lead == lead):
-            raise NotRowWise(f"{node.name} combines tensors that hold other tokens, or hold them in other dims")
+            raise NotRowWise(f"{node.name} combines tensors with different tokens, or with tokens in different dims")
         if not same_size(tools.numel(shape[:lead]), rows.tokens.count):
             raise NotRowWise(f"{node.name} repeats the tokens")
         found = Rows(rows.tokens, lead)

@@ -2,13 +2,13 @@
 """Decide whether a tensor has the same values on every rank of a group.
 
 An op on rows may also read a tensor that is not held as rows. Then each rank reads the part of that tensor that belongs
-to its own rows. The result equals that of the plain program only if all ranks hold the same tensor. If the tensor is
-computed from results of the group's all-reduces and all-gathers, the graph proves this. If it is computed from inputs
-of the graph, the graph cannot prove it. For example, a norm's weight is the same on all ranks, but a shard of a
+to its own rows. The result equals the result of the plain program only if all ranks hold the same tensor. If the tensor
+is computed from results of the group's all-reduces and all-gathers, the graph proves this. If it is computed from
+inputs of the graph, the graph cannot prove it. For example, a norm's weight is the same on all ranks, but a shard of a
 projection is not. So these inputs are listed, and the ranks compare their values at the graph's first run
-(``runtime.same_inputs``). A matmul's result counts as different on each rank, because its weight may be a shard. So
-does what is computed from a symbolic size, unless the ranks exchange tensors of that size: their plans then differ if
-the sizes do.
+(``runtime.same_inputs``). A matmul's result counts as different on each rank, because its weight may be a shard. A
+value that is computed from a symbolic size also counts as different. There is one exception, a size of tensors that the
+ranks exchange: if such a size differed, the ranks' plans would differ too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMESPACES = ("aten", "prims", "_c10d_functional", "inductor_prims", "quantized
 
 class SameValues:
     """Finds, for one group, the inputs on which a tensor depends. If these inputs are the same on all ranks of the
-    group, so is the tensor.
+    group, the tensor is the same, too.
 
     Args:
         group_name: the group.
@@ -46,8 +46,8 @@ class SameValues:
         self._known: dict[fx.Node, frozenset[fx.Node] | None] = {}
 
     def inputs_of(self, node: fx.Node) -> frozenset[fx.Node] | None:
-        """The graph's inputs on which ``node`` depends, except through the group's collectives. ``None`` if ``node``
-        may differ between ranks although these inputs are the same."""
+        """The graph's inputs on which ``node`` depends. A dependency through one of the group's collectives does not
+        count. ``None`` if ``node`` may differ between ranks although these inputs are the same."""
         stack = [node]
         while stack:
             current = stack[-1]
@@ -91,9 +91,9 @@ class SameValues:
         return frozenset().union(*(f for f in found if f is not None))
 
     def _same_on_a_mesh(self, node: fx.Node) -> bool:
-        """Whether ``node`` keeps equal inputs equal on the ranks of this group. An all-reduce or all-gather of another
-        group does if both groups are dims of a mesh. Then each rank of this group has the same place in its own copy of
-        the other group."""
+        """Whether ``node`` has equal results on the ranks of this group if its inputs are equal. For an all-reduce or
+        all-gather of another group, this is true if both groups are dims of a mesh. Then each rank of this group has
+        the same place in its own copy of the other group."""
         other = collectives.group_of(node)
         if other is None:
             return True

@@ -42,7 +42,8 @@ class SizeNodes:
         """``size`` as an argument of a node: an int, or a node.
 
         Raises:
-            ValueError: no input of the graph defines one of its symbols, or it has an operation that is not known.
+            ValueError: no input of the graph defines one of the symbols of ``size``, or ``size`` has an operation other
+                than sums, products and quotients.
         """
         return self._of(size.node.expr, size) if isinstance(size, torch.SymInt) else size
 

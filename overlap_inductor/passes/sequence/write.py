@@ -11,9 +11,9 @@ the rows of the rank that runs it::
     y = mm(view(n), wq)                            g = wait_tensor(all_gather(n)) [W t, H], cut to [T, H]
                                                    y = mm(view(g), wq)
 
-A gather stands before the first node that needs all rows, and all nodes that need them share it. A node of a stretch
-that nothing reads after the rewrite is erased. Every new node has the metadata (module, stack trace, recompute tag) of
-the node that it replaces.
+A gather stands before the first node that needs all rows, and all nodes that need them share it. If nothing reads a
+node of a stretch after the rewrite, the node is erased. Every new node has the metadata (module, stack trace, recompute
+tag) of the node that it replaces.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class RowWriter:
             if not node.users:
                 self.graph.erase_node(node)
         for node in inputs:
-            # ``reshape`` reads the input of a view in place of the view. A view that nothing reads any more would count
-            # as another user of its matmul.
+            # ``reshape`` reads the input of a view in place of the view. If nothing reads the view any more, it would
+            # still count as a user of its matmul.
             while tools.is_reshape(node) and not node.users:
                 view, node = node, node.args[0]
                 self.graph.erase_node(view)

@@ -63,7 +63,7 @@ def merge(before: str, after: str) -> list[Line]:
 
 
 def diff(before: str, after: str, anchors: Mapping[str, str]) -> Diff:
-    """The merged view. ``anchors`` maps a text (a site's id) to the HTML id that the first line with that text gets."""
+    """The merged view. ``anchors``: ``{text (a site's id): HTML id}``. The first line with the text gets the id."""
     lines = _anchored(merge(before, after), anchors)
     removed, added = sum(x.kind == "del" for x in lines), sum(x.kind == "ins" for x in lines)
     return Diff(removed, added, len(lines) - removed - added, tuple(_fold(lines)))

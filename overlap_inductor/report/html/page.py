@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``index.html`` of one graph: a self-contained page with the content of ``report.txt`` except tracebacks, and with the
+"""``index.html`` of one graph: a self-contained page. It has the content of ``report.txt`` without tracebacks, the
 timelines and both graphs."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STRETCH_TONES = {"rewritten": TONES["overlapped"], "kept": TONES["kept"], "refus
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason code, and the sites or collectives that have it: ``uses`` are (place, text)."""
+    """A reason code, and the sites or collectives that have this reason: ``uses`` are (place, text)."""
 
     status: str
     tone: str

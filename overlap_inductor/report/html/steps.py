@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lays out the bars of a timeline: one function for each way of running a matmul and a transfer together.
+"""Lays out the bars of a timeline. There is one function for each way in which a matmul and a transfer run together.
 
 Arguments of these functions:
 
@@ -79,8 +79,8 @@ def gather(matmul: float, transfer: float, world_size: int, parts: int) -> list[
 
 
 def reduce(matmul: float, transfer: float, world_size: int, parts: int, what: str) -> list[Bar]:
-    """Matmul, then reduce-scatter or all-to-all. The other ranks' slices are multiplied first. Each is sent while the
-    next is multiplied. ``what``: the label of a transfer, with ``{}`` in place of its number."""
+    """Matmul, then reduce-scatter or all-to-all. The other ranks' slices are multiplied first. Each slice is sent while
+    the next one is multiplied. ``what``: the label of a transfer, with ``{}`` in place of its number."""
     hops = (world_size - 1) * parts
     hop, step = transfer / hops, matmul / (world_size * parts)
     bars: list[Bar] = []

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sketch one site's timeline on one rank, from the plan's estimates: as written, and by the plan.
 
-The lengths come from ``estimate_us``. It has the times of ``matmul`` and ``collective`` alone. It also has those of
+The lengths come from ``estimate_us``. It has the times of ``matmul`` and ``collective`` alone. It also has the times of
 ``keep`` (the end of the row "as written") and of the piece's schedule (the end of the plan's row). The steps in between
 follow a simple model:
 
 - a piece that does not overlap (``PlanPiece.overlaps``) runs the transfer after the matmul;
 - a piece with parameter ``route`` (``transports.routes``) moves in sub-chunks, step by step;
-- any other piece runs matmul and transfer at the same time. The one that needs the other's result does not end before
-  the other.
+- any other piece runs matmul and transfer at the same time. If one of them needs the result of the other, it does not
+  end before the other.
 
 If the steps end before the estimate does, the rest is drawn as fixed costs: launches, steps, credits and waits. They
-include the slowdown that the estimate adds because matmul and transfer run at the same time. If the steps end after
-the estimate, the schedule's own transfer is shorter than the collective. Then the transfer is shortened until both ends
-meet. The part of a transfer during which no matmul runs is exposed.
+include the slowdown that the estimate adds because matmul and transfer run at the same time. If the steps end after the
+estimate, the schedule's own transfer is shorter than the collective. Then the transfer is shortened until the steps end
+at the estimate. The part of a transfer during which no matmul runs is exposed.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Sketch:
-    """``estimated``: whether the lengths are microseconds; else ``matmul`` and ``collective`` are 1 each.
-    ``merged_steps``: whether fewer steps are drawn than the plan has."""
+    """Two timelines of one site. ``estimated``: whether the lengths are microseconds; else ``matmul`` and
+    ``collective`` are 1 each. ``merged_steps``: whether fewer steps are drawn than the plan has."""
 
     written: Row
     planned: Row

@@ -87,7 +87,8 @@ def _joinable(seam: Seam) -> bool:
 
 
 def _independent(seam: Seam) -> bool:
-    """Whether the gather's matmuls read nothing that is computed from the scattered rows but the gathered tensor."""
+    """Whether the gathered tensor is the only input of the gather's matmuls that is computed from the scattered
+    rows."""
     nodes, known = seam.gather.nodes, dict[fx.Node, bool]()
     known[seam.gather.collectives[0].node] = False
     inside = {*nodes.others(), *(m.node for m in nodes.matmuls)}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimate the time of a seam as two rings one after the other, and in bands.
 
-A clock of the matmuls and one of the link step through the sends, matmuls and waits of both sites. The link carries one
-piece at a time. Of the token-wise work, only what bands add is counted: launches and copies."""
+Two clocks, one of the matmuls and one of the link, step through the sends, matmuls and waits of both sites. The link
+carries one piece at a time. Only that part of the token-wise work is counted that bands add: launches and copies."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from overlap_inductor.sites.sizes import sizes_at
 from overlap_inductor.torch_compat import operators
 
 MARGIN = 1.05
-"""Bands are chosen only if the seam is then estimated to be more than this many times as fast."""
+"""Bands are chosen only if the time in turn is estimated to be more than this many times the time in bands."""
 LAUNCHES = 2
-"""For each band but the first, the launches of the token-wise kernels, in fixed costs of a hop. A residual and a norm
-become about two kernels."""
+"""Launches of token-wise kernels that each band but the first adds. A residual and a norm become about two kernels.
+Each launch is taken to cost as much as the fixed cost of a hop."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one site: its matmuls, and the bytes that a rank sends."""
+    """Seconds of one site. ``matmul``: its matmuls. ``wire``: the transfer of the bytes that a rank sends."""
 
     matmul: float
     wire: float
@@ -40,7 +40,7 @@ class Saved:
 
     Attributes:
         pays: whether bands are estimated to pay.
-        scatter: seconds that they save at the scatter; negative if they cost time.
+        scatter: seconds that bands save at the scatter; negative if they cost time.
         gather: the same at the gather.
     """
 
@@ -61,7 +61,8 @@ class Clocks:
         self.compute += seconds
 
     def send(self, seconds: float) -> float:
-        """Returns when the piece has arrived. All ranks send at the same time, so its receipt takes as long."""
+        """The time at which the piece arrives. All ranks send at the same time, so receiving a piece takes as long as
+        sending one."""
         self.link = max(self.link, self.compute) + seconds
         return self.link
 

@@ -30,7 +30,8 @@ class Seam:
     Attributes:
         scatter: the reduce-scatter with its matmuls.
         gather: the all-gather with its matmuls.
-        region: the nodes from which the gathered rows are computed and that read the scattered rows, in graph order.
+        region: the nodes between the two sites, in graph order. They are computed from the scattered rows, and the
+            gathered rows are computed from them.
     """
 
     scatter: DecidedSite
@@ -48,15 +49,15 @@ class Seam:
 
     @property
     def joined(self) -> list[fx.Node]:
-        """The nodes of ``region`` that other nodes than the gather read. If the seam is written in bands, their bands
-        are joined for these readers."""
+        """The nodes of ``region`` that have a reader other than the gather. If the seam is written in bands, the bands
+        of these nodes are joined for such readers."""
         known = {*self.region, *self.gather.collectives[0].chain()}
         return [n for n in self.region if not known.issuperset(n.users)]
 
 
 def find(sites: Iterable[DecidedSite]) -> list[Seam]:
-    """The seams among ``sites``. A gather belongs to the last scatter before it from which its rows are computed, and a
-    scatter to the first such gather."""
+    """The seams among ``sites``. A gather goes with the last scatter before it from which the gathered rows are
+    computed. If several gathers go with one scatter, the first of them is taken."""
     found: dict[str, Seam] = {}
     ordered = sorted(sites, key=lambda s: s.collectives[0].node)
     scatters = [s for s in ordered if s.facts.pattern == "matmul_reduce_scatter"]
@@ -73,8 +74,8 @@ def find(sites: Iterable[DecidedSite]) -> list[Seam]:
 
 
 def between(first: fx.Node, last: fx.Node) -> list[fx.Node] | None:
-    """The nodes from which ``last`` is computed and that are computed from ``first``, with ``last`` and without
-    ``first``, in graph order. ``None`` if ``last`` does not depend on ``first``."""
+    """The nodes on the way from ``first`` to ``last``: they are computed from ``first``, and ``last`` is computed from
+    them. In graph order, with ``last`` and without ``first``. ``None`` if ``last`` does not depend on ``first``."""
     known: dict[fx.Node, bool] = {}
     if not tools.depends_on(last, first, known):
         return None

@@ -22,8 +22,8 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
     estimates that are shorter by what the bands save. If the schedule is forced, bands need not pay, and the estimates
     may become longer.
 
-    Bands add nodes. In graph order, a seam is written in bands if its nodes fit what the unrolled rings leave of the
-    graph's ``step_node_budget``.
+    Bands add nodes. In graph order, a seam is written in bands if its nodes fit into the part of the graph's
+    ``step_node_budget`` that the unrolled rings leave.
 
     Args:
         uncut: the ids of the two sites of each seam that is not to be cut, because writing it has failed."""
@@ -50,8 +50,8 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
 
 
 def added_nodes(seam: Seam, bands: int) -> int:
-    """Estimated number of FX nodes that bands add. Each band but the first adds the nodes of the region, slices of the
-    other tensors it reads, and the steps for a piece of this rank's rows.
+    """Estimated number of FX nodes that bands add. Each band but the first adds the nodes of the region, and slices of
+    the other tensors that the region reads. It also adds the steps for a piece of this rank's rows.
 
     The region's number is rounded up to a multiple of 8, because an op may exist on one rank only."""
     inside = {seam.scattered, *seam.region}

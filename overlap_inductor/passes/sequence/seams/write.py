@@ -56,7 +56,7 @@ def write(
 
     Args:
         emitted: the ops of all sites that communicate.
-        parts: the bands of each tensor that earlier seams wrote in bands. Those of this seam are added.
+        parts: the bands of each tensor that earlier seams wrote in bands. The bands of this seam are added.
         values: evaluates the nodes that are written.
 
     Raises:
@@ -141,7 +141,7 @@ def _give_whole(
     values: StepValues,
 ) -> None:
     """Join the bands of each node of ``region`` that nodes outside read, after the last send. ``readers``: the nodes
-    before it that read the region; they move behind it."""
+    before the last send that read the region. They move behind that send."""
     inside, last = set(region), steps.sends[-1]
     behind = last.next
     behind.prepend(steps.rows)

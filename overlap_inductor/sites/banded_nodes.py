@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``BandedNodes``: the nodes of ``matmul -> row-wise ops -> all-to-all`` that is computed in bands of tokens.
+
+Row-wise ops (``sites.row_wise``) such as a norm of each head or of a whole row, and a rotary embedding, may need all
+columns of a row. So a piece is not a rank's slice but a *band*: some rows of the matmul, with all of their columns. A
+band holds a part of every rank's slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+
+from torch import fx
+
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.exchange_nodes import SentNodes
+from overlap_inductor.sites.layouts import Atom
+from overlap_inductor.sites.layouts import Layout
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.layouts import product
+
+
+@dataclass
+class BandedNodes(SentNodes):
+    """matmul -> views and row-wise ops -> all-to-all.
+
+    Attributes:
+        layouts: the layouts of the matmul's result and of all nodes between it and the all-to-all. The matmul's rows
+            begin with a rank atom of size 1, which marks the dim that is cut (``sites.row_wise``).
+        receivers: the atom of the all-to-all's input that counts the ranks that receive.
+        band: the atom of the matmul's rows along which bands are cut.
+        slice: the atoms of a rank's slice, in the order of the all-to-all's input.
+        kept: the nodes in ``layouts`` that nodes behind the all-to-all read, e.g. because the backward needs them.
+    """
+
+    receivers: Atom = field(kw_only=True)
+    band: Atom = field(kw_only=True)
+    slice: list[Atom] = field(kw_only=True)
+    kept: list[fx.Node] = field(kw_only=True)
+
+    @property
+    def row_wise(self) -> list[fx.Node]:
+        leaf = self.leaves[0].node
+        return [n for n in self.layouts if n is not leaf and n not in self.through]
+
+    @property
+    def lead(self) -> Size:
+        return self.band.size
+
+    @property
+    def rest(self) -> Size:
+        return product([a for a in self.slice if a is not self.band])
+
+    @property
+    def unit(self) -> Size:
+        """Rows of the matmul for each index of ``band``."""
+        return tools.shape(self.leaves[0].lhs)[0] // self.band.size
+
+    @property
+    def in_bands(self) -> Layout:
+        """The layout of a band as it is sent: a part of each rank's slice, each of them one run of elements."""
+        others = [a for a in self.slice if a is not self.band]
+        return Layout(((self.receivers,), (self.band, *others)))
+
+    @property
+    def wire(self) -> Layout:
+        rank = next(a for a in self.received.flat() if a.rank)
+        return Layout(((rank,), *self.in_bands.dims[1:]))
+
+    def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
+        super().rename(replaced)
+        self.kept = [replaced.get(n, n) for n in self.kept]
+
+    def order_sent(self) -> tuple[Layout, Layout]:
+        return self.in_bands, Layout(((self.receivers,), tuple(self.slice)))
