@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from overlap_inductor.cli.local_ranks import rank_environment
 from overlap_inductor.cli.local_ranks import run_ranks
 from overlap_inductor.errors import ConfigError
 from overlap_inductor.errors import UnsupportedError
+from tests.support.fork_base import ForkBase
 
 
 @pytest.mark.parametrize(
@@ -177,8 +179,17 @@ def test_demo_status_is_what_was_found(
         assert "2.00x SLOWER" in out
 
 
-def test_the_estimate_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    """The demo estimates its block with the hidden size of Llama-3-8B, for a machine whose facts the package knows."""
+def test_the_estimate_of_the_demo(
+    inductor_base: ForkBase, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo estimates its block with the hidden size of Llama-3-8B, for a machine whose facts the package knows.
+    The command of the estimate runs in a fork, where Inductor is imported already."""
+
+    def forked(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert command[0] == sys.executable
+        return inductor_base.run(*command[1:], env=env)
+
+    monkeypatch.setattr(demo.subprocess, "run", forked)
     demo._estimate()
     out = capsys.readouterr().out
     assert "8 x NVIDIA H200" in out and re.search(r"total of 4 sites of 2 graphs: estimated .* 1\.\d\dx", out)
