@@ -207,7 +207,8 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
             off = any(p.mode == "off" for p in plans(state, found, mine).values())
             if now > deadline or state.apart or off:
                 return found
-            if _are_beyond(state, mine, waiting, found) or _skipped_by_mistake(state, mine):
+            long = now - begun > 2 * call_report.INTERVAL
+            if _are_beyond(state, mine, waiting, found) or (long and _skipped_by_mistake(state, mine)):
                 return found
             unknown = state.newest is None and now - begun > ABSENT
             if unknown and not any(_is_here(global_rank(state.group, r)) for r in waiting):

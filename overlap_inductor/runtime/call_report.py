@@ -42,7 +42,7 @@ class Watched(Protocol):
     Attributes:
         lock: held while a call is counted.
         promised: the place that was reported last.
-        told_inside: the number of the call that was reported last.
+        told_inside: the number of the call that was reported last; -1 if there is none, or if it was withdrawn.
     """
 
     lock: threading.Lock
@@ -82,7 +82,7 @@ def place_of(state: Watched, rank: int) -> int:
 
 
 def call_of(state: Watched, rank: int) -> int:
-    """The number of the last call of which ``rank`` was inside a collective for long, or -1."""
+    """The number of the call of which ``rank`` is inside a collective for long, or -1."""
     return _number(state, "inside", rank)
 
 
@@ -101,7 +101,11 @@ def report(state: Watched, before: Seen) -> Seen:
         if place is not None and place == before[0] and place > state.promised:
             _write(state, "reached", place)
             state.promised = place
-        if inside is not None and inside == before[1] and inside[0] > state.told_inside:
+        if state.told_inside >= 0 and (inside is None or inside[0] != state.told_inside):
+            # The rank was only late, and has left the collective.
+            _write(state, "inside", -1)
+            state.told_inside = -1
+        if inside is not None and inside == before[1] and inside[0] != state.told_inside:
             _write(state, "inside", inside[0])
             state.told_inside = inside[0]
     return now

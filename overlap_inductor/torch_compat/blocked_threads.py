@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d
 
 _FRAMES = 4
 """Number of innermost frames that are looked at. Calls of an op have at most this many frames of torch's own."""
+_CALLS = {OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__}
 _NOT_OF_ALL_RANKS = {"monitored_barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 
@@ -22,10 +23,11 @@ def in_collective(thread: int) -> bool:
     for _ in range(_FRAMES):
         if frame is None:
             return False
-        op = frame.f_locals.get("self")
-        if isinstance(op, OpOverload):
-            op = op._overloadpacket
-        if isinstance(op, OpOverloadPacket):
+        # Up to Python 3.12, reading a frame's locals keeps them alive until the frame returns. So only the frame of an
+        # op's call is read: another one may hold a tensor that its function deletes to free memory.
+        if frame.f_code in _CALLS:
+            op = frame.f_locals["self"]
+            op = op._overloadpacket if isinstance(op, OpOverload) else op
             return op._qualified_op_name.split("::")[0].lstrip("_").startswith("c10d")
         if frame.f_code.co_filename == distributed_c10d.__file__:
             return frame.f_code.co_name not in _NOT_OF_ALL_RANKS

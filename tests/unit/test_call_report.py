@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -45,9 +46,36 @@ def test_a_place_is_reported_once_and_only_while_the_rank_waits(monkeypatch: pyt
         waits[0] = False
         _looks(state, 2)
         assert call_report.place_of(state, 0) == 2, "it computes"
+        assert call_report.call_of(state, 0) == -1, "it has left its call"
         waits[0] = True
         _looks(state, 2)
         assert call_report.place_of(state, 0) == 2 + 3 + 1
+
+
+def test_a_look_at_a_thread_keeps_none_of_its_tensors() -> None:
+    """Up to Python 3.12, a look at a frame's locals would keep them until the frame's function returns."""
+    made, looked, freed, ends = threading.Event(), threading.Event(), threading.Event(), threading.Event()
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def work() -> None:
+        x = torch.ones(1)
+        alive.append(weakref.ref(x))
+        made.set()
+        looked.wait(30)
+        del x
+        freed.set()
+        ends.wait(30)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert made.wait(30) and thread.ident is not None
+    assert not in_collective(thread.ident)
+    looked.set()
+    assert freed.wait(30)
+    found = alive[0]()
+    ends.set()
+    thread.join()
+    assert found is None
 
 
 @pytest.mark.parametrize(("namespace", "wanted"), [("c10d_of_this_test", True), ("other_of_this_test", False)])
