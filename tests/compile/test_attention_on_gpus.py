@@ -86,7 +86,7 @@ def test_golden_on_gpus() -> None:
         ("cudnn", {"masked": True}, "matmul_form", "has attn_bias, but its pieces cannot hide keys"),
         ("flash", {"return_debug_mask": True}, "matmul_form", "debug mask"),
         ("efficient", {"dropout_p": 0.5}, "matmul_form", "dropout_p=0.5"),
-        ("efficient", {"masked": True, "own": 12}, "layout", "12 of the keys"),
+        ("efficient", {"masked": True, "own": 12}, "layout", "12 keys"),
         ("efficient", {"is_causal": True, "own": 12}, "layout", "expected a multiple of 8 keys"),
         ("fused_attention_overrideable", {}, "matmul_form", "this version cannot cut"),
     ],

@@ -56,9 +56,12 @@ class SentRows(ReduceRows):
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, SentNodes)
         biases = biases_of(nodes, nodes.computed)
-        if biases is None or nodes.sharded.short or nodes.role not in ("M", "N"):
+        if nodes.row_wise or biases is None or nodes.sharded.short or nodes.role not in ("M", "N"):
             return False
         return all(b is None or is_row(b) and (nodes.role == "M" or _has_columns_of(nodes, b)) for b in biases)
+
+    def computed_between(self, site: OverlapSite) -> fx.Node | None:
+        return next(iter(nodes_of(site, SentNodes).row_wise), None)
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
         return True
