@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sequence-parallel block that is sharded by DTensor.
-
-The block has an all-gather before its first matmul and a reduce-scatter after its last one.
+"""A sequence-parallel block that is sharded by DTensor: an all-gather comes first, a reduce-scatter last.
 
     torchrun --nproc-per-node 2 examples/dtensor_block.py
 
-Output and gradients are compared with those of eager. ``auto`` would not overlap sites of this size, so schedule
-``ring`` is forced.
+Output and gradients are compared with those of eager. Schedule ``ring`` is forced, because ``auto`` keeps small sites.
 """
 
 import torch
