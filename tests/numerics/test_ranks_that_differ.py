@@ -17,6 +17,12 @@ import overlap_inductor
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.differing_ranks import block
+from tests.support.differing_ranks import block_on_a_mesh
+from tests.support.differing_ranks import compare_as_on_gpus
+from tests.support.differing_ranks import counts
+from tests.support.differing_ranks import inputs_of
+from tests.support.differing_ranks import wrong
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 from tests.support.heard import Heard
@@ -24,59 +30,9 @@ from tests.support.heard import Heard
 TIMEOUT = 60
 
 
-def _inputs(rank: int, grad: bool = False) -> list[torch.Tensor]:
-    """A shard of rows, this rank's columns of a first weight, and its rows of a second one. Shapes are the same on all
-    ranks."""
-    generator = torch.Generator().manual_seed(rank)
-    return [
-        torch.randn(s, generator=generator, dtype=torch.float64).float().requires_grad_(grad)
-        for s in ((8, 16), (16, 12), (12, 16))
-    ]
-
-
-def _block(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A block with one gather and one all-reduce."""
-    return all_reduce(torch.relu(all_gather(x, 0, dist.group.WORLD) @ a) @ b, "sum", dist.group.WORLD)
-
-
-def _on_a_mesh() -> Callable[..., torch.Tensor]:
-    """The block of ``_block`` on a 2 x 2 mesh: it gathers along the rows of the mesh and all-reduces along the
-    columns."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    rows, columns = mesh["tp"].get_group(), mesh["dp"].get_group()
-
-    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return all_reduce(torch.relu(all_gather(x, 0, rows) @ a) @ b, "sum", columns)
-
-    return function
-
-
-def _wrong(found: torch.Tensor, function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> list[str]:
-    exact = function(*(i.detach().double() for i in inputs))
-    error = (found.double() - exact).abs().max().item()
-    return [] if error < 1e-3 else [f"off by {error:.3g}"]
-
-
-def _counts() -> dict[str, int]:
-    return dict(torch._dynamo.utils.counters["overlap_inductor"])
-
-
-def _compare_as_on_gpus() -> None:
-    from overlap_inductor.runtime import agreement
-
-    made = agreement.Comparison.__init__
-
-    def init(self: Any, plan: Any, groups: Any, every_call: bool) -> None:
-        made(self, plan, groups, False)
-
-    agreement.Comparison.__init__ = init  # type: ignore[method-assign]
-
-
 def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
     """Run ``_once``, but compare plans as graphs on GPUs do, and not through the store at every call."""
-    _compare_as_on_gpus()
+    compare_as_on_gpus()
     return _once(rank, world_size, fields)
 
 
@@ -103,12 +59,12 @@ def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str 
     else:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{caches}/{rank}"
         torch._inductor.config.fallback_by_default = True
-    heard, inputs, begun = Heard(), _inputs(rank), time.monotonic()
+    heard, inputs, begun = Heard(), inputs_of(rank), time.monotonic()
     try:
         with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **fields[rank]):
-            compiled = torch.compile(_block, dynamic=False)
-            problems = _wrong(compiled(*inputs), _block, inputs)
-            problems += _wrong(compiled(*inputs), _block, inputs)
+            compiled = torch.compile(block, dynamic=False)
+            problems = wrong(compiled(*inputs), block, inputs)
+            problems += wrong(compiled(*inputs), block, inputs)
     except Exception as error:  # noqa: BLE001  (the outcome is what is tested)
         seconds = time.monotonic() - begun
         # Rank 0's process holds the store, and the other ranks still read it.
@@ -120,7 +76,7 @@ def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str 
     return {
         "problems": problems,
         "warnings": heard.texts,
-        "counts": _counts(),
+        "counts": counts(),
         "hits": hits,
         "notices": report.notices if report else [],
     }
@@ -197,7 +153,7 @@ def _cut_otherwise(rank: int, world_size: int) -> list[str]:
             schedule="ring", agreement_timeout=TIMEOUT, step_node_budget=1 if rank and number < 3 else 4000
         ):
             problems += [
-                f"{number}: {p}" for p in _wrong(torch.compile(function, dynamic=False)(*inputs), function, inputs)
+                f"{number}: {p}" for p in wrong(torch.compile(function, dynamic=False)(*inputs), function, inputs)
             ]
     return problems
 
@@ -226,11 +182,11 @@ def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
     call_board.ABSENT = 3.0
     fields = {"schedule": "ring", "agreement_timeout": TIMEOUT}
     compile_anew(kernels=False)
-    heard, inputs, begun = Heard(), _inputs(rank), time.monotonic()
+    heard, inputs, begun = Heard(), inputs_of(rank), time.monotonic()
     backend = "inductor" if rank and how == "silent" else "overlap_inductor"
     options = {} if backend == "inductor" else {**fields, "mode": "off" if rank else "on"}
-    compiled = torch.compile(_block, dynamic=False, backend=backend, options=options)
-    problems = [p for _ in range(2) for p in _wrong(compiled(*inputs), _block, inputs)]
+    compiled = torch.compile(block, dynamic=False, backend=backend, options=options)
+    problems = [p for _ in range(2) for p in wrong(compiled(*inputs), block, inputs)]
     return {"problems": problems, "warnings": heard.texts, "seconds": time.monotonic() - begun}
 
 
@@ -273,18 +229,18 @@ def _again(rank: int, world_size: int, changes: list[dict[str, Any]]) -> dict[st
     """All ranks call one graph. Then the ranks with ``changes`` compile another graph, call it twice, and call the
     first graph again."""
     compile_anew(kernels=False)
-    heard, inputs, problems, plain = Heard(), _inputs(rank), [], []
-    first = torch.compile(_block, dynamic=False)
+    heard, inputs, problems, plain = Heard(), inputs_of(rank), [], []
+    first = torch.compile(block, dynamic=False)
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
-        problems += _wrong(first(*inputs), _block, inputs)
+        problems += wrong(first(*inputs), block, inputs)
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **changes[rank]):
-        torch._dynamo.eval_frame.remove_from_cache(_block) if changes[rank] else None
-        second = torch.compile(lambda *args: _block(*args), dynamic=False) if changes[rank] else first
-        problems += _wrong(second(*inputs), _block, inputs)
+        torch._dynamo.eval_frame.remove_from_cache(block) if changes[rank] else None
+        second = torch.compile(lambda *args: block(*args), dynamic=False) if changes[rank] else first
+        problems += wrong(second(*inputs), block, inputs)
         plain.append(len(heard.texts))
-        problems += _wrong(second(*inputs), _block, inputs)
-        problems += _wrong(first(*inputs), _block, inputs)
-    return {"problems": problems, "warnings": heard.texts, "counts": _counts()}
+        problems += wrong(second(*inputs), block, inputs)
+        problems += wrong(first(*inputs), block, inputs)
+    return {"problems": problems, "warnings": heard.texts, "counts": counts()}
 
 
 def test_a_rank_that_recompiles_alone_to_another_exchange() -> None:
@@ -305,20 +261,20 @@ def test_a_rank_that_recompiles_alone_to_the_same_exchange() -> None:
 def _trained(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
     compile_anew(kernels=False)
     heard, problems = Heard(), []
-    inputs = _inputs(rank, grad=True)
+    inputs = inputs_of(rank, grad=True)
     exact = [i.detach().double().requires_grad_() for i in inputs]
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **fields[rank]):
-        compiled = torch.compile(_block, dynamic=False)
+        compiled = torch.compile(block, dynamic=False)
         for _ in range(2):
             for tensor in (*inputs, *exact):
                 tensor.grad = None
             compiled(*inputs).square().sum().backward()
-            _block(*exact).square().sum().backward()
+            block(*exact).square().sum().backward()
             for number, (i, e) in enumerate(zip(inputs, exact, strict=True)):
                 error = (i.grad.double() - e.grad).abs().max() / e.grad.abs().max()
                 if not error < 1e-5:
                     problems.append(f"gradient {number} off by {error:.3g}")
-    return {"problems": problems, "warnings": heard.texts, "counts": _counts()}
+    return {"problems": problems, "warnings": heard.texts, "counts": counts()}
 
 
 def test_training_where_ranks_differ() -> None:
@@ -330,17 +286,17 @@ def test_training_where_ranks_differ() -> None:
 def _late(rank: int, world_size: int) -> dict[str, Any]:
     """On a mesh, rank 3 uses a new plan one call earlier than the other ranks."""
     compile_anew(kernels=False)
-    function = _on_a_mesh()
-    heard, inputs, problems = Heard(), _inputs(rank), []
+    function = block_on_a_mesh()
+    heard, inputs, problems = Heard(), inputs_of(rank), []
     compiled = {}
     for parts in (4, 2):
         with overlap_inductor.overlap(schedule="ring", agreement_timeout=20, sub_chunks=parts):
             torch._dynamo.reset()
             compiled[parts] = torch.compile(lambda *args, parts=parts: function(*args), dynamic=False)
             if parts == 4:
-                problems += _wrong(compiled[4](*inputs), function, inputs)
+                problems += wrong(compiled[4](*inputs), function, inputs)
             for turn in range(3 if parts == 2 else 0):
-                problems += _wrong(compiled[2 if turn or rank == 3 else 4](*inputs), function, inputs)
+                problems += wrong(compiled[2 if turn or rank == 3 else 4](*inputs), function, inputs)
     return {"problems": problems, "warnings": heard.texts}
 
 
@@ -353,7 +309,7 @@ def test_a_plan_that_one_rank_of_a_mesh_uses_too_early() -> None:
 def _split(rank: int, world_size: int, patterns: tuple[str, ...]) -> dict[str, Any]:
     """Rank 1's graph is broken between its two collectives. Rank 0's graph is not."""
     compile_anew(kernels=False)
-    heard, inputs = Heard(), _inputs(rank)
+    heard, inputs = Heard(), inputs_of(rank)
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         y = torch.relu(all_gather(x, 0, dist.group.WORLD) @ a)
@@ -364,7 +320,7 @@ def _split(rank: int, world_size: int, patterns: tuple[str, ...]) -> dict[str, A
     begun = time.monotonic()
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, patterns=patterns):
         compiled = torch.compile(function, dynamic=False)
-        problems = [p for _ in range(3) for p in _wrong(compiled(*inputs), _block, inputs)]
+        problems = [p for _ in range(3) for p in wrong(compiled(*inputs), block, inputs)]
     return {"problems": problems, "warnings": heard.texts, "seconds": time.monotonic() - begun}
 
 
@@ -385,8 +341,8 @@ def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dic
     """A graph without overlap is broken between its two collectives on rank 0 only. No rank compares this graph."""
     compile_anew(kernels=False)
     if as_on_gpus:
-        _compare_as_on_gpus()
-    heard, inputs = Heard(), _inputs(rank)[1:]
+        compare_as_on_gpus()
+    heard, inputs = Heard(), inputs_of(rank)[1:]
 
     def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return all_reduce(b @ a, "sum", dist.group.WORLD)
@@ -399,10 +355,10 @@ def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dic
 
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
         compiled = torch.compile(function, dynamic=False)
-        problems = [p for _ in range(2) for p in _wrong(compiled(*inputs), function, inputs)]
-        problems += _wrong(torch.compile(kept, dynamic=False)(inputs[0]), kept, inputs[:1])
-        problems += [p for _ in range(3) for p in _wrong(compiled(*inputs), function, inputs)]
-    return {"problems": problems, "warnings": heard.texts, "counts": _counts()}
+        problems = [p for _ in range(2) for p in wrong(compiled(*inputs), function, inputs)]
+        problems += wrong(torch.compile(kept, dynamic=False)(inputs[0]), kept, inputs[:1])
+        problems += [p for _ in range(3) for p in wrong(compiled(*inputs), function, inputs)]
+    return {"problems": problems, "warnings": heard.texts, "counts": counts()}
 
 
 @pytest.mark.parametrize("as_on_gpus", [False, True])
@@ -443,14 +399,14 @@ def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
     group of the two other ranks."""
     compile_anew(kernels=False)
     first, others = dist.new_group([0]), dist.new_group([1, 2])
-    own, inputs, heard = others if rank else first, _inputs(rank)[1:], Heard()
+    own, inputs, heard = others if rank else first, inputs_of(rank)[1:], Heard()
 
     def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return all_reduce(torch.relu(all_reduce(b @ a, "sum", dist.group.WORLD)), "sum", own)
 
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=10):
         compiled = torch.compile(function, dynamic=False)
-        problems = [p for _ in range(3) for p in _wrong(compiled(*inputs), function, inputs)]
+        problems = [p for _ in range(3) for p in wrong(compiled(*inputs), function, inputs)]
     return {"problems": problems, "warnings": heard.texts}
 
 
@@ -461,60 +417,14 @@ def test_a_group_of_one_rank_where_others_have_more() -> None:
     assert all(r["problems"] == [] for r in results) and sum(len(r["warnings"]) for r in results) == 1, results
 
 
-def _mesh(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run a block on a 2-D mesh. A difference in one row must reach the ranks of the other row through the columns."""
-    compile_anew(kernels=False)
-    function = _on_a_mesh()
-    heard, inputs = Heard(), _inputs(rank)
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **fields[rank]):
-        compiled = torch.compile(function, dynamic=False)
-        problems = [p for _ in range(2) for p in _wrong(compiled(*inputs), function, inputs)]
-    return {"problems": problems, "warnings": heard.texts, "counts": _counts()}
-
-
-@pytest.mark.parametrize("differs", [True, False])
-def test_a_difference_reaches_all_ranks_of_a_mesh(differs: bool) -> None:
-    results = run_ranks(4, _mesh, [{}, {}, {}, {"sub_chunks": 2} if differs else {}])
-    assert all(r["problems"] == [] for r in results), results
-    assert all(bool(r["counts"].get("reason.ranks_differ")) is differs for r in results), results
-    warnings = [w for r in results for w in r["warnings"]]
-    assert (
-        all("rank 3: " in w and "sub_chunks is 4 here and 2 there" in w for w in warnings) and bool(warnings) is differs
-    ), warnings
-
-
 def test_a_dry_run_on_the_fake_backend_runs() -> None:
     """Some frameworks plan with such a dry run: one process acts as a rank of a group that does not exist."""
     from tests.support.fake_group import fake_group
 
     compile_anew(kernels=False)
-    inputs = _inputs(0)
+    inputs = inputs_of(0)
     for world_size in (2, 8):
         with fake_group(world_size), overlap_inductor.overlap(schedule="ring"):
-            assert torch.compile(_block, dynamic=False)(*inputs).shape == (8 * world_size, 16)
+            assert torch.compile(block, dynamic=False)(*inputs).shape == (8 * world_size, 16)
             report = overlap_inductor.last_report()
             assert report is not None and report.counters()["sites_overlapped"] == 2
-
-
-def _without_memory(rank: int, world_size: int) -> dict[str, Any]:
-    """On a 2 x 2 mesh, the ranks of one row have no memory for their workspace. (Rings need no workspace, so the test
-    simulates the failure.)"""
-    from overlap_inductor.inductor import compared_call
-
-    compile_anew(kernels=False)
-    function = _on_a_mesh()
-    made = compared_call.ComparedCall._prepare
-    compared_call.ComparedCall._prepare = lambda self, inputs: (
-        made(self, inputs) or ("rank 3 has no memory left" if rank > 1 else "")
-    )  # type: ignore[method-assign]
-    heard, inputs = Heard(), _inputs(rank)
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
-        compiled = torch.compile(function, dynamic=False)
-        problems = [p for _ in range(2) for p in _wrong(compiled(*inputs), function, inputs)]
-    return {"problems": problems, "warnings": heard.texts, "counts": _counts()}
-
-
-def test_all_ranks_of_a_mesh_run_the_plain_program_if_one_row_has_no_memory() -> None:
-    results = run_ranks(4, _without_memory)
-    assert all(r["problems"] == [] and r["counts"]["reason.ranks_differ"] == 2 for r in results), results
-    assert len([w for r in results for w in r["warnings"]]) == 1, results
