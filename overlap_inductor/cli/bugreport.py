@@ -97,8 +97,8 @@ def versions() -> dict[str, Any]:
 
 
 def _reports(folder: str, hide: Redaction) -> tuple[dict[str, str], list[str]]:
-    """``({name in the archive: text} of each file to pack, a text for each failure that they record)``. ``hide`` is
-    applied only to the names."""
+    """``({name in the archive: text} of each file to pack, a text for each failure that these files record)``. ``hide``
+    is applied only to the names."""
     files: dict[str, str] = {}
     errors: list[str] = []
     for found in graph_folders(folder):

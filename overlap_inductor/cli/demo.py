@@ -80,7 +80,7 @@ class Setup:
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo and print what it found. Returns 0 if all went well. Returns 1 if a rank failed or a part returned
-    no result. Also returns 1 if the numbers of a part differ too much, or if no schedule overlapped a site of it.
+    no result. Also returns 1 if the numbers of a part differ too much, or if no schedule overlapped a site of the part.
 
     Raises:
         ConfigError: the options contradict each other, do not fit this machine, or name a folder that cannot be

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows the steps of the demo's rank 0 while they run, and collects its results."""
+"""Shows the steps of the demo's rank 0 while they run, and collects the results of rank 0."""
 
 from __future__ import annotations
 

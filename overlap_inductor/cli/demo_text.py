@@ -38,7 +38,7 @@ def part(result: dict[str, Any], shared_cpu: bool) -> str:
     for graph in (shown or forms[0])["graphs"]:
         lines.append(f"  graph {graph['graph']} {graph['phase']}, schedule {(shown or forms[0])['name']}:")
         lines += [f"    {line}" for line in (graph["headline"], *_aligned(graph["rows"]))]
-    lines.append("  largest difference from plain torch.compile (in brackets: of plain torch.compile from eager)")
+    lines.append("  largest difference from plain torch.compile (in brackets: between plain torch.compile and eager)")
     lines += [f"    {line}" for line in _checks(result)]
     lines.append("  median times (in brackets: the range of the middle half of the calls)")
     lines += [f"    {line}" for line in _times(result)]

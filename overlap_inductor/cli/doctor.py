@@ -143,8 +143,8 @@ def _differences(requested: OverlapConfig) -> list[Check]:
 
 
 def _schedule(config: OverlapConfig) -> list[Check]:
-    """If the environment names a schedule that cannot run here, a check that says so, because every site would be
-    refused."""
+    """A check that says why the schedule in the environment cannot run here. Every site would then be refused. Empty if
+    the schedule can run, or if it is ``auto`` or ``keep``."""
     from overlap_inductor.lowerings.registry import SCHEDULES
 
     name = f"{ENVIRONMENT_PREFIX}_SCHEDULE={config.schedule}"

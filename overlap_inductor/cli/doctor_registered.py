@@ -74,5 +74,5 @@ def ranks_here() -> tuple[int, str]:
     if not gpus:
         return 2, "on CPUs, because no GPU is visible"
     if gpus == 1:
-        return 2, "on GPUs, one of them on another machine, because this one has one GPU"
+        return 2, "on GPUs, one of them on another machine, because this machine has one GPU"
     return gpus, "one on each GPU"

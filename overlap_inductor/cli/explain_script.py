@@ -65,7 +65,8 @@ def explain_script(
     Raises:
         OverlapError: there is no such script.
         ConfigError: ``machine`` is not known, or ``ranks`` is below 2 or more than ``machine`` has GPUs. Or the script
-            asks for another number of ranks, or a launcher has set ``WORLD_SIZE``.
+            asks for a number of ranks other than ``ranks``, or for more ranks than ``machine`` has GPUs. Or a launcher
+            has set ``WORLD_SIZE``.
         UnsupportedError: this torch is not supported.
     """
     if not Path(script).is_file():
@@ -130,8 +131,8 @@ def _box(machine: str | None, ranks: int | None) -> Box | None:
         )
     if (box is not None or ranks is not None) and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, as set by a launcher such as torchrun; start explain with"
-            " --machine or --ranks without it, because one process plays all ranks"
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, as set by a launcher such as torchrun; with --machine or"
+            " --ranks, start explain without a launcher, because one process plays all ranks"
         )
     return box
 

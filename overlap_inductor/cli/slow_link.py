@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates hosts that a slow link joins, on one Linux machine. Each rank has a network namespace. A bridge joins them,
-with a rate limit in each direction.
+"""Simulates hosts that a slow link joins, on one Linux machine. Each rank has a network namespace. A bridge joins the
+namespaces, with a rate limit in each direction.
 
 Needs root, and the tools ``ip`` and ``tc`` of iproute2. Namespaces, links and the bridge are removed at the end, also
 after an error.
@@ -53,7 +53,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def slow_hosts(count: int, megabits: int) -> Iterator[list[Host]]:
-    """Make ``count`` hosts on one bridge, and remove them at the end. Each sends and receives at most ``megabits``
+    """Make ``count`` hosts on one bridge, and remove them at the end. Each host sends and receives at most ``megabits``
     Mbit/s. Host ``i`` has the address 10.77.0.(i+1).
 
     Raises:

@@ -44,11 +44,11 @@ class SiteSizes:
             An op copies them out of its workspace.
         contracted: bytes of what other ranks send if the collective is an all-to-all before matmuls that contract the
             exchanged dim, else 0.
-        memory: bytes that lookups in tables read and write. Memory bandwidth limits lookups, not the rate of
+        memory: bytes that lookups in tables read and write. Lookups are limited by memory bandwidth, not by the rate of
             multiplications.
         lookups: number of lookups in tables. The program launches separate kernels for each lookup.
         skipped: FLOPs, a part of ``flops``, that only a schedule's pieces compute. The causal attention of the program
-            as written skips hidden keys.
+            as written skips the keys that its mask excludes.
     """
 
     flops: float

@@ -55,8 +55,8 @@ def read(source: str) -> str:
 
 
 def told(machine: Machine, text: str | None) -> Machine:
-    """``machine`` with the facts in ``text``, as ``read`` returned it, in place of its own. Rates of ``matmul_flops``
-    that the text does not name are kept. ``None``: the user stated no facts."""
+    """A copy of ``machine`` in which the facts in ``text`` (a result of ``read``) replace the machine's own facts.
+    Rates of ``matmul_flops`` that the text does not name are kept. ``None``: the user stated no facts."""
     if text is None:
         return machine
     facts: dict[str, Any] = json.loads(text)
