@@ -3,8 +3,8 @@
 (``runtime.agreement``).
 
 It takes the place of ``CompiledFxGraph.current_callable`` and calls the earlier callable, which may record CUDA graphs.
-So nothing has been read, written or captured when it compares. If the ranks differ, it calls the graph compiled without
-overlap (``plain_program``). This plain graph is compiled when it is first needed::
+So nothing has been read, written or captured when ``ComparedCall`` compares the plans. If the ranks differ, it calls
+the graph compiled without overlap (``plain_program``). This plain graph is compiled when it is first needed::
 
     graph(inputs)   ->   all ranks exchange the same?   yes: overlapped(inputs), after making the workspace once
                                                         no:  plain(inputs), compiled now if it is not there yet

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wraps functions of Inductor, mainly so that a graph's report is stored with the compiled graph.
 
-If a cache has the compiled graph, Inductor runs no pass. So the pass only leaves its report in the compile scope::
+If a cache has the compiled graph, Inductor runs no pass. So the pass leaves its report in the compile scope, and the
+report is stored with the compiled graph::
 
     pass -> scope.reports -> attribute of CompiledFxGraph -> pickled into the FX graph cache, the AOTAutograd cache and
                                                              torch.compiler.save_cache_artifacts()
@@ -231,8 +232,8 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
         # A graph may hold an object that cannot be pickled. Without a plain program, nothing is overlapped.
         except Exception as error:  # noqa: BLE001
             scope.refusal = (
-                f"the graph cannot be kept for a run without overlap ({type(error).__name__}: {error}), which ranks"
-                " that differ would need"
+                "the graph cannot be kept for a run without overlap, which is needed if the ranks differ"
+                f" ({type(error).__name__}: {error})"
             )
     try:
         output = original(*args, **kwargs)
@@ -259,7 +260,7 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
 
 def _plain_program(gm: Any, example_inputs: Any) -> plain_program.Captured | None:
     """The plain program of ``gm``. ``None`` for a training graph that was rewritten before it was partitioned. The
-    rewrite has changed what the forward saves. So forward and backward could only be compiled as written together."""
+    rewrite has changed what the forward saves. So a forward as written could run only with a backward as written."""
     if not rewritten(gm.graph):
         return plain_program.capture(gm, example_inputs)
     written = compile_scope.as_written(gm)
@@ -342,7 +343,7 @@ def _switched_off(groups: list[str]) -> OverlapReport:
 def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``FakeTensorUpdater.incremental_update``, which evaluates the shapes of nodes that a pass has added. The
     nodes that our pass added already have values. A node is evaluated again only if one of its arguments has changed.
-    This adds no guards, as when the pass added the node."""
+    The evaluation adds no guards. The pass added none either when it added the node."""
     scope = compile_scope.current()
     if scope is None or not any(s.decision.status == "overlapped" for r in scope.reports for s in r.sites):
         return original(updater, *args, **kwargs)

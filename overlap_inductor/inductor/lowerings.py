@@ -101,7 +101,7 @@ def _packed(x: Any) -> Any:
 
 
 def _after(piece: Any, token: Any) -> Any:
-    """Return ``piece``, and schedule the kernel that computes it after the one that computes ``token``.
+    """Return ``piece``, and schedule the kernel that computes ``piece`` after the kernel that computes ``token``.
 
     ``control_deps`` is not used here, because it lowers the matmul as the output of a subgraph. Inductor compares the
     strides of such an output, and each comparison of symbolic sizes adds a guard.

@@ -245,9 +245,9 @@ def compile_plain(
 
 
 def _objects(program: _Program, inputs: Sequence[Any]) -> dict[int, int]:
-    """``{index of a result: index of the input that it is}``, for inputs that pickling leaves out. They are objects
-    other than tensors, such as a ``DeviceMesh``, which a forward graph passes on to its backward. Pickling turns their
-    example inputs into ``None``."""
+    """``{index of a result: index of the input that it is}``, for inputs that pickling leaves out. These inputs are
+    objects other than tensors, such as a ``DeviceMesh``, which a forward graph passes on to its backward. Pickling
+    turns their example inputs into ``None``."""
     numbers = [index for index, node in enumerate(program.nodes) if node[0] == "placeholder"]
     objects = {n: i for i, (n, example) in enumerate(zip(numbers, inputs, strict=True)) if example is None}
     (results,) = next(node[3] for node in program.nodes if node[0] == "output")

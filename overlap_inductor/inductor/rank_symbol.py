@@ -29,8 +29,8 @@ from overlap_inductor.torch_compat.distributed import resolve_group
 
 _KNOWN = "_overlap_inductor_ranks"
 _ACCESSES = "_overlap_inductor_accesses"
-"""Attribute of a graph while its scheduler computes dependencies: by the ``id`` of a buffer, what its kernel reads and
-writes."""
+"""Attribute of a graph while its scheduler computes dependencies. It maps the ``id`` of each buffer to what the
+buffer's kernel reads and writes."""
 
 
 class GroupRank(ir.ExternKernel):

@@ -5,15 +5,15 @@ waves, whose tiles wait for slice after slice of K.
 If nearly every tile needs a peer's rows and each SM has one tile, a kernel that waits for whole rows
 (``all_gather_matmul``) idles until they arrive. Here a shard arrives in slices of its columns, one after the other. A
 tile continues with each slice of K as soon as the slice is there, so the transfer is hidden under the tile itself. Each
-wait drains the pipeline of loads, so slices do not pay with more waves.
+wait drains the pipeline of loads. With more waves, this costs more time than the slices save.
 
 The ``PUSHERS`` blocks that begin first (each block takes a ticket) store this rank's shard into the peers' workspace.
 They store the first slice to all peers before the second (``push.push_slice``). Then they multiply.
 
-Forward progress. When a block runs that is no pusher, blocks that run or have ended have taken all tickets of pushers.
-A pusher waits only for credits, which depend only on the previous call. It begins to multiply when every piece of its
-rank has been claimed. So a rank sends its shard whatever its tiles wait for, even if only one block is resident. All
-waits are bounded (``signals``).
+Forward progress. When a block that is no pusher runs, all tickets of pushers have been taken by blocks that run or have
+ended. A pusher waits only for credits, which depend only on the previous call. It begins to multiply when every piece
+of its rank has been claimed. So a rank sends its shard whatever its tiles wait for, even if only one block is resident.
+All waits are bounded (``signals``).
 
 Memory ordering, CUDA graphs: as in ``all_gather_matmul``. A slice has a flag of its own, and each wait for a slice has
 its ``load_fence``.
@@ -74,7 +74,7 @@ def all_gather_matmul_slices(
     for w in tl.static_range(COUNT):
         tiles_n += tl.cdiv(weights[w][4], BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
-    # The blocks that start first push: blocks that wait may leave no room for others.
+    # The blocks that start first push. Otherwise, blocks that wait could leave no room for the pushers.
     sending = tl.atomic_add(queues + 4, 1, sem="relaxed") < PUSHERS
     while sending:
         # Written as products of four: so the compiler knows that masks end between 16-byte words.

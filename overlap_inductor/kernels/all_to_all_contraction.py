@@ -90,8 +90,8 @@ def all_to_all_contraction(
                 m, n = own_tile(turn, tiles_m, tiles_part, tiles_n, GROUP_M)
                 part = m // tiles_part
                 total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-                # One loop over K reads this rank's own part. Then follows one loop for each peer. If all peers are
-                # known to have arrived, one loop reads the parts of all of them.
+                # One loop over K reads this rank's own part. Then follows one loop for each peer. If the parts of all
+                # peers are known to have arrived, one loop reads all of them.
                 for i in range(tl.where(part == seen, 2, WORLD)):
                     first = i
                     last = tl.where((part == seen) & (i > 0), WORLD, i + 1)

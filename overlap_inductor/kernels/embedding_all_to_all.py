@@ -200,7 +200,7 @@ def embedding_all_to_all(
         rows: bags of a slice. Every table has ``WORLD * rows`` bags.
         piece_rows: bags of a piece, a multiple of ``BAGS``.
         row_stride, table_stride: elements from bag to bag of a table, and from table to table, in a slot.
-        slot_vectors: vectors of 16 bytes of a slot.
+        slot_vectors: number of 16-byte vectors in a slot.
         WIDTH: elements of a row. A row is a number of whole vectors.
         BAGS, SPAN: powers of two. ``BAGS``: bags that are looked up at once. ``SPAN``: at least ``WIDTH``.
         UNROLL: rows of each bag that are loaded at once.

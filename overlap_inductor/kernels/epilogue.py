@@ -76,7 +76,7 @@ def by_quarters(
     EPILOGUE: tl.constexpr, tile, weight, at_m, inside_m, column, columns, extra0, extra1, dtype: tl.constexpr
 ):
     """``tile`` with its epilogue, in ``dtype``. The epilogue is computed for one quarter of the columns after the
-    other, because an op on the whole accumulator would take as many registers again."""
+    other. The result of an op on the whole accumulator would take as many registers as the accumulator itself."""
     QUARTER: tl.constexpr = tile.shape[1] // 4
     left, right = _halves(tile)
     a, b = _halves(left)
@@ -121,7 +121,7 @@ def _argument(value: object, names: dict[str, str], op: Sequence[object]) -> str
 
 
 def _expression(op: Sequence[object], names: dict[str, str]) -> str:
-    """The Triton text of one op. Each argument is a key of ``names`` or a number; the second one of ``to`` is in
+    """The Triton text of one op. Each argument is a key of ``names`` or a number. The second argument of ``to`` is in
     ``DTYPES``."""
     name, *arguments = op
     template = TRITON_OPS.get(name) if isinstance(name, str) else None

@@ -8,9 +8,9 @@ of one block wait side by side.
 
 Memory ordering: as in ``signals``. A signal is ``bar.red``, after which each of several threads runs its own
 ``st.release.sys``. The barrier orders the block's stores before the release of each of these threads. In a wait, each
-of several threads repeats ``ld.acquire.sys`` until its own value is there, and ``bar.sync`` follows. So whatever any of
-them has acquired comes before the whole block's later loads. Forward progress, aborts and CUDA graphs: as in
-``signals``.
+of several threads repeats ``ld.acquire.sys`` until its own value is there, and ``bar.sync`` follows. So what any of
+these threads has acquired is visible to the later loads of the whole block. Forward progress, aborts and CUDA graphs:
+as in ``signals``.
 
 A thread that has seen the abort word set may have left out stores. The barrier before a signal tells every thread
 whether any thread of the block has seen the word set. If one has, no thread signals. This takes no more time than the

@@ -447,7 +447,8 @@ def matmul_all_reduce(
                     TRANSPOSED,
                     BIAS,
                 )
-                # A pushing block claims a tile only when nothing is ready: others would wait for a tile that it held.
+                # A pushing block claims a tile only when no other work is ready. Other blocks would wait for a tile
+                # that was claimed earlier and not yet multiplied.
                 following = claim(queues + tl.where(pushes_first, NOTHING_QUEUE, 0), THREADS)
                 store_tile(
                     product_desc, shard * padded + m * BLOCK_M, n * BLOCK_N, total.to(out.dtype.element_ty), HALVES

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused``: ``reduce_scatter(a @ b)`` and ``all_to_all(a @ b)`` in one persistent kernel. A block sends each
-tile of a peer's shard as soon as it has multiplied it.
+tile of a peer's shard as soon as the block has multiplied the tile.
 
 A rank's product is divided into one shard for each rank, all of equal size, and a shard is cut into ``parts`` bands of
 rows. When a tile of another rank's shard is summed over K, it goes to that rank's workspace, in the collective's dtype.
@@ -90,8 +90,8 @@ def _stagger(nanoseconds):
 def _flush(
     pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, parts, WORLD: tl.constexpr
 ):
-    """Count a tile whose bulk stores have been started, when they are done. ``pending``: ``shard * parts + band`` of
-    the tile, or -1 if there is none to count. Returns -1."""
+    """Wait until the bulk stores of a tile are done, and count the tile. ``pending``: ``shard * parts + band`` of the
+    tile, or -1 if there is none to count. Returns -1."""
     if pending >= 0:
         store_fence()
         shard = pending // parts

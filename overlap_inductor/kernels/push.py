@@ -49,8 +49,8 @@ def push_piece(
     KEEP: tl.constexpr,
     SCATTERED: tl.constexpr,
 ):
-    """Claim one piece of this rank's shard for one receiver, and store the piece in its workspace. Returns whether a
-    piece was left.
+    """Claim one piece of this rank's shard for one receiver, and store the piece in the receiver's workspace. Returns
+    whether a piece was left.
 
     ``words``: the shard as int32 ``[shard_words]``, aligned to 16 bytes. In a receiver's workspace (``peer_data``,
     int64 ``[WORLD]`` addresses) the shard begins at word ``rank * shard_words``. With ``SCATTERED``, ``words`` holds a
@@ -67,7 +67,8 @@ def push_piece(
         part = i // (PIECES * RECEIVERS)
         rest = i % (PIECES * RECEIVERS)
         # A part goes to one peer after the other, so that the first peer has it soon. Peer ``rank - 1`` comes first,
-        # because the first peer's shard that it multiplies is this rank's (``tile_order.arriving``).
+        # because the first peer's shard that rank ``rank - 1`` multiplies is this rank's shard
+        # (``tile_order.arriving``).
         peer = (rank + WORLD - 1 - rest // PIECES) % WORLD
         piece = rest % PIECES
         if peer != rank:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy out of the workspace what the peers have sent. A kernel of schedule ``fused`` that also sends does this.
+"""Copy out of the workspace what the peers have sent. Kernels of schedule ``fused`` that also send call these
+functions.
 
-A peer's slice is cut into parts, and a part into pieces. Blocks claim the pieces from a queue. The sender of a part
-sets the part's flag (``signals.signal_flag``).
+What one peer sends fills a *slot*. A slot is cut into parts, and a part into pieces. Blocks claim the pieces from a
+queue. The sender of a part sets the part's flag (``signals.signal_flag``).
 
 Memory ordering: the block waits for the part's flag by an acquire, a barrier follows, and its loads bypass L1.
 

@@ -36,13 +36,15 @@ wait of its own looks at the abort word (``look``) before it stores. Every kerne
 results or its signals depend. A wait that was given up has set the word before the barrier that follows the wait, so
 every thread of the block sees the word set. So whatever a rank signals was computed from data for which its waits
 succeeded. One thread may see the word set although another thread of its block did not. A thread that signals for the
-block must look later than all threads (``count_and_signal``), or ask all of them (``group_signals.signal_ranks``).
+block must look after all other threads have looked (``count_and_signal``), or ask all of them
+(``group_signals.signal_ranks``).
 
 The abort word is in the memory of the GPU that reads it. Only the board is in the host's memory (``STOP_WORDS`` says
 where the addresses are). A waiting block must not look at the host's memory. On an H100, 108 blocks looked there in
 every 64th iteration of their wait. They slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that looked
-only at the GPU's memory, however often, did not slow it. So a look costs nothing in a wait that ends at once. Elsewhere
-it costs a kernel one load from its own GPU's memory, in parallel with other loads.
+only at the GPU's memory, however often, did not slow it. A wait first looks in its 64th iteration, so a wait that ends
+at once has no cost for a look. Outside waits, a look costs a kernel one load from its own GPU's memory, in parallel
+with other loads.
 
 CUDA graphs. In a captured graph no argument of a kernel changes. The number of the call, on which the values of flags
 depend, is read from device memory.
@@ -249,8 +251,8 @@ def _no_fence():
 
 @triton.jit
 def credit_flag(flags, peer):
-    """The flag that holds how many calls of the slot ``peer`` has finished. ``flags``: the flags of the reading
-    rank."""
+    """The flag that holds how many calls of this slot the rank ``peer`` has finished. ``flags``: the flags of the
+    reading rank."""
     return flags + peer * FLAG_WORDS
 
 
@@ -273,8 +275,8 @@ def has_come(flag, target):
 @triton.jit
 def look(stop):
     """The abort word as this thread sees it: not 0 if the group has been aborted. After a wait's barrier each thread
-    looks for itself. So no branch that contains a barrier may depend on the value; masks and ``signal`` may depend on
-    it."""
+    looks for itself, so the threads of a block may see different values. So no branch that contains a barrier may
+    depend on the value. Masks and ``signal`` may depend on it."""
     return tl.load(stop, cache_modifier=".cg")
 
 

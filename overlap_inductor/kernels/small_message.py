@@ -5,9 +5,9 @@ and RMSNorm that follow, in one kernel.
 One-shot: every rank stores its rows into every peer's workspace, and sums all of them. Two-shot: row ``m`` belongs to
 rank ``m % WORLD``, its owner. The owner gets all partial rows, sums them and stores the sum into every peer's workspace
 (with a norm into its own, too). It stores the sum and not the normed row, for two reasons. A normed row and a new
-residual would be twice the bytes. And every rank adds a residual of its own, whatever values this has. Sums are in
-fp32, in the order of the ranks, rounded once, so all ranks get the same bits. There is no barrier across ranks: a block
-waits for the flags of its own columns or rows.
+residual would be twice the bytes. And every rank adds its own residual, whose values may differ from those of other
+ranks. Sums are in fp32, in the order of the ranks, rounded once, so all ranks get the same bits. There is no barrier
+across ranks: a block waits for the flags of its own columns or rows.
 
 A block has one *unit*, a segment of columns. In one-shot, it is a segment of one row. In two-shot, it is a segment of a
 group of ``WORLD`` rows, one row of each owner. A norm needs whole rows. In one-shot, the last block of a row computes
@@ -135,7 +135,7 @@ def one_shot(
         eights: ``columns / 8``, so that the compiler sees that rows are whole 16-byte words.
         out: the sum over ranks ``[rows, columns]``; with ``NORM`` the normed rows.
         residual, residual_out: ``[rows, columns]``. With ``NORM``, ``residual`` is read and ``residual_out`` is
-            written. Without, neither is used.
+            written. Without ``NORM``, neither is used.
         weight: ``[columns]``, the weight of the norm; read with ``NORM`` only.
         staging: this rank's workspace, two halves of ``half`` elements, each ``[WORLD, rows, columns]``: what has
             arrived from each source.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that run beside matmuls and copies: waits, signals, and SMs that push. Schedule ``chunked`` launches them on
-its streams, and so does ``fused`` if copies send a shard.
+its streams, and so does ``fused`` if copy engines send a shard.
 
 A *part* is a band of rows of one shard. Part number ``u`` belongs to the rank ``u // PARTS + 1`` steps away and is
 number ``u % PARTS`` of its shard. It has a flag of its own, ``signal_flag(flags, source, index + u % PARTS)``. A kernel
@@ -76,8 +76,8 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
 
     ``announced`` (one word): see ``announce``.
 
-    If permission has not arrived, because this rank's patience is over or because another rank has stopped it, this
-    kernel sets the abort words of all ranks. The words are set when the kernel ends, before any later copy starts
+    If permission has not arrived, because this rank's patience is over or because another rank has stopped this rank,
+    this kernel sets the abort words of all ranks. The words are set when the kernel ends, before any later copy starts
     (``spoil``). A rank that stopped this one may not have told the others yet.
     """
     call = tl.load(calls)
@@ -178,7 +178,7 @@ def wait_for_turn(peer_flags, calls, stop, patience, site, receiver, sender, ind
     """Wait until ``receiver`` has got part ``index`` of this call from ``sender``. The flag is in the receiver's
     memory, and is read there. Grid: one block.
 
-    No data are read after this wait. It keeps two ranks from sending to the same rank at a time
+    No data are read after this wait. The wait keeps two ranks from sending to the same rank at the same time
     (``transports.copy_engine``).
     """
     flag = tl.load(peer_flags + receiver).to(tl.pointer_type(tl.int32))
