@@ -114,8 +114,8 @@ class SiteFootprint:
 def _beside(site: DecidedSite, collective: CollectiveNode) -> tuple[str, list[Any] | None]:
     """What a further collective of a site does, in words that complete "... the one before". There are three cases. Its
     tensor moves together with the tensor of the first collective. Or its result is added to the result of the first. Or
-    it returns the rows that the first one sent. Only in the first case do all ranks know the shape, and it is returned
-    too."""
+    it returns the rows that the first one sent. Only in the first case do all ranks know the tensor's shape. The shape
+    is then returned, too; else ``None``."""
     if collective in site.nodes.moved:
         return "with", tools.shape(collective.input)
     return ("added to" if site.nodes.is_sum else "returning rows of"), None

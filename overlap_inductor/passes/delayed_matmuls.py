@@ -17,9 +17,9 @@ each band, and the matmul runs before the first of these waits. For a collective
     y = wait_tensor(all_gather(e))                ->  dw = after(mm(dy^T, x), g)
                                                       y = wait_tensor(g)                  # ordered after dw
 
-The op of experts (``lowerings.ring.looped_experts_ops``) starts to return their rows, and a later wait completes the
-transfer. The gradients of the experts' weights already stand between the op and the wait, so they need not move. But
-the wait must stay behind them.
+The op of experts (``lowerings.ring.looped_experts_ops``) starts to return the experts' rows, and a later wait completes
+the transfer. The gradients of the experts' weights already stand between the op and the wait, so they need not move.
+But the wait must stay behind them.
 
 Contract: the pass runs on a rewritten graph, before its order is fixed. It moves a matmul only downwards, together with
 the views and casts of its result, and only if no other node and no write in place is affected. Ranks may move different
@@ -105,8 +105,8 @@ def delay(
 
 
 def _sites(graph: fx.Graph, exposed: Mapping[str, float], in_bands: Collection[str]) -> Iterator[Transfer]:
-    """One transfer for each site that is written in bands, and for each site with one wait for all hops. It lasts from
-    the site's last send to its first wait.
+    """One transfer for each site that is written in bands, and for each site with one wait for all hops. The transfer
+    lasts from the site's last send to its first wait.
 
     A site in bands has a wait for each band. At the first wait, the transfers of all bands are under way, and the link
     carries them in order. A matmul in front of the first wait shortens the wait for each band. So it can hide the

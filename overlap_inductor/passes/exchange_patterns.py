@@ -9,8 +9,8 @@ which exchanges a shard of the sequence for a shard of the heads.
     all_to_all_single(f(wait_tensor(all_to_all_single(x))))    all_to_all_experts    f: grouped matmuls of the rows
 
 ``find_dispatched`` follows the rows from one exchange to the other. ``find_reduce`` follows the input backward,
-and ``find_received`` follows the result forward. ``find_banded`` reads what ``find_reduce`` cannot cut: norms and
-rotary embeddings between a projection and its exchange. The ranks' parts may have different sizes
+and ``find_received`` follows the result forward. ``find_banded`` finds sites with ops that ``find_reduce`` cannot cut:
+norms and rotary embeddings between a projection and its exchange. The ranks' parts may have different sizes
 (``sites.uneven_nodes``).
 """
 

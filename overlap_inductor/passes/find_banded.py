@@ -2,9 +2,9 @@
 """Find ``matmul -> row-wise ops -> all-to-all``: the projections of Ulysses attention with a norm of q and k or a
 rotary embedding (``sites.banded_nodes``).
 
-This finder runs only if ``find_reduce`` finds no site, because that cuts the product into the ranks' slices. It walks
-back from the all-to-all to the one matmul that computes its input, and then forward with ``sites.row_wise``. R: number
-of ranks::
+This finder runs only if ``find_reduce`` finds no site. (``find_reduce`` cuts the product into the ranks' slices. This
+finder cuts the tokens into bands.) It walks back from the all-to-all to the one matmul that computes its input, and
+then forward with ``sites.row_wise``. R: number of ranks::
 
     q = mm(x, w)                                         # [tokens] [R heads width]
     y = norm(q) * cos + turned(norm(q)) * sin            # any ops that compute each token by itself

@@ -32,9 +32,9 @@ aten = tools.aten
 def find_dispatched(
     dispatch: CollectiveNode, collectives: dict[fx.Node, CollectiveNode]
 ) -> tuple[DispatchedNodes | None, Reason | None]:
-    """``(site at the first exchange, None)``, or ``(None, why there is no site)``. ``(None, None)`` if no grouped
-    matmuls return rows from one exchange to another. ``collectives``: the collectives that may be part of a site, by
-    node."""
+    """``(site at the first exchange, None)``, or ``(None, why there is no site)``. ``(None, None)`` if no rows go from
+    this exchange through grouped matmuls to another exchange. ``collectives``: the collectives that may be part of a
+    site, by node."""
     indexed = _indexed(dispatch)
     if indexed is None:
         return None, None

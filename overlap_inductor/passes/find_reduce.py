@@ -67,8 +67,8 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
                 "not_plain_scatter",
                 f"piece {i} takes every {piece.step}th row on dim {piece.dim}; expected consecutive rows",
             )
-        # Pieces of a symbolic dim other than 0 are equal, because ``cat`` on dim 0 requires it. It is not checked that
-        # the pieces cover the dim.
+        # Pieces of a symbolic dim other than 0 are equal, because ``cat`` on dim 0 requires equal pieces. Whether the
+        # pieces cover the dim is not checked.
         equal = piece.dim != 0 if isinstance(size, torch.SymInt) else shard * world_size == size
         same = source is None or (piece.base is source and piece.dim == dim)
         if not same or not (equal or same_size(shard * world_size, size)):
@@ -328,8 +328,8 @@ def _site(
 
 
 def reads_a_result(tracer: Tracer) -> Reason | None:
-    """Why the region cannot be cut, or ``None``. It cannot if it reads a tensor from outside that is computed from one
-    of its own matmuls. That matmul would have to be computed both whole and in pieces."""
+    """Why the region cannot be cut, or ``None``. It cannot be cut if it reads a tensor from outside that is computed
+    from one of the region's own matmuls. That matmul would have to be computed both whole and in pieces."""
     for leaf in tracer.leaves:
         known: dict[fx.Node, bool] = {}
         forks = any(u not in tracer.region for u in leaf.node.users)

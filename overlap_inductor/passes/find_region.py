@@ -111,8 +111,8 @@ def _leaf(node: fx.Node) -> matmuls.MatmulNode | None:
 
 
 def sums_experts(node: fx.Node) -> bool:
-    """Whether ``node`` is computed from a grouped matmul that no other node reads, so that a collective of ``node`` is
-    a site."""
+    """Whether ``node`` is computed from a ``GroupedMatmul`` of which other nodes read only the result. A collective of
+    ``node`` is then a site."""
     found = _nearest_leaf(node)
     members = [] if found is None else [*found.inner, found.node]
     return len(members) > 1 and all(u in members for n in members[:-1] for u in n.users)

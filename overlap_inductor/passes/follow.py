@@ -221,7 +221,7 @@ class Follower:
                 ShardedDim.of(self.layouts[n]).short for n in node.all_input_nodes if n in self.layouts
             ):
                 raise LayoutError(
-                    "it combines these rows with another tensor's after the padding of uneven shards was cut off"
+                    "it combines these rows with rows of another tensor after the padding of uneven shards was cut off"
                 )
         except LayoutError as error:
             if _is_operand(node):

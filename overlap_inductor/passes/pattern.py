@@ -68,7 +68,7 @@ class Search(Protocol):
         phase: inference, forward or backward.
         collectives: every collective of the graph, as ``sites.collectives.find_collectives`` gives it.
         merged: the collectives of sites that have several. Such a site is found at the first of its collectives. Its
-            pattern adds them here, and the finder skips the later ones.
+            pattern adds all of its collectives here, and the finder skips the later ones.
     """
 
     phase: str

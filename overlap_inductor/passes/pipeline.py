@@ -11,7 +11,7 @@
                pass "overlap": collectives and the matmuls beside them become overlap ops
 
 If a slot has no pass, Inductor's setting for it and Inductor's cache keys stay as they were. If such a slot gets a pass
-while overlap is enabled, the pass runs from the next call of ``enable``, ``disable`` or ``overlap`` on.
+while overlap is enabled, the pass begins to run after the next call of ``enable``, ``disable`` or ``overlap``.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class MatmulReduceScatter:
 
 class MatmulAllReduce:
     """Pattern ``matmul -> all-reduce`` (see ``Pattern``). If the results of several all-reduces (sum or avg) of one
-    group, op, shape and dtype are only added to each other, they become one site. This site is at the first of them.
-    They stay apart if the merged site has an obstacle."""
+    group, op, shape and dtype are only added to each other, the all-reduces become one site. This site is at the first
+    all-reduce. The all-reduces stay apart if the merged site would have an obstacle."""
 
     name = "matmul_all_reduce"
     kind = "all_reduce"

@@ -359,5 +359,6 @@ def same_inputs_of(graph: fx.Graph) -> list[list[Any]]:
 
 
 def failures_of(graph: fx.Graph) -> list[Failure]:
-    """If the rewrite of the joint graph from which ``graph`` was cut failed: the error."""
+    """The failures of the rewrite of the joint graph from which ``graph`` was cut. Empty if the rewrite did not
+    fail."""
     return [Failure(**n.meta[FAILURE]) for n in graph.nodes if FAILURE in n.meta]

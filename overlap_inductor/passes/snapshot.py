@@ -54,7 +54,7 @@ def not_in_bands(failure: Failure) -> str:
 
 
 class Snapshot:
-    """A copy of a graph, to restore it from."""
+    """A copy of a graph, from which the graph can be restored."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.copy = graph, fx.Graph()

@@ -5,8 +5,8 @@ backward gathers the rows again.
 The forward gathers the result of a norm for its matmuls, and the backward needs all rows again for the weights'
 gradients. All rows take W times the memory of a rank's rows. If the backward gathers the rows again (Korthikanti et
 al., arXiv:2205.05198, section 4.2.2), the transfer runs under the matmuls that compute the gradients. So only the
-rank's rows are saved if these matmuls take longer than the transfer. If the forward itself does not need all rows, only
-the rank's rows are saved in any case::
+rank's rows are saved if these matmuls take at least ``MARGIN`` times as long as the transfer. If the forward itself
+does not need all rows, only the rank's rows are saved in any case::
 
     forward:   g = all_gather(n); y = mm(g, w)            saved: n [t, H] instead of g [T, H]
     backward:  g = all_gather(n); dw = mm(dy^T, g)        the gather is hidden under dw
@@ -76,7 +76,8 @@ def _gathers(made: Iterable[fx.Node]) -> list[tuple[fx.Node, CollectiveNode]]:
 
 
 def _behind(wait: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """``(views, permutations and slices of wait, the other nodes that read wait or one of them)``."""
+    """``(views, readers)``. ``views``: the views, permutations and slices of ``wait``. ``readers``: the other nodes
+    that read ``wait`` or one of ``views``."""
     views: list[fx.Node] = []
     readers: list[fx.Node] = []
     pending = [wait]
@@ -105,7 +106,7 @@ def _seconds(node: fx.Node, collective: CollectiveNode, config: OverlapConfig) -
     matmul = matmuls.parse(node)
     if matmul is None:
         return 0.0
-    # Ranks must decide alike, but their shards of a weight may differ in size.
+    # All ranks must make the same decision, but their shards of a weight may differ in size. So the sizes are rounded.
     dims = [sizes.rounded(sizes.hint(s)) for s in (*tools.shape(node), tools.shape(matmul.lhs)[-1])]
     flops = 2.0 * math.prod(dims)
     itemsize = tools.dtype(matmul.lhs).itemsize

@@ -56,7 +56,8 @@ class Writer(Protocol):
         ...
 
     def reshape(self, node: fx.Node, shape: list[Any]) -> fx.Node:
-        """``node`` in ``shape``; ``node`` itself, or the tensor of which it is a view, if that has this shape."""
+        """``node`` in ``shape``. If ``node``, or a tensor of which ``node`` is a view, has this shape already, that
+        tensor is returned."""
         ...
 
     def size(self, size: Any) -> Any:
@@ -211,7 +212,8 @@ class _Cat:
         feature_dim(node, operators.argument(node, "dim"), first)
         for part in parts:
             if part in held and not (held[part].tokens.same(first.tokens) and held[part].lead == first.lead):
-                raise NotRowWise(f"{node.name} concatenates tensors with other tokens")
+                text = f"{node.name} concatenates tensors with different tokens, or with tokens in different dims"
+                raise NotRowWise(text)
             ahead = tools.shape(part)[: first.lead]
             if not all(map(same_size, ahead, tools.shape(node)[: first.lead])):
                 raise NotRowWise(f"{node.name} concatenates tensors whose tokens differ")

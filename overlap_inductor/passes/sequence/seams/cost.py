@@ -2,7 +2,7 @@
 """Estimate the time of a seam as two rings one after the other, and in bands.
 
 Two clocks, one of the matmuls and one of the link, step through the sends, matmuls and waits of both sites. The link
-carries one piece at a time. Only that part of the token-wise work is counted that bands add: launches and copies."""
+carries one piece at a time. Of the token-wise work, only the part that bands add is counted: launches and copies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from overlap_inductor.sites.sizes import sizes_at
 from overlap_inductor.torch_compat import operators
 
 MARGIN = 1.05
-"""Bands are chosen only if the time in turn is estimated to be more than this many times the time in bands."""
+"""Bands are chosen only if the estimated time of the two rings one after the other is more than this many times the
+estimated time in bands."""
 LAUNCHES = 2
 """Launches of token-wise kernels that each band but the first adds. A residual and a norm become about two kernels.
 Each launch is taken to cost as much as the fixed cost of a hop."""
