@@ -108,8 +108,8 @@ REFUSED: dict[str, tuple[str, Op]] = {
     "the last token": ("works along the tokens", lambda g, x: g.op("select.int", x, 1, -1)),
     "split of tokens": ("works along the tokens", lambda g, x: g.call(getitem, g.op("split.Tensor", x, 1), 0)),
     "cat of tokens": ("works along the tokens", lambda g, x: g.op("cat.default", [x, x], 1)),
-    "cat with other tokens": (
-        "other tokens",
+    "cat with different tokens": (
+        "concatenates tensors with different tokens",
         lambda g, x: g.op("cat.default", [g.view(x, B * S, H), g.op("select.int", g.tokens(B * S, 3, 2), 2, 0)], 1),
     ),
     # A part of the features whose start may depend on the rank. If it does, the ranks' graphs differ only in the number
