@@ -198,7 +198,8 @@ def test_facts_that_were_not_copied_are_copied_by_the_next_call(monkeypatch: pyt
 
 @contextmanager
 def _with_asserts() -> Iterator[None]:
-    """The interpreter drops asserts unless its option ``debug`` is set, as Triton does."""
+    """Set the interpreter's option ``debug``. Without this option, the interpreter drops asserts, and so does Triton on
+    a GPU."""
     from triton.runtime import interpreter
 
     before = interpreter.interpreter_builder.options
