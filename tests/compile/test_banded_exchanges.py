@@ -49,7 +49,8 @@ def test_every_exchange_of_a_block_is_a_site(norm: str, rotary: str, dynamic: bo
 
 @pytest.mark.usefixtures("alone")
 def test_each_band_is_sent_before_the_next_one_is_multiplied() -> None:
-    """There is one kernel of the norm for each band. It writes the band's parts in the order in which they are sent."""
+    """There is one kernel of the norm for each band. This kernel writes the band's parts in the order in which the
+    parts are sent."""
     lines = lines_of(normed, (1, 6, 16), (16, 64), (8,), world_size=4, sub_chunks=2)
     found = events(lines)
     assert found.index("start") < found.index("send"), found

@@ -137,8 +137,8 @@ def _check_saved(lookups: Lookups, table: int, of_index: torch.Tensor, sizes: to
 
 @pytest.mark.parametrize("name", CASES)
 def test_against_fp64_and_the_order_of_torch(name: str) -> None:
-    """Results are bitwise equal to fp32 sums in the order of the indices. They are close to fp64, and to torch's own
-    op."""
+    """Results in fp32 and fp16 are bitwise equal to fp32 sums in the order of the indices. All results are close to
+    fp64 sums, and to the results of torch's own op."""
     case = CASES[name]
     out = shared(CALLS, case.world_size, case.bags * case.tables * case.width, dtype=case.dtype, fill=float("nan"))
     run_ranks(case.world_size, _rank, SharedWorkspace.of(case.world_size, *case.need), out, case)
