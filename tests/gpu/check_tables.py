@@ -81,8 +81,8 @@ def results(world_size: int) -> list[str]:
 
 
 def trained(rank: int) -> list[str]:
-    """Compares the gradients with and without overlap, and returns the problems. The backward of ``embedding_bag``
-    reads what the kernel stores, so this also checks what the kernel stores."""
+    """Compares the gradients with and without overlap. Returns the problems. The backward of ``embedding_bag`` reads
+    values that the kernel stores, so wrong values also show as wrong gradients."""
     problems = []
     for kind, joined in (("sum", "cat"), ("mean", "tables first"), ("embedding", "stack")):
         torch.manual_seed(rank)
