@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user can do about a site or collective that is not overlapped: a sentence or two for each reason code.
 
-A reason's text says why, and has values. The advice here depends on the reason code alone.
+A reason's own text names the cause and its values. The advice here depends on the reason code alone.
 """
 
 from __future__ import annotations
