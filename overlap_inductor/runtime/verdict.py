@@ -109,8 +109,8 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     ):
         verdict = (APART, verdict[1])
     places = [_places(s, plan, values) for s, values in zip(states, here, strict=True)]
-    # If ranks count differently or a rank is absent, the ranks exchange verdicts even for a known plan: some of them may
-    # have stopped waiting for a rank that joins the call after all.
+    # If ranks count differently or a rank is absent, the ranks exchange verdicts even for a known plan. The reason is
+    # that some of them may have stopped waiting for a rank that joins the call after all.
     uneven = bool(absent) or any(
         p != call_board.value(s, plan) for s, others in zip(states, places, strict=True) for p in others
     )

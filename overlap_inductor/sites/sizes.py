@@ -118,7 +118,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
 
 
 def _hidden(queries: int, keys: int) -> float:
-    """The share of the keys that ``is_causal`` hides, on average of all queries."""
+    """The share of the keys that ``is_causal`` hides, averaged over all queries."""
     if not queries or not keys:
         return 0.0
     below = min(queries, keys)
