@@ -192,8 +192,8 @@ def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Ite
 
 @contextmanager
 def _on_one_core(device: str) -> Iterator[None]:
-    """On a CPU, keep this thread on a core of its own if there are enough cores. At the end, allow all cores again:
-    Inductor compiles in processes that inherit the setting."""
+    """On a CPU, keep this thread on a core of its own if there are enough cores. At the end, allow all cores again, so
+    that processes which Inductor starts to compile may use all of them."""
     cores = sorted(os.sched_getaffinity(0))
     if device == "cpu":
         os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})

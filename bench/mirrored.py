@@ -27,9 +27,9 @@ On 8 GPUs, several ranks send to the same receiver at once (``transports.copy_en
 sender. So times from this program cannot tell which number of bands is best, or whether ``chunked`` in bands or
 ``fused`` is faster.
 
-Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset, so a call does
-not wait until the GPUs have read the data of the previous call. A barrier or an all-reduce before each call makes it
-wait.
+Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset, so a call by
+itself does not wait until the other GPU has read the data of the previous call. A barrier or an all-reduce before each
+call ensures that this data has been read.
 """
 
 from __future__ import annotations

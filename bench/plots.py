@@ -164,9 +164,10 @@ HEADLINE_NAMES = {"auto": "overlap_inductor (schedule auto)", "async_tp": "PyTor
 
 
 def headline(found: list[dict[str, Any]], path: Path) -> None:
-    """Draw README's picture: bars of the speed-up over plain ``torch.compile`` by tokens, a panel for each pattern, and
-    the limit as a mark above the bars. The rows (``summaries.headline_rows``) are stored in the file as its
-    description, so that a test can compare them."""
+    """Draw README's picture. It has a panel for each pattern. A panel has bars of the speed-up over plain
+    ``torch.compile`` by tokens, and a mark for the limit at each token count.
+    The rows (``summaries.headline_rows``) are stored in the file as its description, so that a test can compare
+    them."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -102,7 +102,7 @@ class Legs:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.turns", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[4, 8, 16, 32], help="of a shard")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[4, 8, 16, 32], help="sizes of a shard in MiB")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

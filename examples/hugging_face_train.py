@@ -22,7 +22,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 
 
 def save() -> str:
-    """Rank 0 saves a model with random weights. Returns its folder, on every rank."""
+    """Rank 0 saves a model with random weights. Returns the model's folder on every rank."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     if dist.get_rank() == 0:

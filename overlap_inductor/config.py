@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``OverlapConfig``: every switch, with one environment variable for each field, validated when it is read.
+"""``OverlapConfig``: every switch. Each field has one environment variable. Values are validated when a config is made.
 
 The environment is read by ``enable()``, by ``overlap()`` and at a compile, and its values are never checked at import.
 So a bad value is an error of the call that would have used it, and not of ``import torch``.
@@ -58,7 +58,8 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _machine_facts(value: Any) -> str | None:
-    """The facts that a path or a JSON text names, as JSON text; ``None`` for an empty one."""
+    """``value`` is the path of a JSON file, or JSON text. Returns the facts as JSON text; ``None`` if ``value`` is
+    empty."""
     if not isinstance(value, (str, os.PathLike)):
         raise _wrong("machine", value, "is not allowed; expected the path of a JSON file, or a JSON object as text")
     try:
@@ -197,8 +198,8 @@ class OverlapConfig:
             environment: the variables; by default ``os.environ``.
 
         Raises:
-            ConfigError: a variable or an override has a value that is not allowed, or an override is not a field. Or
-                a variable ``OVERLAP_INDUCTOR_...`` is not a switch; mode ``off`` allows that.
+            ConfigError: a variable or an override has a value that is not allowed, or an override is not a field. In
+                modes other than ``off``, also if a variable ``OVERLAP_INDUCTOR_...`` is not a switch.
         """
         environment = os.environ if environment is None else environment
         names = {f.name for f in dataclasses.fields(cls)}
@@ -213,8 +214,8 @@ class OverlapConfig:
         return config
 
     def cache_key(self) -> tuple[tuple[str, Any], ...]:
-        """The fields that decide which code is generated, as (name, value). Used for a pass's ``uuid`` and for the
-        agreement between ranks."""
+        """The fields that decide which code is generated, as ``(name, value)``. They are part of a pass's ``uuid`` and
+        of what the ranks compare."""
         return tuple((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata["cache_key"])
 
 

@@ -43,6 +43,6 @@ def torch_base() -> Iterator[ForkBase]:
 
 @pytest.fixture(scope="session")
 def inductor_base() -> Iterator[ForkBase]:
-    """For programs that compile. One of them would take five seconds in a new interpreter."""
+    """For programs that compile. In a new interpreter, such a program would take five seconds."""
     with ForkBase(INDUCTOR) as base:
         yield base

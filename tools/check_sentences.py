@@ -24,7 +24,7 @@ MOST_WORDS = 28
 
 _STOP = r"(?<!e\.g)(?<!i\.e)[.!?][)\"'*_`]*"
 _END = re.compile(rf"(?:{_STOP}|:)\s+(?=[A-Z])|{_STOP}\s+(?=[(\[\"'`*<\d])| [·|] ")
-"""The end of a sentence. A colon ends one if a capital letter follows."""
+"""The end of a sentence. A colon ends a sentence if a capital letter follows."""
 _CODE_SPAN = re.compile(r"(`+)[^`]+\1")
 _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
 _ITEM = re.compile(r"([-*+]|\d+\.)\s")
@@ -37,8 +37,8 @@ _PROGRAM = re.compile(r"[;{}]\s*$|^\w*\((Tensor|SymInt).*\) -> ", re.MULTILINE)
 
 
 def paragraphs(text: str) -> Iterator[list[tuple[int, str]]]:
-    """The paragraphs of prose in ``text``, whose indentation is removed. Each is a list of ``(line, text)``, counted
-    from 0. A list item and an entry of ``Args:`` are paragraphs of their own."""
+    """The paragraphs of prose in ``text``, each as a list of ``(line, text)``. Lines are counted from 0. A list item
+    and an entry of ``Args:`` are paragraphs of their own. The indentation that all lines share must be removed."""
     found: list[tuple[int, str]] = []
     skip_above: int | None = None  # lines that are indented by more are code
     skip_to_blank = in_item = False
@@ -90,7 +90,7 @@ def sentences(text: str) -> Iterator[tuple[int, str]]:
 
 
 def word_count(sentence: str) -> int:
-    """The number of words of ``sentence``. A code span is one word; a dash or another sign is none."""
+    """The number of words of ``sentence``. A code span counts as one word. A dash or another sign does not count."""
     return sum(any(map(str.isalnum, word)) for word in _CODE_SPAN.sub("code", sentence).split())
 
 

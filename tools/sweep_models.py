@@ -5,7 +5,7 @@ By default, some sizes of the models, such as the vocabulary, are not multiples 
 
     python tools/sweep_models.py    # every part: some hours
     python tools/sweep_models.py --part hugging_face --families llama gemma2 --ranks 3 --train
-    python tools/sweep_models.py --part hugging_face --sizes even    # sizes that the ranks divide
+    python tools/sweep_models.py --part hugging_face --sizes even    # even sizes in place of odd sizes
     python tools/sweep_models.py --part hugging_face --sizes even --train --sequence-parallel on
     python tools/sweep_models.py --part torchtitan    # tests/support/torchtitan_models.py says what must be installed
     python tools/sweep_models.py --part programs --seeds 0 500    # the ranks differ in bias, K and padding
@@ -64,7 +64,7 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"step_node_budget": 1},
     {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2},
 )
-"""Fields of ``OverlapConfig``. Random programs run with each of these configurations."""
+"""Fields of ``OverlapConfig``. Batches of random programs run with these configurations in turn."""
 TORCHTITAN = (
     (False, True, "even"),
     (False, False, "even"),

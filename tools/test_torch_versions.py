@@ -24,8 +24,8 @@ from pathlib import Path
 
 VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 TESTS = ("tests/unit", "tests/compile", "tests/models/test_blocks.py")
-"""The last test also runs under activation checkpointing. On torch 2.12 and 2.13, only the hand-written block runs
-under it, because these versions cannot compile the DTensor block with checkpointing."""
+"""The last test also runs with activation checkpointing. On torch 2.12 and 2.13, only the hand-written block runs
+with checkpointing, because these versions cannot compile the DTensor block with it."""
 EVERYTHING: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
     ({}, ("tests/unit", "tests/compile")),
     ({"TRITON_INTERPRET": "1"}, ("tests/kernels",)),
@@ -72,7 +72,7 @@ def interpreters(versions: Sequence[str]) -> list[tuple[str, str | None]]:
 
 
 def run(label: str, python: str | None, everything: bool) -> tuple[str, str, str]:
-    """``(torch version, result line, output if it failed)``."""
+    """``(torch version, result lines, output of the runs that failed)``."""
     if python is None:
         return label, "could not be installed", ""
     version = subprocess.run(

@@ -20,7 +20,7 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 
 def sent_operands(emit: StepEmitter, nodes: SentNodes, biases: Biases) -> tuple[list[fx.Node], list[fx.Node], Biases]:
     """``(left operands, right operands, biases)`` of the matmuls before an all-to-all. The rows (or columns) of the
-    product that are cut are in the ranks' order. A bias of one row becomes a vector."""
+    product that go to each rank are brought into the ranks' order. A bias of one row becomes a vector."""
     columns, sharded = nodes.sharded.dim == 1, nodes.sharded
     in_ranks_order = columns_in_place if columns else rows_in_place
 
@@ -39,8 +39,8 @@ def sent_operands(emit: StepEmitter, nodes: SentNodes, biases: Biases) -> tuple[
 
 
 def arranged(emit: StepEmitter, nodes: SentNodes, buffer: fx.Node) -> Replaced:
-    """``{old node: its replacement}`` for the collective and its wait. ``buffer`` holds what was received
-    (``SentNodes.wire``)."""
+    """``{old node: its replacement}`` for the collective and its wait. ``buffer`` holds what was received, in the
+    layout ``nodes.wire``."""
     (collective,) = nodes.collectives
     result = emit.convert(emit.reshape(buffer, nodes.wire.shape()), nodes.wire, nodes.received)
     result = emit.contiguous(emit.reshape(result, tools.shape(collective.wait)))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain implementations of sites: the ordinary collective and the whole matmul, one after the other.
 
-Ops that run a whole site call these in the cases in which they do not overlap, e.g. below ``min_rows`` tokens.
+An op that runs a whole site calls these functions if it does not overlap the site, e.g. below ``min_rows`` tokens.
 ``product`` is also the vendor's matmul inside such ops.
 """
 

@@ -16,8 +16,8 @@ from tests.support.hand_graph import c10d
 
 
 def exchange(made: HandGraph, x: fx.Node, extra: int = 0) -> fx.Node:
-    """An all-to-all of parts of dim 0, which are equal if ``extra`` is 0. The first part is larger by ``extra`` rows,
-    and the last part is smaller by as many."""
+    """An all-to-all that cuts dim 0 into one part for each rank. Compared with equal parts, the first part has
+    ``extra`` rows more, and the last part has ``extra`` rows fewer."""
     part = x.meta["val"].shape[0] // made.world_size
     parts = [part] * made.world_size
     parts[0], parts[-1] = part + extra, part - extra
@@ -82,8 +82,8 @@ def contracted(inner: int = 16) -> HandGraph:
 
 
 def contracted_and_gradient(inner: int = 16) -> HandGraph:
-    """A gradient of the heads arrives. The gradient of a projection's input contracts the heads. That of its weight
-    does not."""
+    """A gradient of the heads arrives. The matmul for the gradient of a projection's input contracts the heads. The
+    matmul for the gradient of the projection's weight does not."""
     made = HandGraph()
     x = _side_by_side(made, inner)
     turned = made.call(aten.permute.default, x, [1, 0])

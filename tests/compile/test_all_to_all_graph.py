@@ -42,7 +42,7 @@ def _sites(report: object) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("world_size", "dynamic"), [(2, True), (8, False)])
 def test_every_exchange_of_a_ulysses_block_is_a_site(world_size: int, dynamic: bool) -> None:
-    """This also holds for a sequence whose length is known only at run time."""
+    """Every exchange is also a site if the length of the sequence is known only at run time."""
     with fake_group(world_size, world_size - 1):
         x = torch.randn(2, 16, 32)
         if dynamic:
@@ -63,7 +63,8 @@ def test_the_last_slices_also_travel_under_what_comes_before_the_wait() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_permutes_of_one_sequence_become_views() -> None:
-    """With a batch of one, nothing is copied: no pointwise kernel, and slices are sent from where they are computed."""
+    """With a batch of one, nothing is copied. There is no pointwise kernel, and slices are sent from where they are
+    computed."""
     w, b = (16, 64), (64,)
     lines = lines_of(to_own_heads, (1, 3, 16), w, b, world_size=4)
     assert events(lines) == ["start", *["mm", "send"] * 3, "mm", "wait"]
@@ -82,8 +83,8 @@ def _expert(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, v: torch.Tensor) 
 
 @pytest.mark.usefixtures("alone")
 def test_what_follows_the_matmul_of_what_arrives() -> None:
-    """Token-wise ops before a next matmul run on each piece, under the next transfer. The output projection is a sum
-    over the slices, so its bias, gate and residual are one kernel after the last slice."""
+    """Token-wise ops between the site's matmul and a later matmul run on each piece, under the next transfer. The
+    output projection is a sum over the slices, so its bias, gate and residual are one kernel after the last slice."""
     lines = lines_of(_expert, (12, 16), (16, 64), (64,), (64, 8), world_size=4)
     assert events(lines) == [
         "start",
@@ -118,7 +119,8 @@ def test_the_exchange_belongs_to_the_projection_and_not_to_an_attention_of_plain
 
 @pytest.mark.usefixtures("two")
 def test_parts_of_a_dynamic_size_may_be_equal() -> None:
-    """Parts that are known to be equal may be unrolled. Others are sent by an op that reads their sizes."""
+    """If the parts are known to be equal, the site may be unrolled. Other parts are sent by an op that reads their
+    sizes."""
 
     def layer(x: torch.Tensor, w: torch.Tensor, known: bool) -> torch.Tensor:
         if known:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-alls after a matmul and row-wise ops: norms of q and k, and rotary embeddings, before the exchange of Ulysses
-attention."""
+"""All-to-alls after a matmul and row-wise ops. In Ulysses attention, the row-wise ops before the exchange are norms of
+q and k, and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_every_exchange_of_a_block_is_a_site(norm: str, rotary: str, dynamic: bo
 
 @pytest.mark.usefixtures("alone")
 def test_each_band_is_sent_before_the_next_one_is_multiplied() -> None:
-    """The norm writes a band in the order in which its parts are sent: one kernel for each band."""
+    """There is one kernel of the norm for each band. This kernel writes the band's parts in the order in which the
+    parts are sent."""
     lines = lines_of(normed, (1, 6, 16), (16, 64), (8,), world_size=4, sub_chunks=2)
     found = events(lines)
     assert found.index("start") < found.index("send"), found
@@ -73,13 +74,13 @@ def _over_tokens(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _of_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Slices of rows, of which a band holds only one rank's."""
+    """The exchange cuts the result into slices of rows. So a band of the result's rows has rows for one rank only."""
     y = x @ w
     return exchange(y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
 def _read_before(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The exchange needs a sum over the product, which needs all bands."""
+    """The exchange needs a sum over the whole product. So no band can be sent before all bands are multiplied."""
     y = x @ w
     y = y.softmax(-1) * (y.sum() > 0)
     return exchange(y.unflatten(1, (2, -1)).transpose(0, 1).contiguous())

@@ -202,7 +202,8 @@ def test_another_version_or_source_is_a_miss(cache: Path, monkeypatch: pytest.Mo
 
 
 def test_every_source_file_counts(tmp_path: Path) -> None:
-    """Two modules of each folder are enough, because all are hashed for each."""
+    """The copy of the package has at most two files of each folder. This saves time, because a change of one module
+    makes the test hash all of them."""
     package = tmp_path / "package"
 
     def left_out(folder: str, names: list[str]) -> list[str]:

@@ -163,7 +163,8 @@ def shares_memory(node: fx.Node, other: fx.Node) -> bool:
 
 
 def test_views_of_a_replaced_tensor_become_views_of_the_new_one() -> None:
-    """So does a view of a view. A tensor that is computed from a view keeps its value."""
+    """A view of a view of the replaced tensor also becomes a view of the new tensor. A tensor that is computed from a
+    view keeps its value."""
     with fake_group(2):
         made = HandGraph()
     x, new = made.input(4, 6), made.input(4, 6, name="new")
@@ -179,7 +180,8 @@ def test_views_of_a_replaced_tensor_become_views_of_the_new_one() -> None:
 
 
 def test_views_are_left_to_inductor_if_one_of_them_cannot_be_evaluated() -> None:
-    """The results of a split are a list. Then all views keep the old value and count as out of date."""
+    """One view is a split. Its result is a list, and ``StepValues`` gives no value to a list. So all views keep their
+    old values and count as out of date."""
     with fake_group(2):
         made = HandGraph()
     x, new = made.input(4, 6), made.input(4, 6, name="new")
@@ -212,8 +214,8 @@ def test_what_follows_a_view_of_a_gathered_tensor_is_not_evaluated_again(monkeyp
 
 
 def test_collectives_are_not_searched_for_if_inductor_pads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor pads nothing on a CPU. The search follows the residual stream from each matmul. For 32 layers it took
-    two seconds."""
+    """Inductor pads nothing on a CPU, so no search is needed. The search follows the residual stream from each matmul,
+    which took two seconds for 32 layers."""
     asked: list[fx.Node] = []
     monkeypatch.setattr(hooks, "beside_collective", asked.append)
 

@@ -96,7 +96,7 @@ def _trained_code(kind: str, tables: int, **fields: Any) -> list[list[str]]:
 
 @pytest.mark.usefixtures("alone")
 def test_tables_are_sent_while_others_are_looked_up() -> None:
-    """Each group of tables (here, one table) is sent before the next is looked up. In the backward graph, each table's
+    """The results of each table are sent before the next table is looked up. In the backward graph, each table's
     gradient is computed before the wait for the next table."""
     with fake_group(3):
         forward, backward = _trained_code("sum", 4, sub_chunks=2)
@@ -110,7 +110,7 @@ def test_tables_are_sent_while_others_are_looked_up() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_rows_are_looked_up_for_one_rank_after_the_other() -> None:
-    """One kernel computes each piece, and nothing is copied before the exchange. The rank's own rows come last."""
+    """There is one kernel for each piece, and nothing is copied before the exchange. The rank's own rows come last."""
     with fake_group(3):
         forward, _ = _trained_code("embedding", 2, sub_chunks=1)
     assert forward[: forward.index("wait") + 1] == ["start", *["pointwise", "send"] * 4, "pointwise", "wait"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epilogues beside other sites. The other sites could take the same nodes, move the epilogues' inputs, or read their
-results."""
+"""Epilogues beside other sites. The other sites could take the same nodes, move the epilogues' inputs, or read the
+epilogues' results."""
 
 from __future__ import annotations
 

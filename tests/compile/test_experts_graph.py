@@ -99,7 +99,8 @@ MISSES: dict[str, tuple[Callable[..., object], str, str]] = {
 @pytest.mark.parametrize("name", MISSES)
 @pytest.mark.usefixtures("two")
 def test_a_near_miss(name: str) -> None:
-    """What cannot be computed from some tokens' rows alone stays as written."""
+    """A graph stays as written if the results of some tokens cannot be computed from the rows of these tokens
+    alone."""
     function, code, named = MISSES[name]
     x, w = torch.randn(32, 16).bfloat16(), torch.randn(4, 16, 16).bfloat16()
     report = report_of(function, x, w, torch.tensor([8, 8, 20, 32]).int(), torch.arange(32).flip(0))
@@ -114,7 +115,8 @@ def _mean(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, places: torch.Te
 
 @pytest.mark.usefixtures("two")
 def test_what_no_looping_op_computes() -> None:
-    """Steps in the graph compute any reduction over a token's experts. The op only sums."""
+    """Steps in the graph compute any reduction over a token's experts. The looping op computes a sum, and no other
+    reduction."""
     x, w = torch.randn(32, 16).bfloat16(), torch.randn(4, 16, 16).bfloat16()
     arguments = x, w, torch.tensor([8, 8, 20, 32]).int(), torch.arange(32).flip(0)
     assert summary(report_of(_mean, *arguments)) == [ONE]

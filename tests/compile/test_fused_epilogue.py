@@ -106,8 +106,8 @@ def test_silu_alone_and_a_gated_product(two: None) -> None:
 
 
 def test_residuals_of_layers(two: None) -> None:
-    """Each sum of a residual stream becomes an epilogue. The kernel stores the sum, because the next norm and the next
-    sum read it."""
+    """If an all-reduce is added to the residual stream, the sum becomes an epilogue. The kernel stores the sum, because
+    the next norm and the next sum read it."""
     group = torch.distributed.group.WORLD
     weights = [half(K, N), half(N, K)]
 

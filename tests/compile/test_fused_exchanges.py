@@ -87,7 +87,7 @@ def test_slices_do_not_depend_on_a_ranks_own_columns() -> None:
 
 @pytest.mark.parametrize("make", [graphs.sent_rows, graphs.received_rows])
 def test_what_follows_stays_in_the_graph(make: Callable[..., HandGraph]) -> None:
-    """The kernels have no epilogue for an all-to-all, so a pointwise op after the site runs behind it."""
+    """The kernels have no epilogue for an all-to-all, so a pointwise op after the site stays in the graph."""
     with fake_group(2):
         made = HandGraph()
         x, w = operand(made, 48, 16, "x"), operand(made, 16, 40)

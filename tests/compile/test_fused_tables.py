@@ -110,7 +110,8 @@ def test_what_the_kernel_cannot_compute_has_a_reason() -> None:
         return exchange(torch.cat([one, other], 1)), one.sin()
 
     def two_widths(i: torch.Tensor) -> torch.Tensor:
-        """One table is read for one row of 8, the other for two rows of 4. So both results have the same shape."""
+        """Each sample reads one row of 8 numbers from one table, and two rows of 4 numbers from the other table. So
+        both results have the same shape."""
         whole = F.embedding(i[:, 0], torch.ones(7, 8))
         return exchange(torch.cat([whole, F.embedding(i[:, :2], w).flatten(1)], 1))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code that Inductor generates for a ring's steps: the order of the steps, the ops that are fused into a chunk, and
+"""The code that Inductor generates for a ring's steps: the order of the steps, the ops that are fused into a piece, and
 the life of buffers. No buffer may be freed or reused while a transfer uses it."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def world() -> Any:
 
 
 def test_bias_and_activation_are_fused_into_each_chunk() -> None:
-    """Each chunk has one matmul (with its bias) and one pointwise kernel, which run under the next hop. They write
-    directly into the result, so no kernel has to join the chunks at the end."""
+    """Each piece has one matmul (with its bias) and one pointwise kernel, which run under the next hop. The pointwise
+    kernels write directly into the result, so no kernel has to join the pieces at the end."""
     lines = lines_of(
         lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, world()), w)) * 2, (16, 32), (32, 24), (24,)
     )
@@ -43,8 +43,8 @@ def test_bias_and_activation_are_fused_into_each_chunk() -> None:
 
 
 def test_gated_mlp_in_chunks() -> None:
-    """``silu(gate) * up`` needs both matmuls of a chunk. Where backward needs the results of both matmuls, the chunks
-    are also written directly into these results."""
+    """``silu(gate) * up`` needs both matmuls of a piece. Here the results of both matmuls are returned, too, as they
+    are if backward needs them. The pieces are also written directly into these results."""
 
     def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gathered = all_gather(x, 0, world())
@@ -58,8 +58,8 @@ def test_gated_mlp_in_chunks() -> None:
 
 
 def test_an_op_that_is_fused_elsewhere_stays_there() -> None:
-    """A scale before a softmax costs nothing in the softmax's kernel. Computed in the chunks, the scale would need one
-    more read and write of the whole tensor."""
+    """A scale before a softmax costs nothing in the softmax's kernel. If the scale were computed on each
+    piece, the whole tensor would be read and written once more."""
     lines = lines_of(lambda x, w: torch.softmax(all_gather(x, 0, world()) @ w * 2, 1), (16, 32), (32, 24))
     assert events(lines) == ["start", "mm", *["step", "mm"] * (WORLD_SIZE - 1), "pointwise"]
 
@@ -111,7 +111,7 @@ def test_a_kept_collective_stays_behind_the_steps(reduces: bool) -> None:
 
 
 def test_max_autotune_applies_to_the_chunks() -> None:
-    """The user's option ``max_autotune`` also applies to the chunks' matmuls. Autotuning must not change the order of
+    """The user's option ``max_autotune`` also applies to the pieces' matmuls. Autotuning must not change the order of
     the steps."""
     fn = lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, world()), w))  # noqa: E731
     lines = lines_of(
@@ -197,8 +197,9 @@ def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Te
 
 
 def test_the_scheduler_traces_no_kernel_again_for_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph with the rank's symbol makes Inductor ask each pointwise kernel for its symbols. The scheduler's nodes
-    have the same symbols as a new trace of the kernel."""
+    """In a graph with the rank's symbol, Inductor asks each pointwise kernel for the symbols that the kernel reads. The
+    hook answers with what the scheduler has noted. This answer must have the same symbols as a new trace of the
+    kernel."""
     install_hooks()
     ours = ComputedBuffer.get_read_writes
     used: dict[str, set[str]] = {}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Switching overlap on and off. The pass runs once in each forward and inference graph that is compiled while overlap
-is on, unless other code has replaced it. A backward follows its forward. Passes of other authors run beside it."""
+is on, unless other code has replaced the pass. A backward follows its forward. Passes of other authors run beside
+ours."""
 
 from __future__ import annotations
 

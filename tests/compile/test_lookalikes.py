@@ -220,7 +220,7 @@ def test_rows_appended_to_an_unknown_number_of_rows() -> None:
 
 
 def test_rows_cut_from_an_unknown_number_of_rows() -> None:
-    """The tensor's size is symbolic, and its pieces have fixed sizes. The pass adds no guard for them."""
+    """The tensor's size is symbolic, and its pieces have fixed sizes. The pass adds no guard on the size."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(9, 16, dynamic=[0]), made.input(16, 8, name="w"))

@@ -56,7 +56,7 @@ def llama_norm() -> Any:
     """Hugging Face's norm. The test is skipped if transformers is not installed (as in the environments for other torch
     versions)."""
     return pytest.importorskip(
-        "transformers.models.llama.modeling_llama", reason="transformers is not installed here; it is for make test"
+        "transformers.models.llama.modeling_llama", reason="transformers is not installed here; `make test` installs it"
     ).LlamaRMSNorm(COLUMNS, EPS)
 
 

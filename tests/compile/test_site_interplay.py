@@ -39,8 +39,8 @@ def reach(made: HandGraph) -> None:
 
 
 def test_a_site_that_feeds_another() -> None:
-    """Sequence-parallel MLP: the second site must read the chunks of the first. A whole matmul between the two sites
-    would hide no transfer."""
+    """In a sequence-parallel MLP, the second site must read the pieces of the first site's result. A whole matmul
+    between the two sites would hide no transfer."""
     with fake_group(2):
         made = HandGraph()
         first = made.mm(made.gather(made.input(4, 16)), made.input(16, 8, name="w"))
@@ -72,8 +72,8 @@ def test_a_site_that_reads_a_reduced_tensor(kind: str) -> None:
 
 
 def test_merged_all_reduces_leave_nothing_behind() -> None:
-    """The old sum must be removed. It would keep the waits, the waits would keep the all-reduces, and the all-reduces
-    would keep the whole matmuls: twice the work and the traffic."""
+    """The old sum must be removed. Otherwise it would keep the waits, the waits would keep the all-reduces, and the
+    all-reduces would keep the whole matmuls: twice the work and the traffic."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 16)
@@ -129,7 +129,7 @@ def test_written_in_place_between_site_and_epilogue() -> None:
 
 
 def test_scale_computed_from_the_gathered_tensor() -> None:
-    """A dynamic scale needs the whole gathered tensor before the first chunk."""
+    """A dynamic scale needs the whole gathered tensor before the first piece is multiplied."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.gather(made.input(4, 16))
@@ -336,9 +336,9 @@ def test_the_matmul_of_a_kept_gather_is_not_a_term_if_it_is_read_elsewhere() -> 
 
 @pytest.mark.parametrize("kind", ["at the same place", "before the other's matmul"])
 def test_two_gathers_that_sink(kind: str) -> None:
-    """The second site reads a tensor that is computed from the first gather, or it computes an operand of the first
-    site's matmul. So each gather moves down to its matmul, and other nodes move with it. The steps of a site are
-    written after these nodes."""
+    """The second site reads a tensor that is computed from the first gathered tensor, or the second site computes an
+    operand of the first site's matmul. So each gather moves down to its matmul, and other nodes move with the gather.
+    The steps of a site are written after these nodes."""
     with fake_group(2):
         made = HandGraph()
         first, second = made.gather(made.input(4, 8)), made.gather(made.input(4, 8, name="z"))

@@ -182,8 +182,8 @@ def test_sharded_head(dim: int) -> None:
 
 
 def test_sharded_head_whose_logits_a_later_matmul_reads() -> None:
-    """Catches a finder that stops at a later matmul after an op that does not commute, and does not look at the matmul
-    before the gather."""
+    """The later matmul reads the logits through an op that does not commute. Catches a finder that stops at this later
+    matmul, and does not look at the matmul before the gather."""
     report = traced(lambda x, w, v: torch.cumsum(all_gather(x @ w, 0, world()), 0) @ v, (4, 16), (16, 8), (8, 4))
     assert facts(report) == [("matmul_all_gather", ["mm M"], "overlapped")] and report.near_misses == []
 
@@ -192,7 +192,8 @@ def test_sharded_head_whose_logits_a_later_matmul_reads() -> None:
 
 
 def test_ops_that_commute_after_a_gather_are_part_of_the_site() -> None:
-    """Cast, scale and activation are applied to each piece. Without them, most sites of real models would be lost."""
+    """Cast, scale and activation are applied to each piece. If such an op prevented a site, most sites of real models
+    would be lost."""
     report = traced(
         lambda x, w, s: (all_gather(x, 0, world()) * s).relu().double() @ w.double(), (4, 16), (16, 8), (1,)
     )

@@ -76,7 +76,7 @@ def layer(inner: int, bias: bool, adds: int = 0) -> HandGraph:
 
 
 def test_estimates_are_the_same_on_every_rank() -> None:
-    """If K is 11008 on 3 ranks, a rank's own K is 3670 or 3668. If each rank estimated with its own K, the estimates
+    """If 3 ranks divide K = 11008, a rank's own K is 3670 or 3668. If each rank estimated with its own K, the estimates
     could be on different sides of a threshold."""
     with fake_group(3):
         found = []

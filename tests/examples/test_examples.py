@@ -55,7 +55,8 @@ LINES: dict[str, list[str]] = {
 }
 
 WITH_KERNELS = ("dtensor_block", "functional_collectives")
-"""The examples for which Inductor builds C++ kernels. For the other examples, kernels would take most of the time."""
+"""The examples for which Inductor builds C++ kernels. For the other examples it builds none, because building
+them would take most of the time."""
 
 
 def test_every_example_is_run_here_and_is_short() -> None:

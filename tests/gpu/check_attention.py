@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks attention behind gathers of keys and values with CUDA's attention ops over NCCL, against fp64. Each rank has a
-GPU. ``--bench`` also times the sites with and without overlap.
+"""Checks attention after gathers of keys and values: CUDA's attention ops, and gathers over NCCL. The results are
+compared with fp64. Each rank has a GPU. ``--bench`` also times the sites with and without overlap.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_attention --bench
 
-It prints one line for each case. The exit status is 1 if the output of a case is wrong or a site is not overlapped.
+Prints one line for each case. The exit status is 1 if the output of a case is wrong, or if a site is not overlapped.
+It is also 1 if a graph does not call the case's attention op.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ Layer = Callable[..., torch.Tensor]
 
 
 def cases() -> list[tuple[str, str, Layer, torch.dtype, int]]:
-    """``(backend, mask, layer, dtype, own tokens)``. 80 tokens are no multiple of 32. Attention ops pad log-sum-exps to
-    such a multiple."""
+    """``(backend, mask, layer, dtype, own tokens)``. 80 is not a multiple of 32. Attention ops pad log-sum-exps to a
+    multiple of 32."""
     found: list[tuple[str, str, Layer, torch.dtype, int]] = [
         (backend, "none", layer, torch.bfloat16, OWN) for backend in BACKENDS for layer in LAYERS
     ]
@@ -83,7 +84,8 @@ def check(rank: int, world_size: int, backend: str, mask: str, layer: Layer, dty
 
 
 def bench(rank: int, world_size: int) -> dict[str, Any]:
-    """Microseconds of flash attention of 32 heads to 32768 keys, on the slowest rank."""
+    """Times ``heads_first`` in microseconds without overlap (``keep``) and with it (``ring``), on the slowest rank.
+    Attention is flash attention with 32 heads and 32768 keys."""
     inputs = [torch.randn(1, 32, 32768 // world_size, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     times = {}
     for name in ("keep", "ring"):

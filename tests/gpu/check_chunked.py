@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import overlap_inductor.lowerings.chunked.ops  # noqa: F401  (these define the ops)
+import overlap_inductor.lowerings.chunked.ops  # noqa: F401  (it defines the ops)
 from bench.support.gpu_ranks import finish_rank
 from bench.support.gpu_ranks import start_rank
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan

@@ -9,8 +9,8 @@ Each schedule runs one block in three cases:
 - ``alike``: all ranks have the same switches. They must overlap.
 - ``differ``: the last rank has a pattern switched off. All ranks must run the plain program.
 - ``alone``: all ranks run the block with the same switches. Then only the last rank compiles the block again, with a
-  pattern switched off. All ranks must now run the plain program. Later the last rank compiles it once more, with the
-  switches of the other ranks.
+  pattern switched off. All ranks must now run the plain program. Later the last rank compiles the block once more,
+  with the switches of the other ranks.
 
 The exit status is 1 if a result is wrong, or if a case does not do what it must.
 
@@ -50,7 +50,7 @@ PATTERNS = {
 }
 """The pattern that the last rank switches off. If ranks share GPUs, it switches off ``matmul_all_reduce``."""
 ROWS = {"alike": 256, "differ": 384, "alone": 320}
-"""Rows of the block's input in each case. Each case has another number of rows, so that its plans are new."""
+"""Rows of the block's input in each case. Each case has a different number of rows, so that its plans are new."""
 
 
 def block(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:

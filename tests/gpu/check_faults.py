@@ -10,8 +10,8 @@ per scenario. ``found`` is the error of rank 0.
     python -m tests.gpu.check_faults --ranks 3 --ranks-share-gpus --schedule small_message --way two_shot --only uneven
 
 In most scenarios, the last rank fails. Every other rank must get the error, even if none of its kernels waited. With
-``--ranks-share-gpus``, several ranks may share a GPU, and NCCL is not used. The ranks of all scenarios import and
-compile at the same time, and then wait for their turn.
+``--ranks-share-gpus``, several ranks may share a GPU, and NCCL is not used. The ranks of all scenarios start at the
+same time. Each rank imports and compiles, and then waits until its scenario begins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.gpu.fault_scenarios import TIMEOUT_SECONDS
 
 ABORTED, KILLED = -6, -9
 SLACK_SECONDS = 5.0
-"""An error may come this many seconds late. A new process may take as many seconds to multiply on a GPU."""
+"""An error may come this many seconds late. A new process may take up to this many seconds to multiply on a GPU."""
 START_SECONDS = 90.0
 WAITED = r"site .+? of group '\S+' timed out waiting for [a-z -]+ rank {last}: expected call 4, saw call 3"
 SCHEDULES = ("fused", "chunked", "small_message")
@@ -54,7 +54,7 @@ class Expected:
         after: seconds after which the error comes, or the scenario ends.
         logged: the error is in rank 0's log.
         probed: each GPU must be free for a new process afterwards.
-        others_told: regular expression for the errors of all ranks but rank 0. ``None``: they are not checked.
+        others_told: regular expression for the errors of all ranks but rank 0. ``None`` if they are not checked.
     """
 
     last: int

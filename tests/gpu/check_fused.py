@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, on GPUs, schedule ``fused`` or another schedule that turns each site into one op: compiled patterns, calls
-under stress, and CUDA graphs. Each rank has a GPU. Each check prints one JSON row.
+"""Checks schedule ``fused`` on GPUs, or another schedule that turns each site into one op. There are checks of compiled
+patterns, of calls under stress, and of CUDA graphs. Each rank has a GPU. Each check prints one JSON row.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_fused [--schedule chunked] [--calls 2000] [--only stress graphs]
     torchrun --nproc-per-node 4 -m tests.gpu.check_fused --only epilogues kernels "epilogue us" "weights us"
@@ -103,8 +103,8 @@ def against_fp64(
     """Compile each of ``sites``, and call it three times with inputs from ``make``. Returns a text for each problem.
 
     The error of a result may be up to 2 % of the largest element of the fp64 result. If twice the error of the
-    uncompiled function is larger, that is the limit instead: an activation may magnify the rounding of its input, in
-    both functions.
+    uncompiled function is larger, that is the limit instead, because an activation may magnify the rounding of its
+    input. It does so in the compiled and in the uncompiled function.
     """
     problems = []
     for name, (function, shapes, expected) in sites.items():
@@ -136,8 +136,8 @@ PATTERNS_OF = {
     "chunked": (*ALL_PATTERNS, *EXCHANGES),
     "fused": (*ALL_PATTERNS, *EXCHANGES),
 }
-"""The patterns of each schedule whose patterns are not exactly the three of ``ALL_PATTERNS``. A contraction has an op
-of its own, so it counts as a pattern here."""
+"""The patterns of schedules. A schedule that is not listed here has the patterns of ``ALL_PATTERNS``. A contraction has
+an op of its own, so it counts as a pattern here."""
 
 
 def patterns_of(
@@ -203,9 +203,9 @@ def reduce_overhead(schedule: str, world_size: int) -> dict[str, int]:
 
 
 def host_cost(schedule: str, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of host time while the GPU is busy, by pattern. Measured are the op alone, the compiled function
-    with and without overlap, and one allocation. An op makes at least two allocations, and the time of one allocation
-    shows how fast the host is."""
+    """Microseconds of host time while the GPU is busy, by pattern: for the op alone, for the compiled function with and
+    without overlap, and for one allocation. An op makes at least two allocations, and the time of one allocation shows
+    how fast the host is."""
     return {
         name: _host_cost(schedule, name, function, inputs)
         for name, (function, inputs) in patterns_of(schedule, world_size, 512).items()

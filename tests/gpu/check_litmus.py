@@ -6,10 +6,10 @@ write and read. Some ways omit an ordering on purpose, and their data may be wro
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus --ranks-share-gpus
 
 In each round, block b of an even rank fills a tile in its partner's memory with the round's number, and signals. Block
-b of the partner waits, counts the words that hold another number, and acknowledges. Then two blocks of one GPU do the
-same. Rank 0 prints one JSON row per way. The exit status is 1 if a word was wrong in a way on which the kernels rely,
-or if a wait timed out. It is also 1 if the time-out that is provoked at the end is not recorded as it should be.
-Results: ``bench/results/litmus.jsonl``.
+b of the partner waits, counts the words that hold another number, and acknowledges. After all ways between two GPUs,
+two blocks of one GPU do the same. Rank 0 prints one JSON row per way. The exit status is 1 if a word was wrong in a way
+on which the kernels rely, or if a wait timed out. It is also 1 if the time-out that is provoked at the end is not
+recorded as it should be. Results: ``bench/results/litmus.jsonl``.
 
 Ranks that share a GPU take turns on it, milliseconds at a time. There are far fewer rounds, and the partner's stores
 are seldom in flight. Such a run shows that every way runs and signals, and that the orderings hold on one GPU. Only a

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the order of calls on GPUs: calls with a receive queued after them, calls in a graph beside calls on another
+"""Checks the order of calls on GPUs: calls with a receive queued between them, calls in a graph beside calls on another
 stream, and calls from two threads. Also checks a workspace that does not fit into GPU memory. Prints one JSON row for
 each scenario.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_order [--rounds 30] [--ranks-share-gpus]
 
 With ``--ranks-share-gpus``, two ranks can share one GPU. They then take turns on it, so a call takes tens of
-milliseconds. For each input, the first result is compared with fp64, and later results must be bitwise equal to it. The
-exit status is 1 if a result was wrong, if a wait timed out, or if a capture that must be refused was accepted. It is
-also 1 if the ranks did not get the same reason for the missing workspace.
+milliseconds. For each input, the first result is compared with fp64, and later results must be bitwise equal to the
+first. The exit status is 1 if a result was wrong, if a wait timed out, or if a capture that must be refused was
+accepted. It is also 1 if the ranks did not get the same reason for the missing workspace.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ from tests.support.random_programs import outcome
 SCHEDULES = ("chunked", "fused", "wave_groups", "ring", "auto")
 CALLS = 3
 UNIT = 64
-"""Most sizes are multiples of this number. So the bytes of a row are a multiple of 16, and some tiles are not whole."""
+"""Most sizes are multiples of this number. So the bytes of a row are a multiple of 16. Not all sizes are multiples of
+a tile's size, so some tiles are not whole."""
 
 
 def wrong(

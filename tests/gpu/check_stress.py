@@ -8,7 +8,7 @@ only the rows in which it had wrong results. The exit status is not 0 if any res
         [--schedules fused chunked small_message wave_groups]
 
 The scenarios are in ``tests.gpu.stress_scenarios.SCENARIOS``. For each input, the first result is compared with fp64,
-and later results must be bitwise equal to it. Set environment variables on the command line:
+and later results must be bitwise equal to the first. Set environment variables on the command line:
 
     CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 -m tests.gpu.check_stress --iterations 2000
     CUDA_MODULE_LOADING=LAZY (and EAGER) torchrun --nproc-per-node 2 -m tests.gpu.check_stress --only lazy

@@ -81,8 +81,8 @@ def results(world_size: int) -> list[str]:
 
 
 def trained(rank: int) -> list[str]:
-    """Returns the problems. They also show whether the kernel stores correctly what the backward of ``embedding_bag``
-    reads."""
+    """Compares the gradients with and without overlap. Returns the problems. The backward of ``embedding_bag`` reads
+    values that the kernel stores, so wrong values also show as wrong gradients."""
     problems = []
     for kind, joined in (("sum", "cat"), ("mean", "tables first"), ("embedding", "stack")):
         torch.manual_seed(rank)

@@ -4,7 +4,7 @@ one JSON row per check.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_wave_groups [--calls 1000] [--replays 500] [--only stress graphs]
 
-Run it three times: as above, with ``NCCL_P2P_DISABLE=1``, and with ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
+Run this check three times: as above, with ``NCCL_P2P_DISABLE=1``, and with ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def numbers(rank: int, world_size: int) -> list[str]:
 
 
 def sites(rank: int, world_size: int) -> list[Repeated]:
-    """Sites that have run once, with the result of a second call. Every second site is cut into many groups, so that
-    many waiting kernels run beside its matmul."""
+    """Sites that have run once, with the result of a second call. Every second site is cut into many groups of
+    waves, so that many waiting kernels run beside its matmul."""
     made: list[Repeated] = []
     for rows in (2048, 3000 // world_size * world_size):
         for pattern in PATTERNS:
@@ -109,7 +109,7 @@ def sites(rank: int, world_size: int) -> list[Repeated]:
 
 
 def host_cost(rank: int, world_size: int) -> dict[str, float]:
-    """Microseconds of host time for one call while the GPU is busy, by number of groups."""
+    """Microseconds of host time for one call while the GPU is busy, by number of groups of waves."""
     found = {}
     for groups in (2, 8):
         function, (a, b, _) = site(

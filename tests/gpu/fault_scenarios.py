@@ -84,8 +84,8 @@ class Site:
         assert self.is_right(result)
 
     def check_unless_told(self, result: torch.Tensor) -> None:
-        """Check the result. If this rank has no error, the result must be right. If it has one, each element must be
-        right or NaN."""
+        """Check the result. If this rank has no error, the result must be right. If this rank has an error, each
+        element must be right or NaN."""
         told = self.faults.error()
         assert told is not None or self.is_right(result), "a wrong result, and no error"
         assert self.is_right(torch.where(result.isnan(), self.exact, result.float())), f"a wrong number: {told}"
@@ -239,7 +239,8 @@ class Rank:
             result.float().sum().item()
 
     def again(self) -> None:
-        """After a skipped call, all ranks make a new group and use it. The watchdog must not end them afterwards."""
+        """After a skipped call, all ranks make a new group and use it. The watchdog must not end the ranks
+        afterwards."""
         self.skipped()
         dist.barrier()
         dist.destroy_process_group(self.site.group)

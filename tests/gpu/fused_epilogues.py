@@ -146,9 +146,9 @@ def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str,
 
 
 def weight_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of several weights in one launch. For comparison, the microseconds of a launch with the widest
-    weight alone, followed by vendor matmuls for the others. The weights are llama3-70b's gate and up, and its q, k and
-    v."""
+    """Microseconds of one launch that multiplies several weights. For comparison, the microseconds of a launch with the
+    widest weight alone, followed by vendor matmuls for the other weights. The weights are llama3-70b's gate and up, and
+    its q, k and v."""
     found, g = {}, dist.group.WORLD
     for tokens in (1024, 4096):
         for name, widths in {"gate and up": (28672, 28672), "q, k, v": (8192, 1024, 1024)}.items():

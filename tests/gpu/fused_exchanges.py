@@ -54,9 +54,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def exchange_times(world_size: int) -> dict[str, dict[str, float]]:
     """Microseconds (medians on this rank) of a projection with its exchange, by way. ``matmul`` and ``exchange`` are
-    the parts alone. The exchange has the plan's bytes and no permute. Every result must agree with ``keep``.
+    the two parts alone. ``exchange`` moves as many bytes as the exchange of the projection, and permutes nothing. Every
+    result must agree with ``keep``.
 
-    Names: tokens of all ranks and hidden size.
+    The key of a row has the direction, the number of tokens of all ranks, and the hidden size.
     """
     found = {}
     for hidden in (4096, 8192):

@@ -44,7 +44,7 @@ fills the GPU for about 1.5 ms."""
 def make_groups(rank: int, world_size: int, seconds: float) -> dict[str, dist.ProcessGroup]:
     """This rank's groups: ``world``; ``second``, of the same ranks; ``pair``, of ranks ``r`` and ``W - 1 - r``; ``row``
     and ``column`` of a mesh ``[W / 2, 2]``. On 2 ranks, ``row`` and ``column`` are ``world`` and ``second``. All ranks
-    call this together. ``world_size`` is even."""
+    call this function together. ``world_size`` is even."""
     timeout, everyone = datetime.timedelta(seconds=seconds), range(world_size)
 
     def mine(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -106,7 +106,7 @@ def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
     kernel is left to load. It must not be the first run on a machine, because compiling takes longer than the
     delay.)"""
     # Make the workspace and load the kernels that draw inputs before the barrier. So nothing synchronises the ranks
-    # after it.
+    # after the barrier.
     stress.made(variant, "world")
     torch.cuda.synchronize()
     dist.barrier()

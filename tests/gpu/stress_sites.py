@@ -39,7 +39,7 @@ TOLERANCE = 2e-2
 """Largest error that is allowed, relative to the largest element."""
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 POISON = 0xFF
-"""A byte that is NaN in fp16, bf16, fp32 and fp8 if all bytes of a number have this value."""
+"""If all bytes of a number in fp16, bf16, fp32 or fp8 have this value, the number is NaN."""
 dtype = torch.bfloat16
 
 
@@ -57,14 +57,14 @@ class Variant:
         """The op's settings for a call. ``rows``: rows of a shard; for an all-reduce, of the whole matmul."""
         if self.schedule != "wave_groups":
             return json.dumps(self.fixed, sort_keys=True)
-        # A fixed partition in place of a measured one. It has two groups: the first band, and all other bands.
+        # A fixed partition in place of a measured one. It has two groups of waves: the first band, and all other bands.
         bands = -(-rows // self.fixed.get("block_m", 128))
         return json.dumps({**self.fixed, "partition": [0, 1, bands] if bands > 1 else [0, 1]}, sort_keys=True)
 
 
 def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
-    """Every way of every pattern of these schedules. Most ways have more than one band, chunk or group if there are
-    enough rows. ``replays``: repeated calls are replayed as CUDA graphs (``runtime.replay``)."""
+    """Every way of every pattern of these schedules. Most ways have more than one band, chunk or group of
+    waves if there are enough rows. ``replays``: repeated calls are replayed as CUDA graphs (``runtime.replay``)."""
     banded = {"parts": 2, "parts_from": 0}
     found = [Variant("fused", GATHER, "sm_push", {**fused_plan.TUNED[GATHER], **banded, "slices": 1})]
     found += [Variant("fused", p, "", {**fused_plan.TUNED[p], **banded}) for p in (SCATTER, REDUCE)]
@@ -122,7 +122,7 @@ class Call:
         name: the site's name.
         shape: index of the call's shape.
         run: makes the call.
-        exact: computes the result that it must return, in fp64.
+        exact: computes, in fp64, the result that ``run`` must return.
     """
 
     name: str
@@ -179,7 +179,7 @@ class _Site:
             (self.group.group_name, self.name),
         )
         # Calls of every second shape also return the gathered tensor. The kernel of such a call does not end the call,
-        # because the gathered tensor is copied after it.
+        # because the gathered tensor is copied after the kernel.
         used = index % 2 == 1
 
         def gather() -> torch.Tensor:

@@ -148,7 +148,7 @@ def _small(two_shot: bool, norm: bool) -> Call:
 
 
 def _tables(launch: Launch, value: float) -> torch.Tensor:
-    """Bags of four rows of ``4 * value``."""
+    """Each bag sums four rows. Each element of a row is ``4 * value``."""
     table, bags = torch.full((3, 8), 4.0 * value), 4 * launch.world_size
     indices, offsets = torch.arange(4 * bags) % 3, 4 * torch.arange(bags)
     lookups = Lookups([table], [indices], [offsets], [], [-1], bags, False, False, True)

@@ -38,8 +38,8 @@ class Case:
         rows, columns, inner: rows of a slice, columns of a slice of the result, and K.
         by_columns: a slice consists of columns of the product.
         in_rows: the right operand is row-major, not transposed.
-        two: a second weight multiplies what is received, which is also read after the kernel. (A contraction has one
-            weight.)
+        two: a second weight also multiplies the received rows, and these rows are read after the kernel. (A
+            contraction has one weight.)
         settings: parameters of the schedule.
     """
 
@@ -237,7 +237,7 @@ def test_a_peer_that_never_comes(pattern: str, what: str) -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_contraction_with_a_peer_that_never_comes(keep: bool) -> None:
-    """Every element is a sum over all peers, so every element is NaN."""
+    """Every element is a sum over the slices of all ranks, so every element is NaN."""
     launch = SharedWorkspace.of(3, 20_000, 8).launch(0, patience_ns=20_000)
     a, b = torch.ones(48, 32).half(), torch.ones(16, 96).half().t()
     assert contracted_all_to_all_matmul(a, b, launch, P, keep=keep).isnan().all()

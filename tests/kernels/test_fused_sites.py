@@ -140,7 +140,7 @@ def test_exchanges(tmp_path: Path, schedule: str, world_size: int) -> None:
 )
 def test_exchanges_of_a_contracted_dim(tmp_path: Path, schedule: str, world_size: int) -> None:
     """Catches slices in another order than the right operand's rows, a slice that is lost or added twice, and a result
-    of other rows."""
+    that holds the wrong rows."""
     names = list(contractions(world_size))
     for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), names, schedule, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

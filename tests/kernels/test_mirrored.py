@@ -27,7 +27,8 @@ ROWS, WIDTH, PARTS = 4, 8, 2
 
 
 class OneOfMany:
-    """The first of two GPUs, which plays rank 0 of ``world_size`` ranks. The second GPU plays its peers."""
+    """The first of two GPUs, which plays rank 0 of ``world_size`` ranks. The second GPU plays the
+    other ranks."""
 
     def __init__(self, world_size: int, gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dist, "get_rank", lambda: 0)

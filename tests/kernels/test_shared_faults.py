@@ -104,7 +104,7 @@ def test_all_ranks_see_an_abort_on_the_board_and_no_file_is_left(tmp_path: Path)
 
 
 def _cannot_tell(rank: int, world_size: int, folder: str) -> str:
-    """Rank 1 fails to write the words with the board's address, which its kernels read. Returns this rank's error."""
+    """Rank 1 fails to write the words from which its kernels read the board's address. Returns this rank's error."""
     use_shared_memory(folder)
     if rank == 1:
         faults.stop_words = lambda *arguments: 1 / 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank 1 copies rows into rank 0's workspace without a credit, which is rank 0's permission to do so. Rank 1's wait for
-the credit times out, but its copy engine still copies the rows of its next call. They overwrite rows that rank 0 has
-not read yet. Rank 0 must return NaN.
+"""Rank 1 copies rows into rank 0's workspace without a credit: rank 0 has not permitted the copy. Rank 1's wait for
+the credit times out, but its copy engine still copies the rows of its next call. These rows overwrite rows that rank 0
+has not read yet. Rank 0 must return NaN.
 
 One process acts as both ranks, in Triton's interpreter. Rank 1's rows of this call are signalled. Before rank 0 reads
 them, rank 1 begins its next call, for which it gets no credit.

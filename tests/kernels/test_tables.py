@@ -137,8 +137,8 @@ def _check_saved(lookups: Lookups, table: int, of_index: torch.Tensor, sizes: to
 
 @pytest.mark.parametrize("name", CASES)
 def test_against_fp64_and_the_order_of_torch(name: str) -> None:
-    """Results are bitwise equal to fp32 sums in the order of the indices. They are close to fp64, and to torch's own
-    op."""
+    """Results in fp32 and fp16 are bitwise equal to fp32 sums in the order of the indices. All results are close to
+    fp64 sums, and to the results of torch's own op."""
     case = CASES[name]
     out = shared(CALLS, case.world_size, case.bags * case.tables * case.width, dtype=case.dtype, fill=float("nan"))
     run_ranks(case.world_size, _rank, SharedWorkspace.of(case.world_size, *case.need), out, case)
@@ -198,7 +198,8 @@ def test_facts_that_were_not_copied_are_copied_by_the_next_call(monkeypatch: pyt
 
 @contextmanager
 def _with_asserts() -> Iterator[None]:
-    """The interpreter drops asserts unless its option ``debug`` is set, as Triton does."""
+    """Set the interpreter's option ``debug``. Without this option, the interpreter drops asserts, and so does Triton on
+    a GPU."""
     from triton.runtime import interpreter
 
     before = interpreter.interpreter_builder.options

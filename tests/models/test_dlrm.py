@@ -58,7 +58,7 @@ def _training(rank: int, world_size: int, kind: str, joined: str) -> list[str]:
     model = _model(rank, kind, joined)
     eager = _model(rank, kind, joined)
     generator = torch.Generator().manual_seed(rank)
-    # Bags have other lengths in each step, so the second step compiles the graph for any number of indices.
+    # The lengths of the bags change from step to step, so the second step compiles the graph for any number of indices.
     batches = [batch_of(model, 4, 3, generator) for _ in range(4)]
     found: list[Any] = []
     with overlap_inductor.overlap(schedule="ring", sub_chunks=2):
@@ -126,6 +126,6 @@ def test_an_index_out_of_range_is_the_same_error(kind: str, index: int) -> None:
 
 
 def _without_names(text: str) -> str:
-    """``text`` without the name of the compiled file and the numbers of its variables, which Inductor's own check of an
-    index contains."""
+    """``text`` without names of compiled files and without numbers of their variables. Inductor's own check of an index
+    writes both into its error."""
     return re.sub(r"\S+\.cpp:\d+|\btmp\d+", "...", text)

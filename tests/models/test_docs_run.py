@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 @pytest.mark.parametrize("paths", make_docs.page_runs(), ids=["README", "docs"])
 def test_pages(tmp_path: Path, paths: list[Path], inductor_base: ForkBase) -> None:
     """Catches a command that fails, and a command whose output differs from the page. The commands run in processes
-    that have already imported torch, because that takes most of their time."""
+    that have already imported torch, because importing torch would take most of the commands' time."""
     with tempfile.TemporaryDirectory() as programs, ForkCommands(inductor_base, Path(programs)):
         outputs = make_docs.run_samples(paths, tmp_path, Path(programs))
     assert outputs

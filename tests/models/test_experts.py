@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture-of-experts models of ``transformers`` under their expert-parallel plan. The experts' all-reduces are sites
-of both grouped matmuls. All ranks agree, although each rank's graph holds its rank. Logits agree with fp64."""
+of both grouped matmuls. All ranks agree, although the number of the rank is a constant in each rank's graph.
+Logits agree with fp64."""
 
 from __future__ import annotations
 
@@ -89,8 +90,9 @@ def test_experts_of_a_model(
 def _trained(
     rank: int, world_size: int, family: str, folder: str, limits: tuple[int, ...], fields: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Training steps, each with a recompile limit for rank 0. With limit 1, rank 0 compiles nothing more, so it runs
-    frames uncompiled that routing made different. Each rank has its own switches, ``fields``."""
+    """Training steps, each with a recompile limit for rank 0. With limit 1, rank 0 compiles nothing more. Frames that
+    would need another graph after a change of routing run uncompiled on rank 0. Each rank has its own switches,
+    ``fields``."""
     import overlap_inductor
 
     model = hugging_face.load(family, folder, "cpu", experts=world_size).train()

@@ -37,7 +37,7 @@ def run(folder: Path, dump: Path) -> list[tuple[float, int]]:
 
 
 def texts(dump: Path) -> dict[str, str]:
-    """Texts of the dump's files, except those that name the run: the page of all graphs, and each graph's
+    """Texts of the dump's files. The files that name the run are left out: the page of all graphs, and each graph's
     ``run.json``."""
     found = {str(f.relative_to(dump)): f.read_text() for f in sorted(dump.rglob("*")) if f.is_file()}
     return {name: text for name, text in found.items() if name != "index.html" and not name.endswith("/run.json")}

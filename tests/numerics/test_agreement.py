@@ -37,7 +37,7 @@ def _check(
     """
     problems = []
     compile_anew()
-    # Sites without a looping op are refused. Of these cases, only the first runs.
+    # Sites without a looping op are refused. Of the cases with such a site, only the first runs.
     refused = sorted(WITHOUT_LOOPING_OP)[1:] if "step_node_budget" in fields else []
     tolerance = 1e-4 if dtype == torch.float32 else 6e-2
     sizes = {name: [6] for name in names or cases(world_size, 4) if name not in refused}

@@ -75,8 +75,8 @@ def test_every_spelling(world_size: int, budget: int) -> None:
 
 
 def _layer(kind: str, x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """A layer of ``x [t, k]``, ``w [k, n]`` and ``v [n, k]``, or of experts ``[e, t, k]`` and so on; ``t``, ``n`` and
-    ``e`` are multiples of the number of ranks."""
+    """A layer of ``x [t, k]``, ``w [k, n]`` and ``v [n, k]``. In a layer of experts, these tensors have a leading dim
+    ``e``. ``t``, ``n`` and ``e`` are multiples of the number of ranks."""
     ranks, exchange = dist.get_world_size(), exchange_spellings.exchange
     if kind in ("rows", "experts"):
         return exchange(x @ w)
@@ -157,8 +157,8 @@ def test_drawn_layers(world_size: int, examples: int) -> None:
 
 
 def _bit_for_bit(rank: int, world_size: int, budget: int) -> list[str]:
-    """The names of the layers whose result differs in any bit from the expected one. The expected result comes from the
-    same matmuls run slice by slice, and one collective."""
+    """The names of the layers whose result differs in any bit from the expected one. The expected result is
+    computed by the same matmuls, run slice by slice, and by one collective."""
     config = OverlapConfig(schedule="ring", sub_chunks=1, step_node_budget=budget)
     torch.manual_seed(rank)
     x, w = torch.randn(24 * world_size, 16), torch.randn(16, 16 * world_size)

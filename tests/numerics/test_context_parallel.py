@@ -119,7 +119,8 @@ def _compared(rank: int, world_size: int, part: slice) -> list[str]:
     [(2, 0), (3, 1), pytest.param(2, 1, marks=pytest.mark.thorough), pytest.param(3, 0, marks=pytest.mark.thorough)],
 )
 def test_random_attention(world_size: int, first: int) -> None:
-    """Catches a wrong merge, keys and mask columns of a wrong rank, and queries that see no key of a rank or of any."""
+    """Catches a wrong merge, and keys and mask columns of a wrong rank. Also catches wrong results of queries that see
+    no key of one rank or no key at all."""
     assert run_ranks(world_size, _compared, slice(first, None, 2), timeout=500) == [[]] * world_size
 
 
@@ -219,8 +220,8 @@ def _gpu_ops(rank: int, world_size: int) -> list[str]:
 
 
 def test_ops_of_gpus() -> None:
-    """Catches a log-sum-exp that is read in a wrong layout or was not asked for, and values that an op does not
-    define."""
+    """Catches a log-sum-exp that is read in a wrong layout, and one that the op was not asked to compute. Also catches
+    a result that uses values that an op does not define."""
     assert run_ranks(2, _gpu_ops) == [[]] * 2
 
 

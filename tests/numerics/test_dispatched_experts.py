@@ -128,4 +128,4 @@ def test_a_loop_over_experts() -> None:
     rows for those of a rank."""
     for rank, (errors, reasons, problems) in enumerate(run_ranks(2, _looped, 13, timeout=400)):
         assert (errors, problems) == ({}, []), f"rank {rank}"
-        assert reasons, f"rank {rank}: a loop has a reason"
+        assert reasons, f"rank {rank}: the report gives no reason why the loop has no site"

@@ -78,7 +78,7 @@ def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
 
 
 def _other_model(rank: int, world_size: int, other: str) -> tuple[str, str, float]:
-    """Rank 1's model differs in one collective, in its kind or in its dtype. The sizes are the same."""
+    """One collective of rank 1's model has another kind or another dtype than that of rank 0. The sizes are equal."""
     group = _group()
     functions: dict[str, Callable[..., torch.Tensor]] = {
         "sum": lambda x, w: reduce_scatter(x @ w, "sum", 0, group),
@@ -156,8 +156,8 @@ def _one_compiles_again(rank: int, world_size: int) -> list[tuple[str, str, floa
 
 
 def test_one_rank_alone_compiles_again() -> None:
-    """If plans are compared at first runs only, the other rank runs the agreed plan, and its transfers find no partner.
-    Its error must say why."""
+    """Rank 1 compiles again, to another plan. If plans are compared at first runs only, rank 0 runs the agreed plan,
+    and its transfers find no partner. The error of rank 0 must say why."""
     (first, kept), (second, changed) = run_ranks(2, _one_compiles_again, expect_failure=True)
     assert first[0] == second[0] == "ok", (first, second)
     assert (

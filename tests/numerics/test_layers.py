@@ -27,8 +27,8 @@ TINY = "--layers 1 --hidden 64 --ffn 128 --heads 4 --kv-heads 4 --vocabulary 64 
 
 
 def _worker(rank: int, world_size: int, settings: str, folder: str, compare_all: bool) -> str:
-    """What ``python -m bench.layers_worker`` prints on this rank. Matmuls and transfers take their time in ATen and
-    gloo, so no C++ kernel is built."""
+    """What ``python -m bench.layers_worker`` prints on this rank. The matmuls and transfers that are
+    timed run in ATen and gloo, so no C++ kernel is built."""
     compile_anew(kernels=False)
     if compare_all:
         made = layer_variants.variants
@@ -41,7 +41,7 @@ def _worker(rank: int, world_size: int, settings: str, folder: str, compare_all:
 
 def run(folder: Path, words: list[str], compare_all: bool = False) -> list[Any]:
     """What each rank's worker prints. With ``compare_all`` it may be a traceback."""
-    pytest.importorskip("transformers", reason="the test extra has it")
+    pytest.importorskip("transformers", reason="transformers comes with the test extra")
     settings = layers.settings_of(layers.parsed([*TINY.split(), *words, "--trace", str(folder)]), 500)
     text = json.dumps(dataclasses.asdict(settings))
     return run_ranks(2, _worker, text, str(folder), compare_all, timeout=500, expect_failure=compare_all, grouped=False)
@@ -74,7 +74,7 @@ def test_variants_are_compared_and_timed(phase: str, only: list[str], tmp_path: 
 
 
 def test_a_wrong_variant_ends_the_bench(tmp_path: Path) -> None:
-    """The results of the variant without collectives are wrong on purpose. Here the bench takes this variant for a
-    right one, compares its results, and must end."""
+    """The results of the variant without collectives are wrong on purpose. The test marks this variant as
+    right. So the bench compares its results, and must end."""
     for text in run(tmp_path, ["--phases", "forward", "--variants", LOCAL], compare_all=True):
         assert "Wrong: forward no collectives: error" in text

@@ -130,7 +130,7 @@ def test_different_node_budgets_exchange_the_same() -> None:
 
 
 def _cut_otherwise(rank: int, world_size: int) -> list[str]:
-    """Run sites that the two ranks divide into different pieces. Rank 1 runs looping ops. In the last function, it
+    """Run sites that the two ranks divide into different pieces. Rank 1 runs looping ops. In the last function, rank 1
     instead views the gathered tensor in another shape."""
     compile_anew(kernels=False)
     group, problems = dist.group.WORLD, []
@@ -301,7 +301,8 @@ def _late(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_plan_that_one_rank_of_a_mesh_uses_too_early() -> None:
-    """Some ranks compare the early plan and refuse it. A rank that has not compared it must not wait for them."""
+    """Some ranks compare the early plan and refuse it. A rank that has not compared the early plan must not wait
+    for these ranks."""
     results = run_ranks(4, _late)
     assert all(r["problems"] == [] for r in results), results
 
@@ -363,7 +364,7 @@ def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dic
 
 @pytest.mark.parametrize("as_on_gpus", [False, True])
 def test_kept_graphs_that_break_on_one_rank_only(as_on_gpus: bool) -> None:
-    """Rank 0 counts one call more than rank 1. Catches a rank 0 that waits for a call of rank 1 that never comes, while
+    """Rank 0 counts one call more than rank 1. Catches a rank 0 that waits for a call that rank 1 never makes, while
     rank 1 waits in the collective of the previous call. No graph with overlap differs, so overlap goes on."""
     results = run_ranks(2, _kept_graphs_are_broken, as_on_gpus, timeout=120)
     assert all(r["problems"] == [] and r["warnings"] == [] for r in results), results

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-wise ops are computed on pieces of the rows and must give the same results. After a gather, these are norms,
-scales and masks. Before a reduction, these are sums over experts and ``cat``. Some programs have batched matmuls."""
+"""Row-wise ops are computed on pieces of the rows, and must give the same results as on all rows. After a gather, these
+ops are norms, scales and masks. Before a reduction, they are sums over experts and ``cat``. Some programs have batched
+matmuls."""
 
 from __future__ import annotations
 

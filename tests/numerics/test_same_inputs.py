@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If a norm's weight differs between the ranks, a graph that divides the tokens would compute something else. So all
-ranks run the plain program, or raise an error if there is none. The weight is an argument of the call, or a module's
-parameter."""
+"""If a norm's weight differs between the ranks, a graph that divides the tokens would give other results than the
+graph as written. So all ranks run the plain program, or raise an error if there is none. The weight is
+an argument of the call, or a module's parameter."""
 
 from __future__ import annotations
 
@@ -185,8 +185,8 @@ def _two_groups(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_each_layer_is_compared_if_its_graph_has_several_groups() -> None:
-    """Here the digests of the parameters are not part of the plan. A parameter may be the same on all ranks of one
-    group only, but the plan is compared in both groups."""
+    """The plan is compared in both groups, but a parameter may be the same on all ranks of one group only. So the
+    digests of the parameters are not part of this plan."""
     results = run_ranks(2, _two_groups)
     assert all(result["off"] < 1e-4 for result in results), results
     assert "are not those of the first rank" in results[0]["texts"][0], results

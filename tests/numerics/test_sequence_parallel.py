@@ -58,7 +58,7 @@ EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     "dynamic": (8, 4, 10, UNEVEN),
 }
 REPEATED = "checkpointing, odd"
-"""This block runs in thorough tests only, because other blocks have an odd number of tokens or checkpointing."""
+"""This block runs in thorough tests only, because other blocks cover an odd number of tokens and checkpointing."""
 
 
 def _rows(
@@ -134,7 +134,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def _on_a_mesh(plan: str, shards: bool = False) -> Computation:
     """Trains a model with a parallel loss. Each row of the mesh has its own data. With ``shards``, FSDP2 shards the
-    parameters over the mesh's other dim, and gathers them outside of the compiled graphs."""
+    parameters over the mesh dim ``dp``, and gathers them outside of the compiled graphs."""
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     generator = torch.Generator().manual_seed(dist.get_rank() // 2)

@@ -158,7 +158,7 @@ def _normed(
     [(2, 1, True, "heads", "pairs"), (3, 2, False, "rows", "halves"), (2, 2, True, "rows", "")],
 )
 def test_norms_and_rotary_embeddings(world_size: int, batch: int, trained: bool, norm: str, rotary: str) -> None:
-    """The projections are computed in bands of tokens. Catches a band that is rotated by the places of another one, is
+    """The projections are computed in bands of tokens. Catches a band that is rotated by the places of another band, is
     sent to a wrong place, or is missing in what the backward reads."""
     arguments = (batch, trained, norm, rotary)
     for patterns, errors, problems in run_ranks(world_size, _normed, *arguments, timeout=500):

@@ -43,8 +43,8 @@ def _kept(x: torch.Tensor, number: int) -> torch.Tensor:
 
 
 class _Steps:
-    """Runs steps with ``_block`` and collects what is wrong. Counts the calls of ``_block`` that ran with overlap: a
-    ring issues more than one operation."""
+    """Runs steps with ``_block`` and collects what is wrong. Records for each call of ``_block`` whether it ran with
+    overlap. Only a ring issues more than one operation in this call."""
 
     def __init__(self, rank: int) -> None:
         self.block = torch.compile(_block, dynamic=False)
@@ -117,8 +117,9 @@ def _numbered(x: torch.Tensor, w: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _site_uncompiled(rank: int, world_size: int, as_on_gpus: bool, known: bool) -> dict[str, Any]:
-    """Rank 0 runs uncompiled what the other ranks overlap, in every second step. If ``known``, ranks have agreed upon
-    the plan before."""
+    """Rank 0 compiles ``_numbered`` for the first number only, and runs it uncompiled for any other number. The other
+    ranks overlap it for all numbers. With ``known``, the steps alternate between two numbers. Otherwise each step has
+    a new number."""
     compile_anew(kernels=False)
     if as_on_gpus:
         _compare_as_on_gpus()
@@ -151,8 +152,8 @@ def test_a_site_runs_uncompiled_on_one_rank(world_size: int, as_on_gpus: bool, k
 
 
 def _noisy(rank: int, world_size: int, differs: bool) -> dict[str, Any]:
-    """Between calls, the backends of the ranks count different numbers: a barrier in which rank 0 sends more than the
-    others. If ``differs``, rank 1 alone compiles another exchange for the last steps."""
+    """Between calls, the ranks meet at a barrier in which rank 0 sends more messages than the others. So the backends
+    of the ranks count different numbers. If ``differs``, rank 1 alone compiles another exchange for the last steps."""
     compile_anew(kernels=False)
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=100):
         steps = _Steps(rank)
@@ -165,7 +166,8 @@ def _noisy(rank: int, world_size: int, differs: bool) -> dict[str, Any]:
             else:
                 steps.run_block()
             dist.monitored_barrier()
-            # Longer than a rank takes to report that it is inside a collective. Rank 0 has counted the most.
+            # Rank 0 has counted the most. It is late by more time than the other ranks take to report that they are
+            # inside a collective.
             time.sleep(0 if rank else 3 * call_report.INTERVAL)
     return {**steps.result, "issued": steps.count()}
 

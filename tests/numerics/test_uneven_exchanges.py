@@ -84,7 +84,7 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
         problems.extend(f"{what}: {text}" for text in found)
         problems.extend(f"{what}: {text}" for r in reports for text in waste(r))
         # Constants may differ in kind: one rank sees equal parts where another sees unequal ones. And torch computes a
-        # product with one row without a matmul. Then the ranks run the graph without overlap.
+        # product with one row without a matmul. In both cases, the ranks run the graph without overlap.
         if constant or min(sum(parts[r * world_size : (r + 1) * world_size]) for r in range(world_size)) < 2:
             return
         problems.extend(f"{what}: {text}" for r in reports for text in r.notices)
@@ -136,7 +136,7 @@ def test_constant_parts(parts: list[list[int]]) -> None:
 
 
 def _generated(rank: int, world_size: int) -> tuple[list[str], list[list[str]]]:
-    """``(problems of two calls with other counts, overlapped patterns of each graph)`` in Inductor's generated code."""
+    """``(problems of two calls with different counts, overlapped patterns of each graph)`` in generated code."""
     compile_anew(kernels=False)
     torch._dynamo.config.capture_scalar_outputs = True
     options = {"schedule": "ring", "sequence_parallel": "off", "mode": "strict"}

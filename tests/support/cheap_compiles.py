@@ -20,7 +20,8 @@ For Dynamo: no garbage collection after each compile.
 
 
 def set_environment() -> None:
-    """Call it before torch is imported; child processes inherit it."""
+    """Set the variables of ``ENVIRONMENT`` that are not set yet. Call this function before torch is imported. Child
+    processes inherit the variables."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -39,8 +40,8 @@ def compile_cheaply() -> None:
 
 def probe_vector_instructions() -> None:
     """Ask the C++ compiler which vector instructions it knows. This takes a second in each process, and eight with an
-    empty cache. If it knows all instructions that the machine has, the processes that this process starts need not ask
-    again."""
+    empty cache. If the compiler knows all instructions that the machine has, the processes that this process starts
+    need not ask again."""
     from torch._inductor import cpu_vec_isa
 
     known = cpu_vec_isa.valid_vec_isa_list()

@@ -10,8 +10,8 @@ from typing import Any
 
 
 def interpret_cheaply() -> None:
-    """Changes the interpreter in this process and its forks. The first launch of a process imports Gluon. It is
-    imported here, so that no rank has to import it."""
+    """Changes the interpreter in this process and its forks. The first launch of a process imports Gluon. This function
+    imports Gluon, so that no rank has to import it."""
     import triton.experimental.gluon  # noqa: F401
     from triton.runtime import interpreter
 
@@ -37,8 +37,8 @@ def rewrite_kernels() -> None:
 
 
 def _list_builtins_once() -> None:
-    """At each launch, the interpreter lists all members of ``triton.language`` to find the builtins. They are always
-    the same."""
+    """List the builtins of ``triton.language`` once. Without this patch, the interpreter lists all members at each
+    launch to find the builtins, which are always the same."""
     import triton.language as tl
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
@@ -60,7 +60,8 @@ def _list_builtins_once() -> None:
 
 
 def _patch_language_once() -> None:
-    """The interpreter patches ``triton.language`` at each launch, and again at each call of a device function."""
+    """Patch ``triton.language`` only if it is not patched yet. Without this function, the interpreter patches it at
+    each launch, and again at each call of a device function."""
     import triton.language as tl
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
@@ -80,7 +81,8 @@ def _patch_language_once() -> None:
 
 
 def _look_up_dtypes_once() -> None:
-    """To find numpy's dtype, the interpreter makes a dictionary of all dtypes each time."""
+    """Look up numpy's dtype of each Triton dtype once. Without this patch, the interpreter makes a dictionary of all
+    dtypes at each look-up."""
     from triton.language import dtype
     from triton.runtime import interpreter
 

@@ -90,9 +90,9 @@ def mask_of(kind: str, rank: int, heads: int, own: int, keys: int) -> torch.Tens
     """The mask of a rank's own queries: a bool tensor, or a tensor that is added to the scores. ``None`` for ``none``,
     ``True`` for ``is_causal``.
 
-    ``causal``: the later ranks' keys are hidden from all queries. ``random``: some queries see no key. Others see no
-    key of some ranks. ``heads``: a different bias for each head, which is added to the scores. Its values are not all 0
-    or ``-inf``. ``one row``: all queries see the same keys. ``nothing``: hides nothing.
+    ``causal``: each query sees its own token's key and the keys of earlier tokens. ``random``: some queries see no key.
+    Others see no key of some ranks. ``heads``: a different bias for each head, which is added to the scores. Its values
+    are not all 0 or ``-inf``. ``one row``: all queries see the same keys. ``nothing``: hides nothing.
     """
     if kind == "is_causal":
         return True

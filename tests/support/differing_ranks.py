@@ -29,7 +29,7 @@ def block(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def block_on_a_mesh() -> Callable[..., torch.Tensor]:
-    """The block of ``block`` on a 2 x 2 mesh: it gathers along the rows of the mesh and all-reduces along the
+    """A block like ``block`` on a 2 x 2 mesh. It gathers along the rows of the mesh and all-reduces along the
     columns."""
     from torch.distributed.device_mesh import init_device_mesh
 

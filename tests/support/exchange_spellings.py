@@ -78,7 +78,8 @@ def normed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 WITHOUT_LOOPING_OP = {"L after experts", "L before experts", "L between matmuls", "L before a norm and a matmul"}
-"""A looping op multiplies matrices only, and computes no other op between them and the exchange."""
+"""Spellings that no looping op computes. Their matmuls are batched, or an activation or a norm stands between the
+matmul and the exchange."""
 SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, list[str]]]] = {
     "K": (lambda x, w: change_shards(x @ w, 0, 1), (x2, weight), (SENT, 1, ["mm N"])),
     "K before a matmul": (

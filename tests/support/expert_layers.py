@@ -23,7 +23,7 @@ LOADS: dict[str, Loads] = {
     "all tokens on the first rank": lambda tokens, made: torch.randint(0, 2, (tokens, SMALL.chosen), generator=made),
     "uneven": lambda tokens, made: torch.stack([torch.zeros(tokens).long(), torch.arange(tokens) % SMALL.experts], 1),
 }
-"""The experts' ids of each token."""
+"""``{name: function that draws, for each token, the ids of its experts}``."""
 
 
 def inputs(tokens: int, loads: str = "random") -> tuple[Any, ...]:

@@ -47,7 +47,7 @@ def reports_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None, 
 
 
 def report_of(fn: Callable[..., Any], *args: Any, **fields: Any) -> OverlapReport:
-    """The report of the only graph that ``fn(*args)`` compiles (see ``reports_of``). Raises ``ValueError`` if it
-    compiles no graph or several."""
+    """The report of the only graph that ``fn(*args)`` compiles (see ``reports_of``). Raises ``ValueError`` if
+    ``fn`` compiles no graph or several."""
     (report,) = reports_of(fn, *args, **fields)
     return report

@@ -3,7 +3,7 @@
 
 ``import torch`` takes 1.6 s of processor time, and Inductor three more. A *base* is a process that imports torch and
 Inductor once. It does not import the package, nor anything that environment variables switch on. ``ForkBase.run`` forks
-it for a command line of Python, in an environment of its own.
+the base for a command line of Python, and gives the fork an environment of its own.
 
 In the fork, ``import torch`` brings torch's modules back and does what the last lines of ``torch/__init__.py`` do: they
 read the environment and call the entry points of ``torch.backends``. Until then ``sys.modules`` has no module of torch,

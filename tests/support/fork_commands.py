@@ -35,8 +35,8 @@ COMMANDS: dict[str, list[str]] = {"python": [], "overlap-inductor": ["-m", "over
 
 
 class ForkCommands:
-    """Makes the commands in ``folder``, whose path must be short enough for the address of a socket. They work until
-    the end of the ``with`` block, one at a time. Standard input is not passed on."""
+    """Makes the commands in ``folder``, whose path must be short enough for the address of a socket. The commands
+    work until the end of the ``with`` block, one at a time. Standard input is not passed on."""
 
     def __init__(self, base: ForkBase, folder: Path) -> None:
         self.base = base

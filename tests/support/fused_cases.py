@@ -218,7 +218,8 @@ def contractions(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int
 
 def sums(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
     """Functions with sums of matmuls, in the form that ``cases`` returns. ``chunked`` computes such sums, and ``fused``
-    does not. (Inductor writes a sum of two 2-D matmuls as one matmul whose bias is the result of the other.)"""
+    does not. (Inductor writes a sum of two 2-D matmuls as an ``addmm``, whose bias is the result of the other
+    matmul.)"""
     g, s = dist.group.WORLD, 24
     linear = torch.nn.functional.linear
     pair = [(1, s * w, 16), (16, 24), (1, s * w, 40), (40, 24)]

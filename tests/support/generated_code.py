@@ -25,7 +25,7 @@ EVENTS = {
     "exchange_wait.default(": "wait",
     "extern_kernels.mm(": "mm",
     "extern_kernels.addmm(": "mm",
-    "extern_kernels.bias_addmm(": "mm",  # autotuning chooses it if it was faster in that run
+    "extern_kernels.bias_addmm(": "mm",  # autotuning chooses this op if it measured the op as faster
     "cpp_fused": "pointwise",
     "aten._embedding_bag.default(": "lookup",
     "aten._embedding_bag_backward.default(": "gradient",
@@ -49,8 +49,9 @@ class _NotRunError(Exception):
 
 
 def code_of(fn: Callable[..., Any], *arguments: Any) -> str:
-    """The code that Inductor generates for ``fn``, which holds one graph. The code is not run. A fake group's
-    collectives and kernels that are not built leave arbitrary values in buffers, which an op may refuse."""
+    """The code that Inductor generates for ``fn``, which holds one graph. The code is not run, because an op
+    may refuse its inputs. A fake group's collectives and kernels that are not built leave arbitrary values in
+    buffers."""
     from torch._inductor.graph import GraphLowering
     from torch._inductor.output_code import CompiledFxGraph
 

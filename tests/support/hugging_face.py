@@ -28,8 +28,8 @@ _SIZES = {
 }
 
 # Only the first llama and the first mixtral have two layers. They test an all-reduce of one layer before the matmuls of
-# the next. Starcoder2 has a bias in every projection. Cohere computes attention and MLP in parallel. Olmo2 gathers
-# whole activations for a norm.
+# the next layer. Starcoder2 has a bias in every projection. Cohere computes attention and MLP in parallel. Olmo2
+# gathers whole activations for a norm.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, one layer": ("Llama", {"num_hidden_layers": 1}),

@@ -24,8 +24,8 @@ def interpreted(config: OverlapConfig, reports: list[OverlapReport], compared: b
     """Returns the backend. It appends the reports of its graphs to ``reports``.
 
     ``compared``: each call first compares the ranks' plans, as generated code does. If ranks differ, the call
-    runs the graph as it was before any pass. Without ``compared`` the first overlap op compares, and raises if
-    ranks differ."""
+    runs the graph as it was before any pass. Without ``compared``, the first overlap op compares the plans, and raises
+    if ranks differ."""
 
     def compile_one(gm: torch.fx.GraphModule, example_inputs: Any, **keywords: Any) -> Any:
         flags = {name: bool(keywords.get(name)) for name in ("is_backward", "is_inference", "cpp_wrapper")}
@@ -82,7 +82,7 @@ def _call_of(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def _read_last(nodes: list[torch.fx.Node]) -> list[list[torch.fx.Node]]:
-    """For each node, the nodes whose values no later node reads."""
+    """For each node, those nodes among the node itself and its inputs whose values no later node reads."""
     seen: set[torch.fx.Node] = set()
     found: list[list[torch.fx.Node]] = []
     for node in reversed(nodes):

@@ -2,7 +2,7 @@
 """Draws random programs of matmuls, collectives of one group, and ops between them. A program is the source text of a
 function.
 
-A step makes one tensor from earlier ones. If the drawn op does not fit, the step makes none. After a gather or a
+A step makes one tensor from earlier ones. If the drawn op does not fit, the step makes no tensor. After a gather or a
 matmul, steps that complete a site are drawn more often than others. All ranks draw the same program.
 """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small functions with one or two sites each, for groups of any size. Collectives are all-gathers before and after
-matmuls, reduce-scatters and all-reduces, each on the different dims of a matmul."""
+matmuls, reduce-scatters and all-reduces. They cut different dims of a matmul."""
 
 from __future__ import annotations
 

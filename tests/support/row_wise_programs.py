@@ -290,8 +290,8 @@ OWN = {
     "a scalar bias, gathered",
 }
 """Programs that no looping op can compute. In the first two, the scale may differ between ranks. A looping op would
-multiply rows by the sender's scale before it sends them, but each receiver must use its own scale. In the others, the
-bias is a scalar, and the looping ops accept only a row or a whole matrix."""
+multiply rows by the sender's scale before it sends them, but each receiver must use its own scale. In the other
+three, the bias is a scalar, and the looping ops accept only a row or a whole matrix as bias."""
 
 
 def arguments(name: str, world_size: int, generator: torch.Generator) -> list[torch.Tensor]:

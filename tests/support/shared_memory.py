@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symmetric memory without GPUs, for sites that run in Triton's interpreter. It consists of files that all processes of
-a machine map."""
+"""Symmetric memory without GPUs, for sites that run in Triton's interpreter. The memory consists of files that all
+processes of a machine map."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@ Each spelling has a letter, which tests and golden files name. (O has no entry i
 ``scatter`` and ``reduce`` are the collectives ``all_gather_into_tensor``, ``reduce_scatter_tensor`` and ``all_reduce``.
 ``[view]`` is a reshape that may be there, and ``W`` is the number of ranks.
 
-A. Gather on dim 0. Functional collectives and DTensor, where tokens are the first dim. ::
+A. Gather on dim 0, as functional collectives and DTensor write it if tokens are the first dim. ::
 
        gather(x) -> wait -> [view] -> mm -> [view]
 
-B. Gather on another dim. The collective joins ranks on dim 0, so ``all_gather_tensor`` and DTensor reorder its result:
-   sequence parallelism of ``[batch, sequence, hidden]``. ::
+B. Gather on another dim, as in sequence parallelism of ``[batch, sequence, hidden]``. The collective joins ranks on dim
+   0, so ``all_gather_tensor`` and DTensor reorder its result. ::
 
        gather(x) -> wait -> split -> W getitems -> cat on dim d -> [view] -> mm
 
@@ -27,15 +27,15 @@ E. Shards of different sizes, as DTensor writes them: each rank pads its shard, 
 
        constant_pad_nd -> gather -> wait -> slice -> mm
 
-F. fp8 tensors travel as bytes; scales are operands of the matmul. Float8 training (torchao, torchtitan). ::
+F. Float8 training (torchao, torchtitan): fp8 tensors travel as bytes, and scales are operands of the matmul. ::
 
        view as uint8 -> A or B -> view as float8 -> _scaled_mm(a, b, scale_a, scale_b)
 
-G. Scatter on dim 0, the other end of A. ::
+G. Scatter on dim 0, the counterpart of A. ::
 
        mm -> [view] -> scatter(y) -> wait
 
-H. Scatter on another dim, the other end of B. ::
+H. Scatter on another dim, the counterpart of B. ::
 
        mm -> [view] -> split on dim d -> W getitems -> cat on dim 0 -> scatter(y) -> wait
 
@@ -61,7 +61,7 @@ M. A bias, or sizes that are products of symbols: ``nn.Linear`` with bias; model
 
        addmm(bias, x, w) -> reduce -> wait        or        mm -> reduce -> wait -> add bias
 
-N. One gather that several matmuls read (q, k, v; gate, up). It may also be an output, saved for backward. ::
+N. One gather that several matmuls read (q, k, v; gate, up). The gathered tensor may also be saved for backward. ::
 
        gather(x) -> wait -> mm, mm, output
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds graphs in which token-wise ops follow all-reduces. Checks that the sequence-parallel rewrite of such a graph
-computes the same as before on every rank."""
+"""Builds graphs in which token-wise ops follow all-reduces. Checks that such a graph has the same
+results on every rank before and after the sequence-parallel rewrite."""
 
 from __future__ import annotations
 

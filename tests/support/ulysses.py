@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Ulysses attention block, written as diffusers writes it (``TemplatedUlyssesAttention``): every rank has a shard of
-the sequence. It exchanges that shard of all heads for the whole sequence of some heads, and back after attention."""
+the sequence, with all heads. Before attention, an exchange gives the rank the whole sequence, with some of the heads.
+After attention, a second exchange gives the rank its shard with all heads."""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ class UlyssesAttention(nn.Module):
         plain: attention is written as two matmuls and a softmax.
         norm: how q and k are normed before attention. ``heads``: each head by itself (Flux, Qwen-Image). ``rows``: all
             heads of a token together (Wan). Empty: not at all.
-        rotary: how q and k are rotated by their tokens' places. ``halves``: the halves of a head (Hugging Face).
-            ``pairs``: pairs of numbers (Flux). Empty: not at all.
+        rotary: how q and k are rotated by their tokens' places. ``halves``: numbers of the first half of
+            a head with numbers of the second half (Hugging Face). ``pairs``: neighbouring numbers (Flux). Empty: not at
+            all.
     """
 
     def __init__(

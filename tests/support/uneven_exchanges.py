@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-alls of uneven parts beside matmuls, written as torchtitan's token dispatcher does: the ranks exchange their
+"""All-to-alls of uneven parts beside matmuls, as torchtitan's token dispatcher writes them: the ranks exchange their
 counts, and the counts are the sizes of the parts. So the sizes are unbacked symbols in the graph.
 
 A layer is a function of ``(exchange, x [t, k], w [k, n], v [n, k], bias [n])``. ``exchange(x)`` is the all-to-all;
-``exchange(x, back=True)`` returns the parts to where they came from.
+``exchange(x, back=True)`` returns the parts to the ranks that sent them.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ LIMIT = 1e-4
 """The largest error of an fp32 result, relative to the result's largest element. If ten times the rounding error of the
 plain compile is larger, that is the limit instead."""
 COMPARABLE = 1e-2
-"""If the rounding error of the plain compile is larger than this, its results count as rounding errors only."""
+"""If a result's rounding error in the plain compile is larger than this, the result counts as rounding errors only."""
 TIMEOUT = 100.0
 """Seconds that a rank waits for the other ranks' plans."""
 STAGES = ("built", "run eagerly", "compiled without overlap", "overlapped")

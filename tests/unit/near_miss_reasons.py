@@ -200,8 +200,8 @@ def grouped(made: HandGraph, x: fx.Node, rows: int) -> fx.Node:
 
 def reduced_experts(made: HandGraph, saved: bool) -> OverlapReport:
     """The experts' results are weighted, put back into the order of the tokens, and summed. With ``saved``, the
-    weighted results are also an output of the graph. Without ``saved``, the weights multiply a running sum over the
-    rows instead."""
+    weighted results are also an output of the graph. Without ``saved``, a running sum of the results over the rows
+    is weighted in place of the results."""
     y = grouped(made, made.input(8, 16, dtype=torch.bfloat16), 8)
     if not saved:
         y = made.call(aten.cumsum.default, y, 0)

@@ -119,7 +119,8 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "over a collective")
 def _() -> OverlapReport:
-    """One result is read before the all-reduce, while another matmul's weight is known only after it."""
+    """The result of one matmul is read before the all-reduce. The weight of the other matmul is the result of the
+    all-reduce."""
     made = HandGraph()
     gathered = made.gather(made.input(4, 16))
     early = made.call(aten.relu.default, made.mm(gathered, weight(made, name="v")))
@@ -130,8 +131,8 @@ def _() -> OverlapReport:
 @case("hoist", "refused", "over an accepted site")
 def _() -> OverlapReport:
     """The second gather's matmul reads the first site's result. The first site would move down below the second gather,
-    so the second site would have to move down, too. It cannot, because another node reads its gathered tensor
-    earlier."""
+    so the second site would have to move down, too. The second site cannot move, because another node reads
+    its gathered tensor earlier."""
     made = HandGraph()
     first = made.gather(made.input(4, 16))
     w = made.reduce(weight(made))
@@ -142,8 +143,8 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "of an accepted site")
 def _() -> OverlapReport:
-    """The first site's steps are written before the first node that reads one of its results. But one of its matmuls
-    needs the second site's result, which comes after that node."""
+    """The first site's steps are written before the first node that reads one of its results. But another matmul of
+    the first site needs the second site's result, which comes after that node."""
     made = HandGraph()
     first = made.gather(made.input(4, 8))
     second = made.gather(made.input(4, 16, name="y"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph for every reason why the sequence-parallel rewrite leaves a stretch between all-reduces as written."""
+"""A graph for every reason why the sequence-parallel rewrite leaves a stretch as written."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ class Said(dict[tuple[str, object], str]):
 
 
 def test_rounds_without_a_place_on_the_page_go_through_the_store() -> None:
-    """A graph with many groups has more rounds than the page has places. Such a verdict must not overwrite the entry of
-    the next call, or be written past the page's end."""
+    """A graph with many groups has more rounds than the page has places. The verdict of a round that has no
+    place must not overwrite the entry of the next call, and must not be written past the page's end."""
     with fake_group(2) as group:
         state = call_state.state_of(group)
         store = Said()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of calls in the sequence of a group's collectives, which tell whether calls of two ranks are the same."""
+"""A call has a place in the sequence of its group's collectives. Places tell whether calls of two ranks are the same
+call."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def test_a_value_is_read_as_it_was_written(mark: str) -> None:
     ("mine", "theirs", "exact", "wanted"),
     [
         (_call(4), _call(4), True, Order.SAME),
-        # They ran in graphs what this rank ran uncompiled before this call.
+        # Before this call, the other rank ran a collective in a graph that this rank ran uncompiled.
         (_call(4, passed=2), _call(4, passed=3), True, Order.SAME),
         (_call(4), _call(4, plan="other", count=2), True, Order.SAME),
         (_call(4), _call(2, count=2, plan="other"), True, Order.EARLIER),
@@ -87,7 +88,7 @@ def test_what_the_backend_counts_between_calls_moves_the_place(monkeypatch: pyte
 
 
 def test_a_value_fits_on_a_page() -> None:
-    """The longest value has a plan of many parts, and ranks that have run for years."""
+    """The longest value comes from a plan of many parts, and from ranks that have run for years."""
     from overlap_inductor.facts.exchange import ExchangePlan
 
     with fake_group(2) as group:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of a rank that is inside a collective, and the look at a thread that tells so."""
+"""A rank reports that it is inside a collective. The rank learns this from a look at the thread that
+calls graphs."""
 
 from __future__ import annotations
 
@@ -31,22 +32,22 @@ def test_a_place_is_reported_once_and_only_while_the_rank_waits(monkeypatch: pyt
         state = GroupState(group, 0)
         state._count = lambda: counted[0]
         _looks(state, 3)
-        assert call_report.place_of(state, 0) == -1, "it has issued nothing"
+        assert call_report.place_of(state, 0) == -1, "the rank has issued nothing"
         counted[0] += 2
         _looks(state, 1)
-        assert call_report.place_of(state, 0) == -1, "it may have begun to wait just now"
+        assert call_report.place_of(state, 0) == -1, "the rank may have begun to wait just now"
         _looks(state, 2)
         assert call_report.place_of(state, 0) == state.promised == 2
         state.count(3)
         _looks(state, 2)
-        assert (call_report.place_of(state, 0), call_report.call_of(state, 0)) == (2, 1), "it is inside its call"
+        assert (call_report.place_of(state, 0), call_report.call_of(state, 0)) == (2, 1), "the rank is inside its call"
         counted[0] += 3
         state.returned()
         counted[0] += 1
         waits[0] = False
         _looks(state, 2)
-        assert call_report.place_of(state, 0) == 2, "it computes"
-        assert call_report.call_of(state, 0) == -1, "it has left its call"
+        assert call_report.place_of(state, 0) == 2, "the rank computes"
+        assert call_report.call_of(state, 0) == -1, "the rank has left its call"
         waits[0] = True
         _looks(state, 2)
         assert call_report.place_of(state, 0) == 2 + 3 + 1

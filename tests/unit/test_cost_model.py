@@ -28,8 +28,8 @@ def scaled(factor: float) -> SiteSizes:
 
 
 def test_seconds_of_the_parts() -> None:
-    """A matmul takes its FLOPs divided by the rate of the item size. A collective takes its bytes divided by the link's
-    rate. If it has two legs, it takes twice that time."""
+    """A matmul's time is its FLOPs divided by the FLOP rate for its item size. A collective's time is its bytes divided
+    by the link's rate. A collective of two legs takes twice that time."""
     assert cost_model.matmul_seconds(BALANCED, FREE) == pytest.approx(1.0)
     assert cost_model.matmul_seconds(dataclasses.replace(BALANCED, itemsize=2), FREE) == pytest.approx(0.5)
     assert cost_model.collective_seconds(BALANCED, FREE) == pytest.approx(1.0)
@@ -93,8 +93,8 @@ def test_parts_hide_more() -> None:
 
 
 def test_fewest_sub_chunks() -> None:
-    """If both sides are equal, halving 4 sub-chunks of 2 shards exposes another eighth. Of 8 shards, or if one side is
-    much shorter, it exposes too little to matter."""
+    """With 2 shards and equal times of matmul and transfer, 2 sub-chunks expose an eighth of the transfer more than 4
+    sub-chunks. With 8 shards, or if one side is much shorter, the difference is too small to matter."""
     two = dataclasses.replace(BALANCED, world_size=2)
     assert ring_cost.fewest_parts(two, FREE, 4) == 4
     assert ring_cost.fewest_parts(BALANCED, FREE, 4) == 2
@@ -103,7 +103,8 @@ def test_fewest_sub_chunks() -> None:
 
 
 def test_fewest_sub_chunks_pay_if_more_do() -> None:
-    """Fewer sub-chunks never make a ring too slow to pay. If the most allowed do not pay, the number stays."""
+    """If a ring pays with the largest allowed number of sub-chunks, it also pays with the number that is found. If the
+    ring does not pay with the largest number, the largest number is kept."""
     for exponent in range(-40, 6):
         sizes = dataclasses.replace(BALANCED, flops=BALANCED.flops * 1.5**exponent, world_size=2)
         machine = dataclasses.replace(FREE, step_seconds=1e-4)
@@ -184,7 +185,8 @@ def test_fused_kernels_need_enough_tiles_and_a_clear_gain() -> None:
 
 @pytest.mark.parametrize("cost", [chunked_cost, fused_cost])
 def test_margins_of_exchanges(cost: ModuleType) -> None:
-    """All-to-alls of rows were measured on 2 ranks, so the small margin is enough there. Contractions were not."""
+    """All-to-alls of rows were measured on 2 ranks, so the small margin is enough there. All-to-alls on more ranks were
+    not measured, and neither were matmuls that contract the exchanged tensor. They need the large margin."""
     machine, small, large = machine_for("cuda"), cost_model.MARGIN, cost_model.MARGIN_UNMEASURED
     sent = 4e8
     gains = []

@@ -249,7 +249,8 @@ def test_schedules_on_gpus_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_schedules_on_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four GPUs, only the last is cut off. For each GPU, the doctor lists the GPUs that it cannot reach."""
+    """Of four GPUs, only the last is cut off. For each GPU, the doctor lists the GPUs that this GPU
+    cannot reach."""
     gpus(monkeypatch, 4, cut_off=(3,))
     assert [name for name, answer in answers().items() if answer == "yes"] == ["ring", "wave_groups"]
     assert named(runs_here(), "chunked").value.splitlines() == [

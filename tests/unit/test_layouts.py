@@ -28,8 +28,8 @@ world_sizes = st.integers(2, 5)
 
 
 def array_of(layout: Layout, memory: Layout) -> np.ndarray:
-    """The elements of a tensor in ``layout``. Each element is its own position in ``memory``, a layout of the same
-    atoms."""
+    """The elements of a tensor in ``layout``. The value of each element is the element's position in ``memory``, a
+    layout of the same atoms."""
     source, target = memory.flat(), layout.flat()
     data = np.arange(int(np.prod([a.size for a in source], dtype=int))).reshape([a.size for a in source])
     return data.transpose(

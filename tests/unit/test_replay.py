@@ -190,8 +190,8 @@ def test_a_call_whose_graph_cannot_be_launched_is_launched_directly(
 
 
 def test_a_graph_that_fails_later_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Earlier launches of the same graph have run, so the call cannot simply be launched directly. The group is
-    aborted. Otherwise peers would wait for this call until they time out."""
+    """If a graph that was launched before cannot be launched again, the call raises the error and aborts the group.
+    Without the abort, peers would wait for this call until they time out."""
     noted, a = Noted(monkeypatch), torch.zeros(4)
     noted.failing = {3}
     assert [noted.call(a) for _ in range(3)] == [["start"], ["graph"], ["graph"]]

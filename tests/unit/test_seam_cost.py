@@ -11,8 +11,9 @@ from overlap_inductor.passes.sequence.seams.cost import in_turn
 
 
 def test_a_slow_link_is_busy_while_bands_are_multiplied() -> None:
-    """The seam between ``o_proj`` and ``gate``, ``up`` of the Llama on the slow link. Times are milliseconds. If the
-    two sites run one after the other, the scatter is exposed. In bands, it is hidden."""
+    """Estimates the seam between ``o_proj`` and the matmuls ``gate`` and ``up`` of a Llama layer on a slow link. Times
+    are in milliseconds. If the two sites run one after the other, the scatter is exposed. In bands, most of the scatter
+    is hidden."""
     scatter, gather = Work(12.7, 34.0), Work(69.0, 34.0)
     turn, bands = in_turn(scatter, gather, 2, 4), in_bands(scatter, gather, 2, 4)
     assert turn.compute - 81.7 > 20

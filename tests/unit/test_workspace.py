@@ -76,8 +76,8 @@ def test_a_plan_without_room_runs_without_overlap_and_takes_no_slot_from_others(
 
 
 def test_what_a_call_needs_is_looked_up_once_for_each_plan(group: Any) -> None:
-    """After a new plan, the site may have another slot, or its first slot. So the slot is looked up again after each
-    new plan."""
+    """After a new plan, the site may have a slot for the first time, or another slot than before. So the slot is
+    looked up again after each new plan."""
     place, asked = workspace.workspace_of(group, CPU), []
 
     def make() -> Any:
@@ -146,7 +146,7 @@ def test_a_call_is_ended_even_if_a_later_matmul_fails(group: Any, monkeypatch: p
     of the failed call."""
     fused = pytest.importorskip(
         "overlap_inductor.lowerings.fused.calls",
-        reason="Triton is not installed here; it is where the kernels' tests run",
+        reason="Triton comes with the package's test extra; environments of other torch versions may have none",
     )
     ended = []
     monkeypatch.setattr(site_ops, "ready", lambda *args: ("launch", FusedParameters(1)))

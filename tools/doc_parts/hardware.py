@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from bench import rows
+from bench.summaries import headline_rows
 from bench.tables import header
 from bench.tables import line
 from overlap_inductor.facts.machine import Box
@@ -61,9 +62,12 @@ def _names(schedules: Sequence[str]) -> str:
 
 
 def _measured(name: str) -> list[str]:
-    """The numbers of GPUs on which schedules were measured, and what a user can expect."""
-    found = {row["world_size"] for row in rows.read(rows.RESULTS / "operators.jsonl") if row["gpu"] == name}
-    counts = [str(count) for count in sorted(found)]
-    if len(counts) > 1:
-        return [f"{', '.join(counts[:-1])} and {counts[-1]} GPUs", "the picture above"]
-    return ["not yet", "the same kernels as on H200; estimates may be wrong" if len(_on_gpus(name)) > 1 else UNKNOWN]
+    """The numbers of GPUs on which schedules were measured, and what a user can expect. The name of a GPU in a row may
+    also have its memory, as in ``NVIDIA H100 80GB HBM3``."""
+    stored = [row for row in rows.read(rows.RESULTS / "operators.jsonl") if row["gpu"].startswith(name)]
+    *others, most = [str(count) for count in sorted({row["world_size"] for row in stored})] or [""]
+    counts = f"{', '.join(others)} and {most} GPUs" if others else f"{most} GPUs"
+    if {row["pattern"] for row in stored} >= {row["pattern"] for row in headline_rows()}:
+        return [counts, "the picture above"]
+    expected = "the same kernels as on H200; estimates may be wrong" if len(_on_gpus(name)) > 1 else UNKNOWN
+    return [f"some patterns, on {counts}" if stored else "not yet", expected]

@@ -51,10 +51,10 @@ GROUPS: dict[str, dict[str, str]] = {
         "no_wait": "The collective has no wait, or has more than one. Or its result is used without a wait.",
         "grouped_matmul": (
             "The matmul beside the collective is grouped, as in a mixture of experts. A grouped matmul is cut in two"
-            " cases. Before a reduction, it is cut into blocks of tokens. One index must then bring the rows back to"
-            " the tokens before the reduction, with only pointwise ops between the matmul and this index. Between two"
-            " all-to-alls, it is cut by ranks. Each row must then be computed by itself, and the second all-to-all must"
-            " return the rows to the ranks from which the first one brought them."
+            " cases. Before a reduction, it is cut into blocks of tokens. One index must then stand before the"
+            " reduction and bring the rows back to the tokens, and only pointwise ops may stand between the matmul and"
+            " this index. Between two all-to-alls, it is cut by ranks. Each row must then be computed by itself, and"
+            " the second all-to-all must return the rows to the ranks from which the first one brought them."
         ),
         "fsdp_weight_gather": "The collective gathers a weight (FSDP), and a setting of Inductor hides this gather.",
     },
@@ -114,12 +114,12 @@ GROUPS: dict[str, dict[str, str]] = {
         "coalesced": "A coalesced collective moves several tensors at once.",
         "out_variant": "The collective works in place or writes into the caller's buffer.",
         "pattern_not_available": "No pattern starts at this kind of collective, for example broadcast.",
-        "taken_by_async_tp": "Inductor's own async TP has replaced the site before this pass ran.",
+        "taken_by_async_tp": "Inductor's own async TP replaced the site before this pass ran.",
         "group_not_resolved": "The process group does not exist in this process.",
         "backend_not_supported": (
             "The graph is compiled ahead of time (AOTInductor) or with `cpp_wrapper`. Or a copy of the graph cannot be"
-            " kept for a run without overlap. The sequence-parallel rewrite also does not rewrite a nested compile"
-            " region, or any graph if Inductor's freezing is on."
+            " kept for a run without overlap. The sequence-parallel rewrite also leaves nested compile regions as"
+            " written. If Inductor's freezing is on, it leaves every graph as written."
         ),
     },
     "A bug": {

@@ -34,7 +34,7 @@ def docstrings() -> dict[str, str]:
     """The string below each field of ``OverlapConfig``, as one line.
 
     Raises:
-        ValueError: a field has none.
+        ValueError: a field has no string below it.
     """
     (cls,) = ast.parse(inspect.getsource(OverlapConfig)).body
     assert isinstance(cls, ast.ClassDef)

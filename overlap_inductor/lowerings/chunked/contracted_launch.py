@@ -3,10 +3,10 @@
 Ulysses attention).
 
 The left operand's columns are the slices of all ranks, side by side. The op does not multiply one slice after the
-other: the sum over the slices would have to be kept in fp32, in memory. It cuts the rows into bands instead. A band of
-every slice arrives, is copied into its columns of the operand, and is multiplied whole. So each element of the result
-is one vendor's sum over all of K, which the vendor accumulates in fp32 and rounds once. The transfer of a band runs
-under the matmul of the band before it; that of the first band is exposed::
+other: the sum over the slices would have to be kept in fp32, in memory. Instead, the op cuts the rows into bands. When
+a band of every slice has arrived, the bands are copied side by side into the operand and multiplied in one matmul. So
+the vendor's matmul sums each element of the result over all of K, in fp32, and rounds it once. The transfer of a band
+runs under the matmul of the band before it; the transfer of the first band is exposed::
 
     send band 0, 1, ... of each peer's slice                       # beside the matmuls
     operand[:, own slice] = own slice
@@ -14,11 +14,11 @@ under the matmul of the band before it; that of the first band is exposed::
 
 The program as written makes the same copy, because a matmul reads whole rows. On one H100, in bf16, a matmul of
 8192 x 4096 x 4096 took 440 us with this copy, and 470 us in four bands. Slice by slice, with the sum kept in fp32 by
-the vendor's matmul itself, it took 600, 840 and 1260 us for 2, 4 and 8 slices. The transfer that it hides takes 60 to
+the vendor's matmul itself, it took 600, 840 and 1260 us for 2, 4 and 8 slices. The transfer to be hidden takes 60 to
 160 us.
 
-Launches. For W ranks and B bands the host launches about ``2 * B * W + 4 * B + 4`` kernels and copies. They prepare and
-launch as ``gather_launch`` says. Every send of the call is launched before its first wait.
+Launches. For W ranks and B bands the host launches about ``2 * B * W + 4 * B + 4`` kernels and copies. This module
+prepares and launches them as ``gather_launch`` says. Every send of the call is launched before its first wait.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def _multiplied_into(
     credits, side = credit_kernel(launch), side_stream(sent.device)
     slices = operand.view(rows, launch.world_size, sent.shape[1])
     with one_call(launch, side):
-        credits()  # (Before the copies and matmuls, not at the same time, as in a gather.)
+        # (As in a gather, the wait for credits runs before the copies and matmuls, and not at the same time.)
+        credits()
         with side:
             for band in call.bands:
                 band.send(sent)

@@ -22,7 +22,8 @@ class ChunkedCost:
     """Constants of vendor matmuls on chunks.
 
     Attributes:
-        exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``.
+        exposed: exposed fraction of the shorter of matmul and transfer, a number for each kind of site
+            (``cost_model.kind_of``).
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
         ranks / exchange_ranks: largest measured group, and largest group in which all-to-alls were measured.
         copy_exposed: exposed fraction of the copy of the gathered tensor while a matmul runs. On 2 H200s, returning the
@@ -33,12 +34,12 @@ class ChunkedCost:
         gain_seconds: smallest gain over ``keep`` for which a call pays. A host-bound model gains nothing from a smaller
             saving.
         replay_seconds: host time of a call that is one CUDA graph.
-        band_tiles: fewest tiles of a band, if bands are multiplied as they arrive (``contracted_launch``): the SMs of
-            an H200.
+        band_tiles: fewest tiles of a band, if bands are multiplied as they arrive (``contracted_launch``). It is the
+            number of SMs of an H200.
         replay_gain_seconds / replay_gain_peer_seconds: smallest gain for which such a call pays. Each leg needs a fixed
-            gain, or a gain for each peer if this is more, because late peers may cost as much.
-        replay_tiles: such a call is considered from this many tiles for each rank on. A smaller chunk leaves most of
-            the GPU idle and takes as long as a larger one.
+            gain, or a gain for each peer if the gains of all peers are more. Late peers may cost this much time.
+        replay_tiles: such a call is considered if it has at least this many tiles for each rank. A smaller chunk leaves
+            most of the GPU idle and takes as long as a larger one.
     """
 
     exposed: tuple[float, float, float, float] = (0.12, 0.1, 0.36, 0.25)
@@ -62,8 +63,9 @@ COST = ChunkedCost()
 
 def _copy_beside_seconds(sizes: SiteSizes, machine: Machine, matmul: float) -> float:
     """Exposed seconds of the copy of the gathered tensor. The copy runs during the last chunk's matmul. This chunk is
-    assumed to have a quarter of all rows, or a shard in groups of more than 4. Two times are compared: the part of the
-    copy that this matmul does not hide, and the time that the copy costs the matmul. The longer one is exposed."""
+    assumed to have a quarter of all rows, or one shard if the group has more than 4 ranks. Two times are compared: the
+    part of the copy that this matmul does not hide, and the time that the copy costs the matmul. The longer one is
+    exposed."""
     copy = copy_seconds(sizes, machine)
     return max(COST.copy_exposed * copy, copy - matmul / max(4, sizes.world_size))
 
@@ -87,8 +89,8 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 def _contracted_seconds(sizes: SiteSizes, machine: Machine) -> float:
     """``seconds`` of an all-to-all before matmuls that contract the exchanged dim (``contracted_launch``). The transfer
-    of the first band is exposed. Then a band is copied side by side with the others and multiplied while the next band
-    arrives. Each band has the fixed cost of a leg."""
+    of the first band is exposed. Then each band is copied into the operand and multiplied while the next band arrives.
+    Each band has the fixed cost of a leg."""
     bands = max(1, min(MOST_BANDS, sizes.tiles // COST.band_tiles))
     matmul = matmul_seconds(sizes, machine) + 2 * sizes.contracted / machine.memory_bytes
     wire = sizes.bytes_sent / machine.link_bytes
@@ -97,12 +99,12 @@ def _contracted_seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether chunks are estimated to be at least 5 % faster than ``keep``. Where nothing was measured, 25 %: in larger
-    groups, and for matmuls that contract what an all-to-all exchanges. Chunks must also save more time than the host or
-    late peers may cost.
+    """Whether chunks are estimated to be more than 5 % faster than ``keep``. In groups larger than those measured, and
+    for matmuls that contract what an all-to-all exchanges, chunks must be more than 25 % faster. Chunks must also save
+    more time than the host or late peers may cost.
 
-    A call must take the GPU at least as long as the host: a model without CUDA graphs would wait for the host. If the
-    call's launches are replayed as one, fewer tiles and a smaller gain are enough.
+    A call must take at least as long on the GPU as on the host. Otherwise, a model without CUDA graphs would wait for
+    the host. If the call's launches are replayed as one, fewer tiles and a smaller gain are enough.
     """
     peers, estimate = sizes.world_size - 1, seconds(sizes, machine)
     if sizes.replays:

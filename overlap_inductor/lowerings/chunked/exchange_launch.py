@@ -114,7 +114,7 @@ def _send_into(
             for rows in ranges:
                 multiply(*rows)
             if number == 0:
-                # (On this stream and after the first matmul, as in a reduction.)
+                # (As in a reduction, the wait for credits runs on this stream, after the first matmul.)
                 credits()
             with side:
                 send(product)

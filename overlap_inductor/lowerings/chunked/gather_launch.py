@@ -13,9 +13,9 @@ the end of the own rows on, wrapping around. So the rows that arrive first are m
 these rows: some shards, or some parts of one shard (``chunked.sizes``). A chunk that wraps around the end of the tensor
 takes two matmuls.
 
-Launches. For W ranks and C chunks the host launches about ``2 * W + 2 * C + 3`` kernels and copies with copy engines.
-If copies take turns, there are ``W`` more. If SMs push, the terms with W are absent. A call that is replayed is one
-CUDA graph (``runtime.replay``).
+Launches. If copy engines send, the host launches about ``2 * W + 2 * C + 3`` kernels and copies for W ranks and C
+chunks. If copies take turns, there are ``W`` more. If SMs push, the terms with W are absent. A call that is replayed is
+one CUDA graph (``runtime.replay``).
 """
 
 from __future__ import annotations

@@ -157,7 +157,8 @@ def fitted(
         tiles = -(-rows // TILE[0]) * -(-columns // TILE[1])
         sizes = gather_sizes(world_size - 1, ratio, tiles / p.sms) if gathers else scatter_sizes(world_size - 1, ratio)
         if pattern == "matmul_all_reduce":
-            # (The second leg follows the first, so rows that are sent early also come back early.)
+            # (Rows that are sent early also come back early, because the second leg follows the first. So the largest
+            # chunk is first.)
             sizes = tuple(sorted(sizes, reverse=True)) if len(sizes) > 1 else even_sizes(world_size - 1, 2)
             # With several bands the smallest chunk is first. The previous band is summed after a band's first matmul,
             # and only the last transfer of the last band is exposed.
@@ -186,7 +187,7 @@ def fitted_bands(world_size: int, rows: int, columns: int, row_bytes: int, p: Ch
 
 
 def _fastest(nbytes: int, pieces: int) -> str:
-    """The transport that sends ``nbytes`` in ``pieces`` fastest."""
+    """The fastest transport for ``nbytes`` bytes that are sent in ``pieces`` pieces."""
     limits = {t.name: t.fastest_from for t in of_kind(PeerCopies) if t.fastest_from is not None}
     return max((name for name, least in limits.items() if nbytes >= pieces * least), key=limits.__getitem__)
 
@@ -257,7 +258,7 @@ def needed(
     if pattern == "matmul_all_reduce":
         signals = result_signals(world_size, parameters) + (parameters.bands or MOST_BANDS)
         return 2 * world_size * rows * columns * itemsize, signals
-    # (A matmul that contracts the exchanged dim has a flag for each band, another one for each part.)
+    # (A matmul that contracts the exchanged dim has a flag for each band. Any other matmul has a flag for each part.)
     bands = parameters.bands or MOST_BANDS if pattern == "all_to_all_matmul" else 1
     nbytes = world_size * rows * (inner if pattern in GATHERS else columns) * itemsize
     return nbytes, max(_most_parts(world_size, parameters), bands)

@@ -62,13 +62,14 @@ class _Band:
     Attributes:
         chunks: for each chunk, the ranges of rows to multiply, and the function that sends the rows of other ranks.
         own: range of this rank's own rows among all rows.
-        own_last: the own rows are in no chunk and are multiplied last.
+        own_last: whether the own rows are in no chunk. If so, they are multiplied last.
         finished: rows of the result that ``add`` writes.
         everyone: rows of the result that belong to the band.
         wait: waits for the peers' partial sums of the own rows.
-        add: sums them, given the own rows of the product and the finished rows of the result.
+        add: adds the peers' partial sums to the own rows of the product. It takes these own rows, and the finished rows
+            of the result, which it writes.
         receive: copies the peers' finished rows into ``everyone`` when they have arrived (all-reduce).
-        hand_round: sends the finished rows of the result to all peers, if ``add`` does not (all-reduce).
+        hand_round: sends the finished rows of the result to all peers (all-reduce). ``None`` if ``add`` sends them.
     """
 
     chunks: list[tuple[list[Range], Send]]
@@ -196,8 +197,8 @@ def _reduce_into(
                 for rows in ranges:
                     multiply(*rows)
                 if i == number == 0:
-                    # (On this stream, as in a gather, but after the first matmul: when it ends, the peers have usually
-                    # ended their previous call.)
+                    # (The wait for credits runs on this stream, as in a gather, but after the first matmul. When this
+                    # matmul ends, the peers have usually ended their previous call.)
                     credits()
                 with side:
                     send(product)

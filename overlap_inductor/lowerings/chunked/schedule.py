@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``chunked`` for a site: one op for plain matmuls, for fp8 with scales, for a sum of matmuls, or for matmuls
-that contract what an all-to-all exchanges."""
+"""Schedule ``chunked`` for a site, which becomes one op. There are ops for plain matmuls, for fp8 matmuls with scales,
+for a sum of matmuls, and for matmuls that contract what an all-to-all exchanges."""
 
 from __future__ import annotations
 

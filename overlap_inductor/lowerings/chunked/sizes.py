@@ -6,7 +6,7 @@ The unit of time is the matmul of one shard's rows; ``ratio`` is the time of one
 after the other, and so do matmuls. Each rank multiplies its own shard in one matmul: first if shards are gathered, last
 if sums are scattered. ::
 
-    gather:   chunk i is the shards that arrive while the chunks before it are multiplied, at least one
+    gather:   chunk i is at least one shard: all shards that arrive while the chunks before it are multiplied
     scatter:  the sizes are chosen from the last chunk to the first. Each is as large as possible, but the transfer of
               the chunk must end before the transfer of the next chunk has to begin. Then the sizes are evened out, if
               the last transfer still ends in time. If there is only one chunk, and its transfer would end with almost
@@ -26,8 +26,8 @@ FEW_CHUNKS = 3
 LATE = 0.35
 """Safety margin, in matmuls of one shard. A shard that arrives less than this before a chunk begins is not part of the
 chunk, because a chunk waits for all of its shards. If a single scattered chunk would have less time than this to spare,
-it becomes two, the smaller first. (A scatter on 4 H200s: of 1024 tokens 206 -> 196 us, of 2048 tokens 356 -> 340 us, of
-4096 tokens the same.)
+it becomes two, the smaller first. (On 4 H200s, a scatter of 1024 tokens then took 196 us instead of 206 us, and a
+scatter of 2048 tokens 340 us instead of 356 us. A scatter of 4096 tokens took as long as before.)
 """
 FLOPS_A_BYTE = 2300
 """FLOPs (bf16) that an H200 computes while it sends one byte, including the fixed costs of pieces of 4 to 32 MB. (620

@@ -178,8 +178,8 @@ def with_copies(
     multiply: Callable[[], None],
     keep: bool,
 ) -> None:
-    """A transport of ``copiers`` sends the shard, or each peer's, in bands of ``part_rows`` rows. In the meantime,
-    ``multiply`` multiplies the rows that have arrived.
+    """A transport of ``copiers`` sends the shard (in an all-to-all: each peer's shard) in bands of ``part_rows`` rows.
+    In the meantime, ``multiply`` multiplies the rows that have arrived.
 
     The kernel of ``multiply`` occupies every SM, so nothing that the copies wait for may need an SM while it runs. The
     wait for permission to write therefore ends before that kernel starts, on the current stream, and the flags are
@@ -303,7 +303,8 @@ def matmul_all_reduce(
     out = rows_like(a, rows, b.shape[1], a.dtype)
     sent_from = product_rows(-(-rows // launch.world_size), launch.world_size, parameters)
     # (If a shard is a whole number of tiles, the product is written into ``out`` itself. A peer's finished rows replace
-    # this rank's partial rows only after the peer has received those, and this rank's own rows are summed in place.)
+    # this rank's partial rows only after the peer has received the partial rows. This rank's own rows are summed in
+    # place.)
     product = out if sent_from == rows else rows_like(a, sent_from, b.shape[1], a.dtype)
 
     def start() -> None:

@@ -41,9 +41,9 @@ COST = FusedCost()
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of one fused kernel. They sum the longer of matmul and transfer, an exposed fraction of the shorter, and
-    a fixed cost for each leg. The copy of the gathered tensor is added if it is used, and the copy of what an
-    all-to-all delivers after the matmul."""
+    """Seconds of one fused kernel: the sum of the longer of matmul and transfer, an exposed fraction of the shorter,
+    and a fixed cost for each leg. If the gathered tensor is used, its copy is added. If an all-to-all comes after the
+    matmul, the copy of what it delivers is added."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + copy_seconds(sizes, machine)
@@ -54,8 +54,8 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether a fused kernel is estimated to be at least 5 % faster than ``keep``. Where nothing was measured, 25 %:
-    in larger groups, and for matmuls that contract what an all-to-all exchanges.
+    """Whether a fused kernel is estimated to be more than 5 % faster than ``keep``. In groups larger than those
+    measured, and for matmuls that contract what an all-to-all exchanges, the kernel must be more than 25 % faster.
 
     With less than a wave and a half of tiles it never pays: most of the GPU would wait for rows to arrive.
     """

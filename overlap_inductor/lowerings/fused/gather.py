@@ -33,7 +33,8 @@ COPY_WORDS = 8192
 
 
 WEIGHT = ("b{}_desc", "c{}_desc", "c{}", "bias{}")
-"""The kernels' parameters for weight number ``{}``: its descriptor, its result's, the result, the bias."""
+"""The kernels' parameters for weight number ``{}``: its descriptor, the descriptor of its result, the result, the
+bias."""
 VARYING = ("own_desc", "a", *(name.format(i) for i in range(MOST_WEIGHTS) for name in WEIGHT), *EXTRAS)
 """The kernels' parameters that differ from launch to launch, in the order of ``operands``."""
 
@@ -47,8 +48,8 @@ def operands(
     tail: Tail,
 ) -> list[torch.Tensor | None]:
     """The operands of a launch, in the order of ``VARYING``. ``a``: what is sent. ``own``: the shard of it that this
-    rank multiplies itself. For a weight without a bias, its result is passed as the
-    bias, which the kernel then does not read."""
+    rank multiplies itself. For a weight without a bias, its result is passed as the bias, which the kernel then does
+    not read."""
     found: list[torch.Tensor | None] = [own, a]
     for b, result, bias in zip(rhs, results, biases, strict=True):
         found += [b, result, result, result if bias is None else bias]
@@ -69,8 +70,8 @@ def prepare_gather(
     copied: bool,
     slices: int,
 ) -> PreparedKernel:
-    """Prepare the kernel that is launched with ``operands``: fp16 or bf16, ``own [rows, K]``, for each weight
-    ``b [K, N]``, ``result [world_size * rows, N]`` and ``bias [N]``.
+    """Prepare the kernel that is launched with ``operands``. These are fp16 or bf16: ``own [rows, K]``, and for each
+    weight ``b [K, N]``, ``result [world_size * rows, N]`` and ``bias [N]``.
 
     Args:
         pattern: one of ``parameters.GATHERS``.
@@ -141,8 +142,8 @@ def prepare_gather(
 
 
 def _slices(inner: int, row_bytes: int, itemsize: int, slices: int, p: FusedParameters) -> dict[str, int]:
-    """The arguments of the kernel that pushes a shard in slices along K, where they differ from those of the other
-    kernel."""
+    """The arguments of the kernel that pushes a shard in slices along K, where they differ from those of
+    ``all_gather_matmul``."""
     if not p.slices_pushers:
         raise UnsupportedError(
             "the first blocks of a gather in slices push its shard: slices_pushers must be at least 1"
@@ -170,7 +171,7 @@ def gathered(own: torch.Tensor, launch: Launch) -> torch.Tensor:
 
 
 def own_shard(pattern: str, a: torch.Tensor, launch: Launch) -> torch.Tensor:
-    """The shard ``[rows, K]`` of what is sent, ``a``, that this rank multiplies itself (a view). Raises
+    """The shard ``[rows, K]`` of ``a`` that this rank multiplies itself (a view). ``a``: what is sent. Raises
     ``UnsupportedError`` if the shards of an all-to-all are not equal."""
     if pattern != "all_to_all_matmul":
         return a

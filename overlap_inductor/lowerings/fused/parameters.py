@@ -33,28 +33,28 @@ class FusedParameters:
 
     Attributes:
         blocks: number of blocks of the grid, ideally the number of SMs.
-        copies_from: an all-gather's shard of at least this many bytes is sent by a transport of ``copiers``, not by the
-            kernel's SMs.
+        copies_from: a shard of at least this many bytes is sent by a transport of ``copiers``, not by the kernel's SMs
+            (patterns in ``GATHERS``).
         copier: name of that transport; empty for the first of ``copiers``.
         parts: largest number of bands of a shard if the whole matmul has at least ``parts_from`` rows. Otherwise a
             shard is one band. 0: one band for each rank.
         pieces: number of pieces in which a band is pushed (all-gather).
         pushers: number of blocks that push. In an all-gather they push before they multiply, in an all-reduce whenever
             something is ready. 0 (all-reduce): ``push_inner`` decides.
-        push_inner: K for which one block pushes as fast as all others multiply (all-reduce). Of the numbers of pushing
-            blocks tried, the best were 4 to 8 for K = 14336, 10 to 12 for 7168 and 20 to 24 for 3584. (Tried on 2 and 4
-            H200s, and on 2 H200s that each took the place of one rank of 8.)
+        push_inner: K for which one block pushes as fast as all others multiply (all-reduce). The best numbers of
+            pushing blocks were 4 to 8 for K = 14336, 10 to 12 for 7168 and 20 to 24 for 3584. (Tried on 2 and 4 H200s,
+            and on 2 H200s that each took the place of one rank of 8.)
         unit: number of neighbouring tiles that are pushed at once (all-reduce).
         slices: number of slices along K in which a shard is pushed (all-gather). A tile waits for them one by one.
         slices_tiles: largest number of tiles for which a shard is cut into ``slices``; with more tiles it is cut into
             fewer (``slices_of``). This number is in the plan and is not read from the GPU, because all ranks must cut
-            alike.
+            their shards into the same number of slices.
         slices_pushers: number of blocks that push the slices.
         column_tiles: number of tiles across the columns of all weights of a gather. Ranks may have different numbers of
             columns, but must use the same number here. 0: count the tiles of this rank's weights.
         stagger_ns: nanoseconds between the starts of neighbouring blocks (reduce-scatter, all-to-all after a matmul).
-        early: most pieces of what has arrived that a block copies after each of its own tiles (all-to-all after a
-            matmul). A piece has the size of a tile. -1: one for each peer, so that the copies end with the own tiles.
+        early: after each of its own tiles, a block copies at most this many pieces that have arrived (all-to-all after
+            a matmul). A piece has the size of a tile. -1: one for each peer, so that the copies end with the own tiles.
         halves: tiles are stored in two halves, which leaves shared memory for one more stage.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
         replays: repeated calls are one launch of a CUDA graph (``runtime.replay``).
@@ -118,7 +118,8 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
 }
 """By pattern, the best of the values tried on 2 and 4 H200s (bench/results/fused.jsonl, operators.jsonl). They were
 also tried on 2 H200s that each took the place of one rank of 4 or of 8 (bench/results/mirrored.jsonl). The all-to-alls
-have the values of the gather and of the reduce-scatter, whose kernels they share; they were not tried."""
+share the kernels of the gather and of the reduce-scatter, and have the same values as these. No other values were tried
+for the all-to-alls."""
 EXCHANGES = ("matmul_all_to_all", "all_to_all_matmul")
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")
 """The patterns whose rows are multiplied after they have arrived."""
@@ -195,8 +196,8 @@ def band_rows(rows: int, world_size: int, parameters: FusedParameters) -> int:
 
 
 def pushers_of(inner: int, parameters: FusedParameters) -> int:
-    """Number of blocks that push in an all-reduce with K ``inner``, chosen so that they push as fast as the others
-    multiply. The time of a tile's matmul is proportional to K."""
+    """Number of blocks that push in an all-reduce with K ``inner``, chosen so that these blocks push as fast as the
+    other blocks multiply. The time of a tile's matmul is proportional to K."""
     return parameters.pushers or min(max(1, round(parameters.push_inner / inner)), parameters.blocks // 2 or 1)
 
 
@@ -205,7 +206,7 @@ def needed(
 ) -> tuple[int, int]:
     """``(bytes, signals)`` that a call needs in its slot. ``rows``: rows of a shard; ``inner``, ``columns``: K and N;
     ``itemsize``: bytes of an element that is sent."""
-    # (Fewer rows never need more, so the need at the most rows is enough for all calls.)
+    # (A call with fewer rows never needs more. So what the call with the most rows needs is enough for all calls.)
     parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
     if pattern in EXCHANGES:
         # (If K or columns are cut, a shard has more rows than are given here, so it may have all parts.)

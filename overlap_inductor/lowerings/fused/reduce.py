@@ -39,7 +39,8 @@ SLAB = 32
 
 
 class _Arguments(NamedTuple):
-    """The arguments that both kernels take, by parameter: those that differ from launch to launch, and the others."""
+    """The arguments that ``matmul_reduce_scatter`` and ``matmul_all_reduce`` both take, by parameter: those that differ
+    from launch to launch, and the others."""
 
     varying: dict[str, Any]
     fixed: dict[str, Any]

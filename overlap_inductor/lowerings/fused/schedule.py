@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused`` for a site: one op, whose kernel's epilogue computes the pointwise ops that follow its results.
+"""Schedule ``fused`` for a site, which becomes one op. The epilogue of the op's kernel computes the pointwise ops that
+follow the site's results.
 
 With a dynamic token count there is no epilogue. Calls of few tokens run as written, and the op would have to run their
 pointwise ops one by one.

@@ -2,10 +2,10 @@
 """Schedule ``fused`` launches one kernel for lookups in tables and the all-to-all that follows, on the current stream.
 
 A kernel cannot take the addresses of hundreds of tensors as arguments, so it reads them from a tensor of ``facts`` on
-the device (``kernels.layout.TABLE_FACTS``). A call copies them there from pinned memory before it launches the kernel,
-unless they are those of the site's previous call. In a captured CUDA graph the facts have memory of their own in the
-graph's pool, and the copy is a node of the graph. The pinned memory that it reads is never written again, nor freed.
-The call waits for nothing on the device.
+the device (``kernels.layout.TABLE_FACTS``). If the facts differ from those of the site's previous call, a call copies
+them there from pinned memory before it launches the kernel. In a captured CUDA graph the facts have memory of their own
+in the graph's pool, and the copy is a node of the graph. The pinned memory that it reads is never written again, nor
+freed. The call waits for nothing on the device.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ RANKS = 2
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of one kernel. They sum the longer of lookups and transfer, an exposed fraction of the shorter, a copy
-    and a fixed cost. The copy takes what the peers have sent out of the workspace. It reads and writes as many bytes as
+    """Seconds of one kernel: the sum of the longer of lookups and transfer, an exposed fraction of the shorter, a copy
+    and a fixed cost. The copy moves what the peers have sent out of the workspace. It reads and writes as many bytes as
     this rank sends.
 
     The lookups are limited by memory: ``sizes.memory`` is what they read and write. One kernel serves all tables, so
@@ -37,7 +37,7 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether the kernel is estimated to be at least 5 % faster than ``keep`` (25 % in groups larger than those
+    """Whether the kernel is estimated to be more than 5 % faster than ``keep`` (25 % in groups larger than those
     measured)."""
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
     return seconds(sizes, machine) * (MARGIN if sizes.world_size <= RANKS else MARGIN_UNMEASURED) < keep

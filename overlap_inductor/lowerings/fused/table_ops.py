@@ -3,7 +3,8 @@
 
 ``fused_embedding_all_to_all(...) -> (results, token)``. ``results`` begins with the result of the all-to-all, flat.
 With ``saves``, the other results of ``_embedding_bag`` follow, which the backward graph reads. For each table they are
-the bag of each index, the number of rows of each bag, and the row of each maximum. No sum or mean fills the last one.
+the bag of each index, the number of rows of each bag, and the row of each maximum. For sums and means, the row of each
+maximum is not filled.
 
 If there is no workspace left for the site, the op runs the program's own lookups and the plain all-to-all
 (``runtime.workspace`` logs that). All ranks do the same, because the workspace is the same on all.

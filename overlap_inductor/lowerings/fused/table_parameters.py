@@ -17,8 +17,8 @@ MOST_WIDTH = 1024
 MOST_RANKS = 1024
 """Largest group: a slot has one flag for each source, and one counter for each receiver."""
 PIECES_A_BLOCK = 8
-"""A block claims at least this many pieces, if there are enough bags. With fewer pieces a block, some blocks end long
-before others."""
+"""A block claims at least this many pieces, if there are enough bags. With fewer pieces for each block, some blocks end
+long before others."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -138,8 +138,8 @@ def _results(lookup: LookupNode) -> dict[int, fx.Node]:
 
 def _rows_first(nodes: PooledNodes) -> bool | None:
     """True if a slot of the result holds the rows of all tables for one bag, then for the next. False if it holds all
-    rows of one table, then of the next. ``None`` if it holds them in another order, or if an atom of the layout is
-    more than a row and less than whole rows."""
+    rows of one table, then of the next. ``None`` if it holds them in another order, or if a row does not consist of
+    whole atoms of the layout."""
     _, *atoms = nodes.block.flat()
     width = tools.shape(nodes.lookups[0].rhs)[1]
     cut = next((i for i in range(len(atoms) + 1) if product(atoms[i:]) == width), None)

@@ -18,7 +18,7 @@ from overlap_inductor.sites.tile_epilogue import Tail
 from overlap_inductor.sites.tile_epilogue import find_tail
 
 GATHER = "all_gather_matmul"
-"""The pattern whose op has an epilogue for each matmul; the ops of the others have one epilogue."""
+"""The pattern whose op has an epilogue for each matmul; the ops of the other patterns have one epilogue."""
 
 
 def results_of(site: OverlapSite) -> list[fx.Node]:
@@ -29,10 +29,10 @@ def results_of(site: OverlapSite) -> list[fx.Node]:
 
 
 def tails_of(site: OverlapSite, planned: list[str] | None = None) -> list[Tail | None]:
-    """The tail of each result. It is ``None`` if the result has none that the kernel can compute, or if the vendor's
-    matmul computes the result. It is also ``None`` if the kernel writes its rows in another order than the result's.
-    The list is empty for a dynamic token count, and for an all-to-all. ``planned``: what ``described`` returned when
-    the site was planned."""
+    """The tail of each result. A tail is ``None`` if the result has no tail that the kernel can compute, or if the
+    vendor's matmul computes the result. It is also ``None`` if the kernel writes the rows in an order that is not the
+    result's order. The list is empty for a dynamic token count, and for an all-to-all. ``planned``: what ``described``
+    returned when the site was planned."""
     if not isinstance(site.nodes.tokens, int) or site.facts.pattern in EXCHANGES:
         return []
     return (_gather_tails if site.facts.pattern == GATHER else _reduce_tail)(site, planned)

@@ -3,9 +3,10 @@
 (``one_op.exchange_ops``).
 
 Matmuls may contract the dim that the ranks exchange (the output projection of Ulysses attention). Then the op has the
-prefix ``contracted_``, and their left operand has the slices of all ranks side by side. A vendor's matmul of each slice
-would round the sum over the slices after each slice. If the sum were kept in fp32, each slice would read and write it
-in memory, which takes longer than the transfer. So a schedule computes such a matmul in another way:
+prefix ``contracted_``, and the left operand of the matmuls has the slices of all ranks side by side. A vendor's matmul
+of each slice would round the sum over the slices after each slice. If the sum were kept in fp32, the matmul of each
+slice would read and write the sum in memory, which takes longer than the transfer. So a schedule computes such a matmul
+in another way:
 
 - A Triton kernel adds up the slices in registers (``lowerings.fused.contraction``).
 - A vendor's matmul reads a band of rows of all slices (``lowerings.chunked.contracted_launch``).
@@ -95,7 +96,8 @@ class ReceivedRows(GatherRows):
     """See ``form.RowsForm``. The tensor that is sent has a slice of rows for each rank."""
 
     def served(self, site: OverlapSite) -> OverlapSite:
-        """If no matmul has the exchanged dim among its rows or columns, the matmuls that contract it."""
+        """If the op can compute no matmul whose rows or columns are exchanged: the site with only the matmuls that
+        contract the exchanged dim."""
         nodes, rows = nodes_of(site, ReceivedNodes), super().served(site)
         if rows is not site or super().loopable(site):
             return rows
@@ -211,7 +213,7 @@ def _is_operand(consumer: GatherConsumer, nodes: ReceivedNodes) -> bool:
 
 
 def _given_from_operand(emit: StepEmitter, nodes: ReceivedNodes, operand: fx.Node) -> fx.Node:
-    """``exchanged_rows.given`` from what was received with its slices side by side."""
+    """As ``exchanged_rows.given``, but from ``operand``, which has the received slices side by side."""
     rank, first = next(a for a in nodes.given.flat() if a.rank), nodes.consumers[0]
     columns = (rank, *first.sharded.before, *first.sharded.after)
     layout = Layout((first.layout.refined().dims[0], columns))

@@ -52,7 +52,7 @@ class RowsForm(Protocol):
         ...
 
     def computed_between(self, site: OverlapSite) -> fx.Node | None:
-        """A node between the collective and the matmuls whose op is not element-wise (``sites.row_wise``,
+        """A node whose op is not element-wise, between the collective and the matmuls (``sites.row_wise``,
         ``passes.find_region``); ``None`` if there is none."""
         ...
 
@@ -72,8 +72,7 @@ class RowsForm(Protocol):
 
     def why_no_contraction(self, site: OverlapSite, noun: str, contracts: int) -> str | None:
         """If a matmul of ``site`` contracts the dim that the ranks exchange: why the schedule cannot compute this
-        matmul. ``None`` if the schedule can, or if there is no such matmul. ``site`` need not be
-        loopable.
+        matmul. ``None`` if the schedule can, or if there is no such matmul. ``site`` need not be loopable.
 
         Args:
             noun: ``SiteSchedule.noun``, for the text.
@@ -121,8 +120,8 @@ def served(site: OverlapSite) -> OverlapSite:
 
     In a gather, these are the plain matmuls that the op can compute. They must read the gathered tensor in the same
     shape and dtype as the first of them. The other matmuls stay in the graph and read the gathered tensor that the op
-    returns. An example is a weight's gradient, which contracts the tokens. In an all-to-all, the only matmul that is
-    left may be one that contracts the exchanged dim.
+    returns. An example is a weight's gradient, which contracts the tokens. If the op can compute none of the matmuls of
+    an all-to-all in this way, the matmuls that contract the exchanged dim are left.
 
     Returns ``site`` unchanged if the op can compute all matmuls, or none, or if some are scaled and some plain.
     """

@@ -11,7 +11,7 @@ An op runs the plain collective and matmul in any of these cases:
 - It has more rows than its workspace was planned for.
 - Its group had no room for its workspace (``runtime.workspace`` logs that).
 
-Rows and workspace are the same on all ranks, so all ranks choose alike.
+Rows and workspace are the same on all ranks, so all ranks make the same choice.
 """
 
 from __future__ import annotations

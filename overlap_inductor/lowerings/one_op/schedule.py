@@ -8,8 +8,8 @@ Which sites such an op can compute:
 - The rows can be brought into the ranks' order (``lowerings.rows``).
 - The ranks' parts have equal sizes.
 - A reduction has one matmul. For a sum of several, a schedule may have an op ``<schedule>_sum_<pattern>``.
-- The matmuls do not contract the dim that is gathered or exchanged. For an all-to-all before plain matmuls that do, a
-  schedule may have an op ``<schedule>_contracted_all_to_all_matmul``.
+- The matmuls do not contract the dim that is gathered or exchanged. For an all-to-all before plain matmuls that
+  contract the exchanged dim, a schedule may have an op ``<schedule>_contracted_all_to_all_matmul``.
 - A gather may have several matmuls. The op computes the matmuls that ``lowerings.one_op.form.served`` selects. For the
   other matmuls, it returns the gathered tensor.
 - Only the token count may be dynamic.
@@ -93,14 +93,15 @@ class OneOpSchedule:
     Attributes:
         plan: the schedule's plan module.
         cost: estimated seconds of a site of these sizes.
-        pays: whether a site of these sizes is estimated to be enough faster with this schedule than with ``keep``.
+        pays: whether a site of these sizes is estimated to be faster with this schedule than with ``keep``, by the
+            margin that the schedule demands.
         reach: why these ranks cannot run the schedule on this device; ``None`` if they can. The answer is the same on
             all ranks.
         dynamic: whether the token count may be symbolic at compile time.
         needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)``
             that a call needs in its workspace slot; ``None`` if the schedule needs no workspace.
         why_not_scaled: as ``plan.why_not``, for fp8 with scales; ``None`` if the schedule has no ops for fp8.
-        only_plain: patterns for which the schedule has no op for fp8 although it has such ops for others.
+        only_plain: patterns for which the schedule has no op for fp8 although it has such ops for other patterns.
         replays: whether a repeated call may be launched as one CUDA graph (``runtime.replay``).
         sums: whether the schedule has ops for a reduction of a sum of plain matmuls.
         contracts: how the schedule's op ``<schedule>_contracted_all_to_all_matmul`` divides the contracted dim: each

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ring writes, in bands, a site that is one side of a seam (``passes.sequence.seams``)."""
+"""How the ring writes a site of a seam in bands (``passes.sequence.seams``)."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ from overlap_inductor.sites.uneven_nodes import UnevenSentNodes
 
 class RingForm(Protocol):
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        """The plan's parameters ``sub_chunks``, the number of parts of each shard, and ``route``, the route of shards
-        or partial sums (``transports.routes``)."""
+        """The plan's parameters. ``sub_chunks``: the number of parts of each shard. ``route``: the route of shards or
+        partial sums (``transports.routes``)."""
         ...
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:

@@ -97,8 +97,8 @@ class GroupedRows:
     def _rows_read(
         self, node: fx.Node, done: dict[fx.Node, fx.Node], ordered: fx.Node, known: Container[fx.Node]
     ) -> dict[fx.Node, fx.Node]:
-        """The rows ``ordered`` of each tensor that ``node`` reads row by row, without those in ``known``. Those of
-        tensors that are no steps are added to ``done``."""
+        """The rows ``ordered`` of each tensor that ``node`` reads row by row. Tensors in ``known`` are left out. If a
+        tensor is not a step, its rows are added to ``done``."""
         found = {}
         for source in (n for n in node.all_input_nodes if n not in known):
             if source not in done and tools.is_tensor(source) and cut_by_rows(source, self._row_count):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The looping ops of all-to-alls: one functional op per site, which runs the steps of ``unrolled_exchange`` in a loop.
 
-Below ``min_rows`` tokens, an op runs the plain collective and the whole matmul. All ranks share the token count, so
-they choose alike.
+Below ``min_rows`` tokens, an op runs the plain collective and the whole matmul. All ranks have the same token count, so
+all make the same choice.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _all_to_all_matmul_fake(
     return outs, torch.empty_like(sent), chain.new_empty(1)
 
 
-# ``looped_gather_ops.all_gather_matmul`` for ``sent [W * m, k]``, which has a slice ``[m, k]`` for each rank. Returns
+# As ``looped_gather_ops.all_gather_matmul``, but ``sent [W * m, k]`` has a slice ``[m, k]`` for each rank. Returns
 # ``(results, received [W * m, k], next token of the chain)``.
 define(
     "all_to_all_matmul(Tensor chain, Tensor sent, Tensor[] others, Tensor?[] biases, str forms, int parts, SymInt"

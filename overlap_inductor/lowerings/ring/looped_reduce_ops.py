@@ -3,8 +3,8 @@
 
 ``looped_gather_ops`` has the op of gathers. Looping ops serve graphs whose unrolled steps would exceed the node budget,
 for example with 80 layers or 1024 ranks. They also serve dynamic token counts: below ``min_rows`` tokens they run the
-plain collective and matmul. All ranks share the token count, so they choose alike. A looping op keeps the graph small,
-but it multiplies each piece with the vendor's matmul, into which Inductor cannot fuse other ops.
+plain collective and matmul. All ranks have the same token count, so all make the same choice. A looping op keeps the
+graph small, but it multiplies each piece with the vendor's matmul, into which Inductor cannot fuse other ops.
 
 Shapes (W ranks, this rank's view): ``rhs [K, N]``; ``lhs [W*m, K]`` for a reduction and ``[m, K]`` for a gathered
 output. ``lhs`` of an all-reduce may have up to W - 1 rows more. A bias is ``[N]`` or has the shape of ``lhs @ rhs``.
@@ -78,7 +78,7 @@ def wait_for_all(
     exchange: exchanges.Exchange | None, buffer: torch.Tensor, sent: Tensors, group: dist.ProcessGroup
 ) -> None:
     """Wait for every hop of ``exchange``, which receives into ``buffer``, and close it. ``sent``: the pieces that
-    ``exchange`` sends. They are an argument so that they live until it is closed."""
+    ``exchange`` sends. They are an argument so that they live until ``exchange`` is closed."""
     if exchange is not None:
         for hop in range(exchange.hop_count):
             exchange.wait(hop)

@@ -4,7 +4,7 @@
 ``sent`` and ``received`` are the numbers of rows that this rank sends to each rank and receives from each rank, as
 ``all_to_all_single`` takes them. A part may be empty. The sender and the receiver of a part cut it into pieces in the
 same way. A piece without rows is not sent. An op never runs the plain collective instead: the ranks have different
-numbers of rows, so they would not choose alike.
+numbers of rows, so they could make different choices.
 """
 
 from __future__ import annotations

@@ -205,8 +205,8 @@ def _pays(site: OverlapSite, config: OverlapConfig, scale: float = 1.0) -> bool:
 
 
 def _margin(site: OverlapSite) -> float:
-    """How many times as fast as ``keep`` the ring must be estimated. More is asked for attention on GPUs, because rings
-    of attention were not measured there."""
+    """How many times as fast as ``keep`` the ring must be estimated to be. The number is larger for attention on GPUs,
+    because rings of attention were not measured there."""
     attention = any(matmul.kind == "attention" for matmul in site.facts.matmuls)
     return MARGIN_UNMEASURED if attention and on_gpu(tools.value(site.collectives[0].input).device) else MARGIN
 

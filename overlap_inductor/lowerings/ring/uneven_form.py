@@ -48,7 +48,7 @@ class UnevenRing:
         return None
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        """Ranks have different token counts, so they would not choose alike."""
+        """Never: ranks have different token counts, so they could make different choices."""
         return False
 
     def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:

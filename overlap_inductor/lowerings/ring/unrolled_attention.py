@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``all-gathers of keys and values -> attention`` as a ring of unrolled steps (Ring Attention, arXiv:2310.01889,
-section 3): keys and values travel while attention reads the shards that are here. ``r``: the rank::
+section 3): keys and values travel while attention reads the shards that have arrived. ``r``: the rank::
 
     keys, values = gather_start(own keys), gather_start(own values)       # or one gather of both
     y[r], l[r]   = attention(q, keys[r], values[r], mask[:, r])           # under the first hop
@@ -92,8 +92,8 @@ def _shard(emit: StepEmitter, operand: GatheredOperand, buffers: Buffers, shift:
         shard = emit.narrow(emit.reshape(shard, [a.size for a in atoms]), at, cut.start, cut.left.size)
         layout = Layout(tuple((cut.left if i == at else atom,) for i, atom in enumerate(atoms)))
     rows = emit.convert(shard, layout, operand.layout.without_rank())
-    # If the program copies a permuted tensor, ``rows`` is a view of the shard instead. The op only reads rows without
-    # gaps.
+    # If the program copies a permuted tensor, ``rows`` is a view of the shard instead of this copy. The op can read
+    # only rows without gaps.
     return rows if same_size(tools.value(rows).stride(-1), 1) else emit.contiguous(rows)
 
 
@@ -106,8 +106,8 @@ def _sums(emit: StepEmitter, nodes: AttentionNodes, log_sum_exp: fx.Node) -> fx.
 
 
 Hidden = tuple[fx.Node | None, fx.Node | None]
-"""``(what is added to the scores of a rank's keys, which queries see none of these keys)``; ``None`` if all queries see
-all of them."""
+"""``(what is added to the scores of a rank's keys, which queries see none of these keys)``. Both are ``None`` if the
+attention has no mask: then all queries see all keys."""
 
 
 def _mask_of(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:

@@ -161,8 +161,8 @@ def _joined(emit: StepEmitter, blocks: list[fx.Node]) -> fx.Node:
 
 
 def _ordered(emit: StepEmitter, nodes: PooledNodes, table: int, token: fx.Node | None) -> fx.Node:
-    """The part of ``table``, looked up after ``token``. Without this edge, Inductor may run all lookups before the
-    first send. A lookup that stands before ``token`` in the graph stays where it is."""
+    """The part of ``table``, with an edge that orders its lookup after ``token``. Without this edge, Inductor may run
+    all lookups before the first send. A lookup that stands before ``token`` in the graph stays where it is."""
     lookup, part = nodes.lookups[table], nodes.parts[table]
     # Inductor computes a lookup and what follows it in one kernel, but calls a library for bags.
     node = behind_reshapes(part)
@@ -195,7 +195,7 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
     replaced: dict[fx.Node, fx.Node] = {}
     computed: list[fx.Node] = []
     for group, (start, length) in enumerate(exchange.groups):
-        # Waits stand in the order of the groups, each before the first reader of its group or of a later one.
+        # Waits stand in the order of the groups, each before the first reader of its group or of a later group.
         later = [node for node, place in places.items() if place >= start]
         first = min((min(node.users, default=node) for node in later), default=emit.graph.output_node())
         with emit.graph.inserting_before(first):

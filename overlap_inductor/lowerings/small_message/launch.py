@@ -146,7 +146,7 @@ def _behind_matmul(
     ``others``."""
     # (Results are contiguous, and the operands determine their sizes. So only the addresses of results may change.)
     what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
-    # Only a bias is ever copied: into the product, before the matmul adds to it.
+    # The only operand that is copied is a bias: it is copied into the product, to which the matmul is then added.
     copied = [] if bias is None else [bias]
     launched(
         launch,

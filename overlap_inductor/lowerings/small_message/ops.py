@@ -6,8 +6,8 @@ Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``residual [
 N]``. All ops return the chain's next token last. ``settings`` is JSON text of those ``SmallParameters`` that are fixed;
 each call's rows decide the others. A call does not run the kernel if it has no rows, or if it is larger than a small
 message. It also does not run the kernel if the group has no workspace left for the call (``runtime.workspace`` logs
-this). The call then runs the plain collective. If a schedule ``beyond`` is given (only without a norm), it runs the op
-of this schedule instead. All ranks choose alike, because rows and workspace are the same on all ranks.
+this). The call then runs the plain collective. If a schedule ``beyond`` is given (only without a norm), the call runs
+the op of that schedule instead. All ranks make the same choice, because rows and workspace are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _matmul_all_reduce_fake(
     return lhs.new_empty(lhs.shape[0], rhs.shape[1]), chain.new_empty(1)
 
 
-# ``beyond`` and ``beyond_settings``: the schedule whose op runs the calls that the kernel does not run, and its
-# settings. Without ``beyond``, these calls run the plain collective.
+# ``beyond`` and ``beyond_settings``: the schedule whose op runs the calls that the kernel does not run, and the
+# settings of that op. Without ``beyond``, these calls run the plain collective.
 define(
     "small_message_matmul_all_reduce(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op,"
     " str group_name, str site, str beyond='', str beyond_settings='') -> (Tensor, Tensor)",

@@ -22,7 +22,7 @@ class WaveCost:
     Attributes:
         efficiency: speed of matmul and collective while both run, relative to their speed when they run alone.
         groups: number of groups that a call is assumed to be cut into.
-        ranks: largest measured group; 0: none was measured.
+        ranks: number of ranks of the largest process group that was measured; 0: none was measured.
     """
 
     efficiency: float = 0.85
@@ -50,8 +50,8 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether groups of waves are estimated to be at least 5 % faster than ``keep`` (25 % in groups larger than those
-    measured)."""
+    """Whether groups of waves are estimated to be more than 5 % faster than ``keep`` (25 % in process groups larger
+    than those measured)."""
     if sizes.tiles < machine.least_tiles:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)

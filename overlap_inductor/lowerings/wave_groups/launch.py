@@ -2,16 +2,16 @@
 """Schedule ``wave_groups`` runs a matmul on the current stream. While the matmul runs, the schedule starts a collective
 for each group of the matmul's waves (FlashOverlap, arXiv 2504.19519).
 
-A site's first call plans the site, on all ranks of the group together. The collective's curve (its seconds by bytes) is
-measured once for each group of ranks, transport and kind of collective. The matmul is timed with each number of SMs
-left free. For each of these numbers, the predictor partitions the matmul's bands, and the whole call is timed. The
-fastest of these calls is kept. All ranks use the measurements of the group's first rank, and sites whose matmuls are
-alike on that rank share a plan. The inner size and the bias may differ on other ranks: a partition cuts rows, and all
-ranks have the same number of rows.
+A site's first call plans the site, on all ranks of the process group together. The collective's curve (its seconds by
+bytes) is measured once for each group of ranks, transport and kind of collective. The matmul is timed with each number
+of SMs left free. For each of these numbers, the predictor partitions the matmul's bands, and the whole call is timed.
+The fastest of these calls is kept. All ranks use the measurements of the process group's first rank. Sites share a plan
+if their matmuls have the same sizes, layouts and dtype on that rank, and if all or none of them have a bias. The inner
+size and the bias may differ on other ranks: a partition cuts rows, and all ranks have the same number of rows.
 
-The first call also loads every kernel before any of them waits, because loading a module waits for the device. (Another
-inner size or bias needs another kernel. The matmul of the first call with it loads this kernel, before any kernel of
-that call waits.)
+The first call also loads every kernel before any of them waits, because loading a module waits for the device. (A
+matmul with another inner size or bias may need another kernel. Its first launch loads this kernel, before any kernel of
+the same call waits.)
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from overlap_inductor.transports.transport import WholeCollectives
 TABLE_WORDS = 32
 """int32 words of one partition in the GPU's memory: ``MAX_GROUPS + 1``, padded to 128 bytes."""
 TABLES = 4096
-"""Most partitions of a group. A plan takes one for each number of ``WaveParameters.free``, and one for the matmul
-alone."""
+"""Most partitions of all plans of a process group. A plan takes one for each number of ``WaveParameters.free``, and one
+for the matmul alone."""
 POISONED_AT_ONCE = 256
 """Elements that the waiting kernel's warp overwrites at once if the group was aborted: 16 bytes for each thread."""
 
@@ -70,7 +70,7 @@ class WavePlan:
         free: SMs left to the collectives.
         partition: first band of each group, then the number of bands.
         table: the same as int32 on the device.
-        seconds: what the predictor expects; ``None`` if the partition was given.
+        seconds: the predicted seconds of the call; ``None`` if the partition was given.
     """
 
     free: int
@@ -81,7 +81,7 @@ class WavePlan:
 
 @dataclass
 class GroupWaves:
-    """What the calls of one group share on one device.
+    """What the calls of one process group share on one device.
 
     Attributes:
         place: the group's workspace.
@@ -320,7 +320,7 @@ class Call:
         if p.partition is not None:
             check_partition(p.partition, self.bands)
         whole = self.waves.table((0, self.bands))
-        # The most free SMs first: the longest matmul.
+        # The largest number of free SMs comes first, because the matmul then takes the longest.
         free = sorted(p.free, reverse=True)
         seconds = self.first_rank_seconds([functools.partial(self.alone, f, whole) for f in free])
         plans = []

@@ -112,7 +112,8 @@ class Waves:
     """A matmul as the predictor sees it.
 
     Attributes:
-        bands: bands of ``block_m`` rows of a shard. Tiles finish band by band, in all shards alike.
+        bands: bands of ``block_m`` rows of a shard. Bands are assumed to finish one after the other, each of them in
+            all shards.
         tiles: tiles of a band in all shards.
         blocks: tiles that are multiplied at a time.
         seconds: seconds of a wave of ``blocks`` tiles.
@@ -155,8 +156,8 @@ def cuts(waves: Waves) -> tuple[int, ...]:
 
 
 def best_partition(waves: Waves, curve: Curve, groups: int = MAX_GROUPS) -> tuple[int, ...]:
-    """The partition into at most ``groups`` groups that is predicted to end first. If several end first, one with the
-    fewest groups."""
+    """The partition into at most ``groups`` groups that is predicted to end first. If several partitions end first, one
+    with the fewest groups is returned."""
     at = cuts(waves)
     seconds = [[curve.seconds(waves.nbytes(f, e)) if f < e else 0.0 for e in at] for f in at]
     # ends[j]: the earliest end of the collectives of all bands before cut j, and the partition that reaches it.
