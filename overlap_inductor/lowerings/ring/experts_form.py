@@ -29,8 +29,8 @@ overlap = torch.ops.overlap_inductor
 
 
 class ExpertsRing(UnevenRing):
-    """See ``form.RingForm``. The rank's own rows are computed first, and each other rank's rows when they arrive. Each
-    piece is returned as soon as it is computed."""
+    """See ``form.RingForm``. The rank's own rows are computed first. The rows of every other rank are computed when they
+    arrive. Each piece is returned as soon as it is computed."""
 
     def loopable(self, site: OverlapSite) -> bool:
         return True
