@@ -110,8 +110,8 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tu
 
 
 def _rest(shape: list[Size], lead: Atom | None) -> Size:
-    """The number of elements that a shard of this ``shape`` has for each index of ``lead``. If ``lead`` is ``None``, the
-    number of all its elements."""
+    """The number of elements that a shard of this ``shape`` has for each index of ``lead``. If ``lead`` is ``None``,
+    the number of all its elements."""
     if lead is None:
         return tools.numel(shape)
     index = next(i for i, s in enumerate(shape) if not (isinstance(s, int) and s == 1))
