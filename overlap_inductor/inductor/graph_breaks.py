@@ -55,9 +55,9 @@ def _sentence(reason: Any) -> str:
     how = "(async_op=True)" if reason.reason.startswith("async_op=True") else ""
     why = reason.reason.splitlines()[0]
     return (
-        f"torch.distributed.{_calls(reason)}{how} breaks the graph and is in no report: Dynamo does not trace it"
-        f" ({why}), at {line.filename}:{line.lineno} in {line.name}{': ' + line.line if line.line else ''}. Only a call"
-        " that Dynamo traces can be overlapped."
+        f"torch.distributed.{_calls(reason)}{how} breaks the graph at {line.filename}:{line.lineno} in"
+        f" {line.name}{': ' + line.line if line.line else ''}. Dynamo does not trace this call ({why}), so the call is"
+        " in no report. Only a call that Dynamo traces can be overlapped."
     )
 
 
