@@ -54,9 +54,9 @@ LINES: dict[str, list[str]] = {
     ],
 }
 
-WITH_KERNELS = ("dtensor_block", "functional_collectives")
-"""The examples for which Inductor builds C++ kernels. For the other examples it builds none, because building
-them would take most of the time."""
+WITH_KERNELS = ("functional_collectives",)
+"""The example for which Inductor builds C++ kernels. For the other examples it builds none, because building them would
+take most of the time."""
 
 
 def test_every_example_is_run_here_and_is_short() -> None:

@@ -41,8 +41,9 @@ def test_block(by_hand: bool, checkpointing: str) -> None:
 
 
 @pytest.mark.thorough
-def test_every_pair_of_layouts() -> None:
-    for rank, found in enumerate(run_ranks(2, problems, False, "none", "cpu", False, True)):
+@pytest.mark.parametrize(("by_hand", "checkpointing"), [(False, "none"), *((True, c) for c in EXPECTED if c != "none")])
+def test_every_pair_of_layouts(by_hand: bool, checkpointing: str) -> None:
+    for rank, found in enumerate(run_ranks(2, problems, by_hand, checkpointing, "cpu", False, True)):
         assert not found, f"rank {rank}: {found}"
 
 

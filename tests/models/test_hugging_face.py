@@ -16,9 +16,9 @@ from tests.support.hugging_face_problems import problems
     ("family", "trains"),
     [
         ("llama", True),
-        ("starcoder2, one layer", False),
+        pytest.param("starcoder2, one layer", False, marks=pytest.mark.thorough),
         pytest.param("cohere, one layer", False, marks=pytest.mark.thorough),
-        ("olmo2, one layer", True),
+        pytest.param("olmo2, one layer", True, marks=pytest.mark.thorough),
     ],
     ids=["llama, trained", "starcoder2", "cohere", "olmo2, trained"],
 )

@@ -31,7 +31,7 @@ CASES = {
 }
 
 
-MORE_FAMILIES = ("starcoder2, 13 tokens", "gpt_neox")
+MORE_FAMILIES = ("starcoder2, 13 tokens", "olmo2", "phi3", "gpt_neox")
 
 
 @pytest.mark.parametrize(

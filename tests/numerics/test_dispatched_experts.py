@@ -86,7 +86,7 @@ def test_every_load(world_size: int, tokens: int, dtype: torch.dtype, shared: bo
 
 def _generated(rank: int, world_size: int) -> tuple[list[list[str]], dict[str, float], list[str]]:
     """As ``_every_load``, with the sites of each graph, for two loads and Inductor's generated code."""
-    compile_anew()
+    compile_anew(kernels=False)
     torch._dynamo.config.capture_scalar_outputs = True
     layer = DispatchedExperts(rank, world_size, shared=True)
     options = {"schedule": "ring", "sequence_parallel": "off", "mode": "strict"}
@@ -109,7 +109,7 @@ def test_generated_code() -> None:
 
 def _looped(rank: int, world_size: int, tokens: int) -> tuple[dict[str, float], set[str], list[str]]:
     """``(errors that are too large, reasons that are given, problems)`` of the layer that loops over its experts."""
-    compile_anew()
+    compile_anew(kernels=False)
     torch._dynamo.config.capture_scalar_outputs = True
     layer = LoopedExperts(rank, world_size)
     options = {"schedule": "ring", "sequence_parallel": "off"}

@@ -56,12 +56,13 @@ def test_overlap_does_not_change_a_programs_results(
         assert sum(overlapped.values()) >= COUNT // 2, f"too few sites are overlapped: {overlapped}"
 
 
-def test_overlap_does_not_change_the_results_of_programs_with_all_to_alls() -> None:
+@pytest.mark.parametrize("seeds", [(200, 204), pytest.param((204, 208), marks=pytest.mark.thorough)])
+def test_overlap_does_not_change_the_results_of_programs_with_all_to_alls(seeds: tuple[int, int]) -> None:
     for rank, (problems, overlapped) in enumerate(
-        run_ranks(2, check, ExchangeProgram, list(range(200, 208)), {}, True, timeout=500)
+        run_ranks(2, check, ExchangeProgram, list(range(*seeds)), {}, True, timeout=500)
     ):
         assert not problems, f"rank {rank}: " + "\n".join(problems)
-        assert min(overlapped.get(name, 0) for name in ("matmul_all_to_all", "all_to_all_matmul")) >= 2, overlapped
+        assert min(overlapped.get(name, 0) for name in ("matmul_all_to_all", "all_to_all_matmul")) >= 1, overlapped
 
 
 def main() -> int:

@@ -38,11 +38,11 @@ def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> 
 
 @pytest.mark.parametrize(
     "fields",
-    [[{}, {}, {"sub_chunks": 2}], [{}, {"patterns": ("all_gather_matmul",)}, {}], [{}, {}, {}]],
+    [[{}, {}, {"sub_chunks": 2}], [{}, {"patterns": ("all_gather_matmul",)}], [{}, {}]],
     ids=["differ", "no site there", "alike"],
 )
 def test_plans_that_are_compared_as_on_gpus(fields: list[dict[str, Any]]) -> None:
-    results = run_ranks(3, _at_first_runs, fields)
+    results = run_ranks(len(fields), _at_first_runs, fields)
     differ = any(fields)
     assert all(
         r.get("problems") == [] and bool(r["notices"]) is (differ and bool(r["counts"].get("sites_overlapped")))
@@ -85,19 +85,20 @@ def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ([{}, {}, {"sub_chunks": 2}], "sub_chunks is 4 here and 2 there"),
-        (
+        ([{}, {"sub_chunks": 2}], "sub_chunks is 4 here and 2 there"),
+        pytest.param(
             [{}, {"ring_direction": "bidirectional"}, {}],
             "ring_direction is 'unidirectional' here and 'bidirectional' there",
+            marks=pytest.mark.thorough,
         ),
         ([{}, {"patterns": ("all_gather_matmul",)}, {}], "all_reduce float32 kept there"),
-        ([{}, {"mode": "report"}, {}], "kept there"),
+        ([{}, {"mode": "report"}], "kept there"),
     ],
     ids=["sub-chunks", "direction", "no site there", "report mode there"],
 )
 def test_all_ranks_run_the_plain_program(fields: list[dict[str, Any]], words: str) -> None:
     """Catches ranks that send each other pieces of different sizes, which leads to a hang or to wrong numbers."""
-    results = run_ranks(3, _once, fields)
+    results = run_ranks(len(fields), _once, fields)
     warnings = [w for r in results for w in r.get("warnings", [str(r)])]
     assert all(r.get("problems") == [] for r in results), results
     assert (
@@ -112,10 +113,8 @@ def test_all_ranks_run_the_plain_program(fields: list[dict[str, Any]], words: st
 
 
 def test_strict_raises_on_every_rank_that_overlaps() -> None:
-    results = run_ranks(
-        3, _once, [{"mode": "strict"}, {"mode": "strict"}, {"mode": "strict", "sub_chunks": 2}], expect_failure=True
-    )
-    assert [r["error"] for r in results] == ["StrictError"] * 3 and all(
+    results = run_ranks(2, _once, [{"mode": "strict"}, {"mode": "strict", "sub_chunks": 2}], expect_failure=True)
+    assert [r["error"] for r in results] == ["StrictError"] * 2 and all(
         "do not exchange the same" in r["text"] for r in results
     ), results
 
@@ -424,8 +423,7 @@ def test_a_dry_run_on_the_fake_backend_runs() -> None:
 
     compile_anew(kernels=False)
     inputs = inputs_of(0)
-    for world_size in (2, 8):
-        with fake_group(world_size), overlap_inductor.overlap(schedule="ring"):
-            assert torch.compile(block, dynamic=False)(*inputs).shape == (8 * world_size, 16)
-            report = overlap_inductor.last_report()
-            assert report is not None and report.counters()["sites_overlapped"] == 2
+    with fake_group(8), overlap_inductor.overlap(schedule="ring"):
+        assert torch.compile(block, dynamic=False)(*inputs).shape == (8 * 8, 16)
+        report = overlap_inductor.last_report()
+        assert report is not None and report.counters()["sites_overlapped"] == 2
