@@ -125,10 +125,12 @@ def _trained(
     return {"problems": problems, "warnings": heard.texts, "graphs": graphs, "counts": counts}
 
 
+# (``tests/numerics/test_uncompiled_frames.py`` and ``test_dispatched_experts.py`` train and recompile smaller layers.)
+@pytest.mark.thorough
 def test_training_where_routing_makes_graphs_differ(tmp_path: Path) -> None:
     """The graphs around the exchange of tokens hold how many tokens each expert got, so ranks recompile at different
     times. Catches ranks that take this for a difference of their plans."""
-    arguments = "mixtral, one layer", str(tmp_path), (64, 1), [{}, {}]
+    arguments = "mixtral, one layer", str(tmp_path), (64, 1, 1), [{}, {}]
     results = run_ranks(2, _trained, *arguments, timeout=400)
     for result in results:
         assert result["problems"] == [] and result["warnings"] == [], result

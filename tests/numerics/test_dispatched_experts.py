@@ -73,7 +73,11 @@ def _every_load(
 
 @pytest.mark.parametrize(
     ("world_size", "tokens", "dtype", "shared", "sub_chunks"),
-    [(2, 13, torch.bfloat16, False, 3), (4, 6, torch.float32, True, 2), (2, 1, torch.float32, False, 1)],
+    [
+        (2, 13, torch.bfloat16, False, 3),
+        (4, 6, torch.float32, True, 2),
+        pytest.param(2, 1, torch.float32, False, 1, marks=pytest.mark.thorough),
+    ],
 )
 def test_every_load(world_size: int, tokens: int, dtype: torch.dtype, shared: bool, sub_chunks: int) -> None:
     """Catches rows that are computed by another expert, returned to a wrong rank or place, or saved in a wrong order

@@ -26,9 +26,9 @@ def _run(
     rank: int, world_size: int, batch: int, trained: bool, plain: bool, options: dict[str, Any]
 ) -> tuple[list[list[str]], dict[str, float], list[str]]:
     """``(patterns of each graph's overlapped sites, {what: relative error against fp64}, problems)``. The patterns of a
-    graph also hold the status of sites that are not overlapped, and the reasons of near misses. Only code for three
-    ranks has C++ kernels."""
-    compile_anew(kernels=world_size == 3)
+    graph also hold the status of sites that are not overlapped, and the reasons of near misses. Only the code of
+    a ``plain`` attention has C++ kernels."""
+    compile_anew(kernels=plain)
     torch.manual_seed(0)
     hidden, own = 8 * world_size, 6
     block = UlyssesAttention(hidden, 2 * world_size, dist.group.WORLD, plain=plain)
@@ -83,7 +83,8 @@ def test_training() -> None:
     _check(3, 2, True, False, {}, patterns=[FORWARD, BACKWARD])
 
 
-@pytest.mark.parametrize("budget", [pytest.param(1, marks=pytest.mark.thorough), 100])
+@pytest.mark.thorough
+@pytest.mark.parametrize("budget", [1, 100])
 def test_looping_ops(budget: int) -> None:
     """Catches an op that computes something else than the unrolled steps. With a budget of 100 nodes, the wait of some
     unrolled steps comes after a looping op of the same group."""
@@ -162,7 +163,7 @@ def _normed(
     ("world_size", "batch", "trained", "norm", "rotary"),
     [
         (2, 1, True, "heads", "pairs"),
-        (3, 2, False, "rows", "halves"),
+        pytest.param(3, 2, False, "rows", "halves", marks=pytest.mark.thorough),
         pytest.param(2, 2, True, "rows", "", marks=pytest.mark.thorough),
     ],
 )
