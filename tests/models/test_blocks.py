@@ -12,10 +12,10 @@ from tests.support.block_problems import TORCH
 from tests.support.block_problems import problems
 from tests.support.gloo_ranks import run_ranks
 
-REPEATED = ("none", "selective")
+REPEATED = ("none", "selective", "full")
 """Kinds of checkpointing with which ``test_block`` runs the hand-written block in thorough tests only. Without
 checkpointing, this block has the same sites as the DTensor block. With selective checkpointing, it also runs in
-generated code."""
+generated code. Full checkpointing recomputes the same collectives and one more."""
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 
 PATTERN = "embedding_all_to_all"
-ROWS, TABLES = 50, 4
+ROWS, TABLES = 50, 3
 
 
 def _model(rank: int, kind: str, joined: str = "cat") -> DLRM:

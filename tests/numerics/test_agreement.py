@@ -75,17 +75,19 @@ ROWS_LEFT = "all-reduce, rows no multiple of the ranks"
 GENERATED = [
     "gather rows, two matmuls, one with bias, gathered tensor read",
     "gather the contracted dim",
-    "dgrad and wgrad on one gather",
     "bmm",
     "gated MLP of a sequence, its halves kept",
-    "scatter sequence, batch 2",
     "scatter a sum of matmuls with bias",
-    "all-reduce of a baddbmm",
-    "scatter an average over a sequence",
     ROWS_LEFT,
-    "two all-reduces added",
     "scatter uneven columns",
     "gathered output",
+]
+MORE_GENERATED = [
+    "dgrad and wgrad on one gather",
+    "scatter sequence, batch 2",
+    "all-reduce of a baddbmm",
+    "scatter an average over a sequence",
+    "two all-reduces added",
 ]
 
 
@@ -128,13 +130,22 @@ an even number of ranks. (In such a ring both directions meet at one rank.)"""
     [
         pytest.param(2, {}, torch.float32, None, False, marks=pytest.mark.thorough),
         (2, {}, torch.float32, GENERATED, True),
+        pytest.param(2, {}, torch.float32, MORE_GENERATED, True, marks=pytest.mark.thorough),
         pytest.param(3, {}, torch.bfloat16, SAMPLE, False, marks=pytest.mark.thorough),
         (
             3,
             {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2},
             torch.float32,
+            SAMPLE,
+            False,
+        ),
+        pytest.param(
+            3,
+            {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2},
+            torch.float32,
             None,
             False,
+            marks=pytest.mark.thorough,
         ),
         (2, {"step_node_budget": 1}, torch.float32, None, False),
         pytest.param(3, {"step_node_budget": 1}, torch.float32, None, False, marks=pytest.mark.thorough),
@@ -148,8 +159,10 @@ an even number of ranks. (In such a ring both directions meet at one rank.)"""
     ids=[
         "2 ranks",
         "2 ranks, generated code",
+        "2 ranks, generated code, more cases",
         "3 ranks, bf16",
         "3 ranks, hop rounding, bidirectional",
+        "3 ranks, hop rounding, bidirectional, all cases",
         "2 ranks, looping ops",
         "3 ranks, looping ops",
         "2 ranks, looping gathers, generated code",

@@ -38,7 +38,12 @@ def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> 
 
 @pytest.mark.parametrize(
     "fields",
-    [[{}, {}, {"sub_chunks": 2}], [{}, {"patterns": ("all_gather_matmul",)}], [{}, {}]],
+    [
+        [{}, {}, {"sub_chunks": 2}],
+        # (``test_lone_recompiles`` has these two cases, too.)
+        pytest.param([{}, {"patterns": ("all_gather_matmul",)}], marks=pytest.mark.thorough),
+        pytest.param([{}, {}], marks=pytest.mark.thorough),
+    ],
     ids=["differ", "no site there", "alike"],
 )
 def test_plans_that_are_compared_as_on_gpus(fields: list[dict[str, Any]]) -> None:
@@ -92,7 +97,7 @@ def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str 
             marks=pytest.mark.thorough,
         ),
         ([{}, {"patterns": ("all_gather_matmul",)}, {}], "all_reduce float32 kept there"),
-        ([{}, {"mode": "report"}], "kept there"),
+        pytest.param([{}, {"mode": "report"}], "kept there", marks=pytest.mark.thorough),
     ],
     ids=["sub-chunks", "direction", "no site there", "report mode there"],
 )
@@ -326,7 +331,7 @@ def _split(rank: int, world_size: int, patterns: tuple[str, ...]) -> dict[str, A
 
 @pytest.mark.parametrize(
     "patterns",
-    [("all_gather_matmul", "matmul_all_reduce"), ("matmul_all_reduce",)],
+    [("all_gather_matmul", "matmul_all_reduce"), pytest.param(("matmul_all_reduce",), marks=pytest.mark.thorough)],
     ids=["both halves", "the second half"],
 )
 def test_a_graph_that_breaks_on_one_rank_only(patterns: tuple[str, ...]) -> None:

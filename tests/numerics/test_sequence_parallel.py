@@ -56,10 +56,11 @@ EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     # One graph serves numbers of tokens that are multiples of the number of ranks. Another graph serves all other
     # numbers.
     "dynamic": (8, 4, 10, UNEVEN),
+    "dynamic, even": (4, 4, 6, set()),
 }
 FAST = ("[B, S, H], odd, accumulated gradients", "selective checkpointing", "DTensor")
 """The blocks that run in every test. The others run in thorough tests only. They differ in the dtype, in the kind of
-checkpointing, in dropout, or in how many layers a graph holds. ``tests/compile`` compares their graphs. The block with
+checkpointing, in dropout, or in how many layers a graph holds. ``tests/compile`` compares their graphs. A block with
 a dynamic number of tokens runs on three ranks."""
 
 
@@ -93,10 +94,11 @@ def _problems(rows: Mapping[str, dict[str, Any]], expected: Mapping[str, tuple[i
     ("world_size", "names"),
     [
         (2, FAST),
-        (3, ("dynamic",)),
-        pytest.param(2, tuple(n for n in CASES if n not in FAST), marks=pytest.mark.thorough),
+        (3, ("dynamic, even",)),
+        pytest.param(3, ("dynamic",), marks=pytest.mark.thorough),
+        pytest.param(2, tuple(n for n in CASES if n not in (*FAST, "dynamic, even")), marks=pytest.mark.thorough),
     ],
-    ids=["2 ranks", "3 ranks", "2 ranks, more blocks"],
+    ids=["2 ranks", "3 ranks", "3 ranks, even and uneven", "2 ranks, more blocks"],
 )
 def test_blocks(world_size: int, names: tuple[str, ...]) -> None:
     """Catches a gradient that is summed twice or not at all, rows of the wrong rank, and padding rows in a sum. Also
