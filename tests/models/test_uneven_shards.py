@@ -219,7 +219,7 @@ THREE = ["head with bias", "row-wise", "sequence"]
         pytest.param(2, list(LAYERS), False, marks=pytest.mark.thorough),
         (3, THREE, False),
         pytest.param(3, [n for n in LAYERS if n not in THREE], False, marks=pytest.mark.thorough),
-        (2, ["sequence"], True),
+        pytest.param(2, ["sequence"], True, marks=pytest.mark.thorough),
     ],
     ids=["2 ranks", "3 ranks", "3 ranks, more layers", "2 ranks, generated code"],
 )

@@ -153,7 +153,16 @@ an even number of ranks. (In such a ring both directions meet at one rank.)"""
         pytest.param(
             *(2, {"step_node_budget": 1}, torch.bfloat16, LOOPING_GATHERS[3:], True), marks=pytest.mark.thorough
         ),
-        (4, {"step_node_budget": 1, "ring_direction": "bidirectional"}, torch.bfloat16, LOOPING_GATHERS[::2], False),
+        pytest.param(
+            *(
+                4,
+                {"step_node_budget": 1, "ring_direction": "bidirectional"},
+                torch.bfloat16,
+                LOOPING_GATHERS[::2],
+                False,
+            ),
+            marks=pytest.mark.thorough,
+        ),
         (4, {"ring_direction": "bidirectional", "sub_chunks": 3}, torch.bfloat16, [*SAMPLE[::2], ROWS_LEFT], False),
     ],
     ids=[

@@ -19,7 +19,7 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.program_checks import check
 from tests.support.random_programs import Program
 
-COUNT = 6
+COUNT = 4
 """The number of programs in each case. Most trained programs have no site. Of the 12 trained programs from seed 31 on,
 9 have a site. After a change to the finder or to a rewrite, run thousands of programs with
 ``python -m tests.numerics.test_random_programs``.

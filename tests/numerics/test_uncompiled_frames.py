@@ -97,7 +97,11 @@ def _limited(rank: int, world_size: int, limited: tuple[int, ...], as_on_gpus: b
 
 @pytest.mark.parametrize(
     ("world_size", "limited", "as_on_gpus"),
-    [(2, (0,), False), (2, (1,), True), pytest.param(3, (0, 2), False, marks=pytest.mark.thorough)],
+    [
+        (2, (0,), False),
+        pytest.param(2, (1,), True, marks=pytest.mark.thorough),
+        pytest.param(3, (0, 2), False, marks=pytest.mark.thorough),
+    ],
     ids=["store", "page", "two of three ranks"],
 )
 def test_a_frame_without_sites_runs_uncompiled_on_some_ranks(
