@@ -127,6 +127,7 @@ def _looped(rank: int, world_size: int, tokens: int) -> tuple[dict[str, float], 
     return errors, reasons, [text for r in reports for text in (*waste(r), *r.notices)]
 
 
+@pytest.mark.thorough
 def test_a_loop_over_experts() -> None:
     """Experts without rows, and all tokens on one expert, give right results. Catches a site that takes an expert's
     rows for those of a rank."""

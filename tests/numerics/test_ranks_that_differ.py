@@ -257,6 +257,7 @@ def test_a_rank_that_recompiles_alone_to_another_exchange() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_rank_that_recompiles_alone_to_the_same_exchange() -> None:
     results = run_ranks(2, _again, [{}, {"step_node_budget": 1}])
     assert all(r["problems"] == [] and r["warnings"] == [] for r in results), results
@@ -366,7 +367,7 @@ def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dic
     return {"problems": problems, "warnings": heard.texts, "counts": counts()}
 
 
-@pytest.mark.parametrize("as_on_gpus", [False, True])
+@pytest.mark.parametrize("as_on_gpus", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_kept_graphs_that_break_on_one_rank_only(as_on_gpus: bool) -> None:
     """Rank 0 counts one call more than rank 1. Catches a rank 0 that waits for a call that rank 1 never makes, while
     rank 1 waits in the collective of the previous call. No graph with overlap differs, so overlap goes on."""

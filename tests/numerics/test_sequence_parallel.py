@@ -167,7 +167,7 @@ def _on_a_mesh(plan: str, shards: bool = False) -> Computation:
 @pytest.mark.parametrize(
     ("world_size", "plan", "shards", "expected"),
     [
-        (2, "all-reduces", False, (4, 4, 6, set())),
+        pytest.param(2, "all-reduces", False, (4, 4, 6, set()), marks=pytest.mark.thorough),
         pytest.param(4, "all-reduces", False, (4, 4, 6, set()), marks=pytest.mark.thorough),
         # FSDP2's hooks break the model into several graphs, one of which holds only the embedding's all-reduce.
         (4, "all-reduces", True, (4, 3, 3, {"refused: no_token_wise_work"})),
