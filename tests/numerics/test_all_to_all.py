@@ -197,7 +197,7 @@ def _bit_for_bit(rank: int, world_size: int, budget: int) -> list[str]:
     return [name for name, (function, exact) in expected.items() if not torch.equal(run(function), exact)]
 
 
-@pytest.mark.parametrize("budget", [4000, 1])
+@pytest.mark.parametrize("budget", [4000, pytest.param(1, marks=pytest.mark.thorough)])
 def test_equal_bit_for_bit_to_the_same_matmuls_slice_by_slice(budget: int) -> None:
     """Catches a slice that is computed by another matmul, or sums that are added in another order than they arrive."""
     assert run_ranks(3, _bit_for_bit, budget, timeout=300) == [[]] * 3

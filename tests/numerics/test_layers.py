@@ -79,6 +79,8 @@ def test_variants_are_compared_and_timed(phase: str, only: list[str], tmp_path: 
     assert traced and all(row["matmul"] > 0 for row in traced)
 
 
+# (Every test checks the errors of the right variants.)
+@pytest.mark.thorough
 def test_a_wrong_variant_ends_the_bench(tmp_path: Path) -> None:
     """The results of the variant without collectives are wrong on purpose. The test marks this variant as
     right. So the bench compares its results, and must end."""

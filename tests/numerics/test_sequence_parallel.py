@@ -58,7 +58,7 @@ EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     "dynamic": (8, 4, 10, UNEVEN),
     "dynamic, even": (4, 4, 6, set()),
 }
-FAST = ("[B, S, H], odd, accumulated gradients", "selective checkpointing", "DTensor")
+FAST = ("[B, S, H], odd, accumulated gradients", "DTensor")
 """The blocks that run in every test. The others run in thorough tests only. They differ in the dtype, in the kind of
 checkpointing, in dropout, or in how many layers a graph holds. ``tests/compile`` compares their graphs. A block with
 a dynamic number of tokens runs on three ranks."""

@@ -64,14 +64,13 @@ def problems(
     device: str = "cpu",
     generated: bool = False,
     pairs: bool = False,
-    kernels: bool = True,
 ) -> list[str]:
-    """The problems on this rank. With ``generated``, the variants in ``GENERATED`` run as Inductor's code, with or
-    without C++ ``kernels``. Otherwise an interpreter runs the rewritten graphs of all ``variants``."""
+    """The problems on this rank. With ``generated``, the variants in ``GENERATED`` run as Inductor's code.
+    Otherwise an interpreter runs the rewritten graphs of all ``variants``."""
     import overlap_inductor
     from overlap_inductor.report import publish as reporting
 
-    compile_anew(kernels)
+    compile_anew()
     mesh = dist.init_device_mesh(device, (world_size,), mesh_dim_names=("tp",))
     found = []
     for variant in GENERATED[by_hand, checkpointing] if generated else variants(by_hand, checkpointing, pairs):
