@@ -70,7 +70,9 @@ def test_variants_are_compared_and_timed(phase: str, only: list[str], tmp_path: 
     assert all(any(": ring" in site for site in row["sites"]) for row in ring)
     assert bool(ring) == any(name.startswith("ring") for name in only)
     assert all(row["error"] < 1e-5 for row in rows if row["variant"] != LOCAL)
-    assert all(row["collectives"] for row in rows if row["variant"] != LOCAL)
+    # The collectives of the plain program are counted in a graph with overlap that is not rewritten.
+    rewritten = all("sequence_parallel on" in name for name in only)
+    assert all(row["collectives"] for row in rows if row["variant"] not in ((PLAIN,) if rewritten else (LOCAL,)))
     assert all(row["median_ms"] >= row["fastest_ms"] > 0 for row in rows)
     assert len(tables.layers(rows).splitlines()) == 2 + len(rows)
     traced = [json.loads(line) for line in (tmp_path / f"{phase}_2_ranks_rank_1.jsonl").read_text().splitlines()]
