@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user can do about a site or collective that is not overlapped: a sentence or two for each reason code.
 
-A reason's text says why, and has values. The advice here depends on the reason code alone.
+A reason's own text names the cause and its values. The advice here depends on the reason code alone.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ ADVICE = {
     "switched_off": "Set OVERLAP_INDUCTOR_PATTERNS or OVERLAP_INDUCTOR_SCHEDULE so that this site is allowed.",
     "taken_by_async_tp": "Set torch._inductor.config._micro_pipeline_tp to False, so that this pass can take the site.",
     "too_many_steps": "Raise OVERLAP_INDUCTOR_STEP_NODE_BUDGET, or lower OVERLAP_INDUCTOR_SUB_CHUNKS.",
-    "too_small": "If much could be saved, use more tokens in a call; else leave it. OVERLAP_INDUCTOR_SCHEDULE=<name>"
-    " forces a schedule, to measure it.",
+    "too_small": "If much could be saved, use more tokens in a call; else change nothing."
+    " OVERLAP_INDUCTOR_SCHEDULE=<name> forces a schedule, to measure it.",
     "uneven_splits": "Send every rank an equal part of a known size, or move the op that the reason names elsewhere.",
-    "uneven_tokens": "Use a number of tokens that is a multiple of the number of ranks, or compile for a fixed one.",
+    "uneven_tokens": "Use a number of tokens that is a multiple of the number of ranks, or compile for a fixed number"
+    " of tokens.",
     "weight_depends_on_collective": "Compute the operand that the reason names without the collective's result."
     f" {_PART_OF_THE_MODEL}",
     "workspace": "Raise OVERLAP_INDUCTOR_WORKSPACE_LIMIT or, for dynamic sizes, lower OVERLAP_INDUCTOR_MAX_TOKENS.",

@@ -38,10 +38,10 @@ _warned: set[str] = set()
 def write_dump(report: OverlapReport, folder: str | os.PathLike[str], rank: int) -> Path | None:
     """Write one graph's report below ``folder`` and return its path. Returns ``None`` if the folder cannot be written.
 
-    If the same report is written again, it overwrites its files with the same content. If one process writes another
-    report of the same name, this report gets the suffix ``_2``, ``_3``, ... in the order of the compiles. A second run
-    compiles in the same order, so it gives the same names. If the folder cannot be written, this is logged once as a
-    warning. No error is raised, because a compile must not fail for a missing report.
+    If the same report is written again, it overwrites its files with the same content. If one process writes several
+    reports of the same name, the later ones get the suffixes ``_2``, ``_3``, ... in the order of the compiles. A second
+    run compiles in the same order, so it gives the same names. If the folder cannot be written, this is logged once as
+    a warning. No error is raised, because a compile must not fail for a missing report.
     """
     digest = hashlib.sha256(report.to_json(graphs=True).encode()).hexdigest()
     dump = Path(folder).absolute()

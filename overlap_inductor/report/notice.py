@@ -17,8 +17,8 @@ log = logging.getLogger("overlap_inductor")
 
 
 def show(text: str) -> None:
-    """Log ``text`` at level INFO. If no handler would show it, write it to standard error. It is hidden only if
-    the user has disabled logging at this level or set a higher level for the logger."""
+    """Log ``text`` at level INFO. If no handler would show ``text``, write it to standard error. ``text`` is hidden
+    only if the user has disabled logging at this level or set a higher level for the logger."""
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info("%s", text)
         return

@@ -41,11 +41,11 @@ class GraphRow:
 
 
 def write_overview(dump: Path) -> Path:
-    """Write ``<dump>/index.html`` from the reports in the folder, and return its path. Raises ``OSError`` if it cannot
-    be written.
+    """Write ``<dump>/index.html`` from the reports in the folder, and return its path. Raises ``OSError`` if the page
+    cannot be written.
 
     Several ranks may do this at the same time, because each replaces the whole file. After writing, a rank reads the
-    folder again. If a report was added meanwhile, it writes the page again, up to ``_TRIES`` times in all.
+    folder again. If a report was added meanwhile, the rank writes the page again, up to ``_TRIES`` times in all.
     """
     for _ in range(_TRIES):
         runs = runs_of(dump)

@@ -118,8 +118,8 @@ def _dump(report: OverlapReport, folder: str) -> str:
 
 
 def announcement(report: OverlapReport, where: str, from_cache: bool = False) -> str:
-    """The ``summary`` and the place of the report, ``where``. Between the two stands the estimate. If nothing is
-    overlapped, the main reason stands there.
+    """The ``summary``, the estimate and the place of the report (``where``). If there is no estimate and nothing is
+    overlapped, the main reason takes the place of the estimate.
 
     ``graph 0_0 forward: 2 sites found, 2 overlapped (2 ring), estimated 9.10 ms -> 7.90 ms, 1.15x; report: FILE``
     ``graph 0_0 forward: 1 site found, 0 overlapped, 1 kept (too_small): TEXT OF THE REASON; report: FILE``

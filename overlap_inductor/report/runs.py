@@ -77,9 +77,9 @@ def this_process() -> str:
 
 
 def begin(rank_folder: Path) -> tuple[str, str]:
-    """``(id of this process's run, date)`` for reports below ``rank_folder``. Every call of a process returns the same.
-    The id is 8 hex digits. If earlier processes wrote there under the same digits, ``-2``, ``-3``, ... follows. The
-    date is that of the first call (UTC, ISO 8601)."""
+    """``(id of this process's run, date)`` for reports below ``rank_folder``. Every call of a process returns the same
+    pair. The id is 8 hex digits. If earlier processes wrote there under the same digits, the suffix ``-2``, ``-3``, ...
+    follows the digits. The date is that of the first call (UTC, ISO 8601)."""
     # A forked process inherits its parent's table, but needs an entry of its own.
     key = this_process(), rank_folder
     with _lock:

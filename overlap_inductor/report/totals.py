@@ -57,7 +57,7 @@ class Times:
 
 
 def of_piece(piece: PlanPiece) -> Times | None:
-    """The times of one site under ``piece``; ``None`` if it was not estimated."""
+    """The times of one site under ``piece``; ``None`` if the piece was not estimated."""
     estimate = piece.estimate_us
     if not {"keep", piece.schedule} <= estimate.keys():
         return None
@@ -70,8 +70,8 @@ def moves(decision: Decision) -> bool:
 
 
 def of_decision(decision: Decision) -> Times | None:
-    """The times of one site at the example's token count. If its pieces have several schedules, the one with the
-    shortest estimate at that count is taken. ``None`` if the plan only keeps the site, or if a piece was not
+    """The times of one site at the example's token count. If the plan's pieces have several schedules, the schedule
+    with the shortest estimate at that count is taken. ``None`` if the plan only keeps the site, or if a piece was not
     estimated."""
     if not moves(decision):
         return None
@@ -88,8 +88,8 @@ def of_report(report: OverlapReport) -> Times | None:
 
 
 def of_site(decision: Decision) -> Times | None:
-    """The times of one site, overlapped or kept. For a kept site, both are the time as written. ``None`` if it was not
-    estimated."""
+    """The times of one site, overlapped or kept. For a kept site, both are the time as written. ``None`` if the site
+    was not estimated."""
     if moves(decision):
         return of_decision(decision)
     kept = [piece.estimate_us["keep"] for piece in decision.plan if "keep" in piece.estimate_us]

@@ -146,8 +146,8 @@ def microseconds(value: float, longest: float = 0.0) -> str:
     """``12.3 us``, ``1342 us``, ``12.50 ms``, ``2.10 s``: a time given in microseconds.
 
     Args:
-        longest: the longest time with which the reader compares this one. If this time is at least a tenth of the unit
-            of ``longest``, it is shown in that unit.
+        longest: the longest time with which the reader compares ``value``. If ``value`` is at least a tenth of the unit
+            in which ``longest`` is shown, ``value`` is shown in that unit, too.
     """
     for unit, name, least in ((1e6, "s", 1e6), (1e3, "ms", 1e4)):
         if value >= least or (longest >= least and value >= unit / 10):

@@ -23,20 +23,21 @@ refusal, so no rank waits for its verdicts.
 One rank alone may run a frame uncompiled, because Dynamo's recompile limit is reached there. Then it makes no call
 where the others make one. So ranks publish the place of each call in the sequence of the group's collectives
 (``call_place``). The rank that made no call skips the number of that call, and all ranks compare the calls after it.
-The others run the plain program in that call. They learn that the rank does not come from a report (``call_report``).
+The others run the plain program in that call. A report tells them that the rank does not join the call
+(``call_report``).
 
-Calls cannot be matched if the ranks hold different collectives in a graph, or if one call holds some of the collectives
-of another. Nor can they if overlap is off on a rank, or if a rank publishes nothing and reports nothing. Then overlap
-is disabled for the group permanently (``apart``). The rank that finds one of these cases writes the reason to the
-store, where waiting ranks read it.
+Calls of two ranks cannot be matched if the ranks hold different collectives in a graph. Nor can calls be matched that
+have some, but not all, of their collectives in common. The same holds if overlap is off on a rank, or if a rank
+publishes nothing and reports nothing. Then overlap is disabled for the group permanently (``apart``). The rank that
+finds one of these cases writes the reason to the store, where waiting ranks read it.
 
 At later calls an agreed plan with one group skips the rounds. A rank may recompile alone if its new graph makes the
 same transfers, because the digest is then the same. If it makes other transfers, and digests are compared at every
 call, all ranks run the plain program in that call. How digests are compared depends on the group:
 
-- Ranks that share memory, which only ranks of one machine can, compare digests at every call, in memory that all of
-  them map (``call_page``). This ties the group's hosts to each other: none starts a call before all have reached it. It
-  costs nothing while the hosts run ahead of their GPUs.
+- Ranks that share memory compare digests at every call, in memory that all of them map (``call_page``). Only ranks of
+  one machine can share memory. The comparison ties the group's hosts to each other: no host starts a call before all
+  hosts have reached it. This costs nothing while the hosts run ahead of their GPUs.
 - Other ranks compare digests through the store. CPU groups do so at every call, because their collectives block the
   host anyway. GPU groups do so at a plan's first run only. If a rank of such a group recompiles and its new graph makes
   other transfers, the rank raises an error at its deadline.
@@ -119,7 +120,8 @@ class Comparison:
         return not self.counted
 
     def returned(self) -> None:
-        """The call has issued its collectives. Those that follow are outside of it, up to the next call of a graph."""
+        """Note that the call has issued its collectives. Collectives that follow, up to the next call of a graph, are
+        outside of calls."""
         for state in self._states:
             state.returned()
 
@@ -288,8 +290,8 @@ def plans_waiting(group: dist.ProcessGroup) -> str:
     if state is None or state.newest is None:
         return ""
     try:
-        # The call that failed is the newest one if it was counted, and the one after it if it was not. Only graphs that
-        # run in Inductor's own callable count their calls first.
+        # If the call that failed was counted, it is the newest call. Otherwise it is the call after the newest one.
+        # Only graphs that run in Inductor's own callable count every call before it runs.
         plans = call_board.plans_now(state, state.newest)
     except RuntimeError:
         # The rank that kept the store may have died.

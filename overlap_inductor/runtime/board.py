@@ -124,7 +124,7 @@ def shared_board(rank: int, exchange: Exchange, together: Together) -> Board:
         board: Board = together(f"map the first rank's file of {shared_file.SHARED_FOLDER}", open_it)
     finally:
         if rank == 0:
-            # Without its file, the memory stays as long as a process maps it.
+            # The memory outlives its file: it stays as long as a process maps it.
             shared_file.path_of(number).unlink(missing_ok=True)
     return board
 

@@ -5,7 +5,7 @@ Two media carry the values: the group's store (``CallStore``), and memory that a
 For each call and rank, they hold the rank's *value* and its verdict of each round. (The reasons of verdicts, and the
 verdicts for which the page has no place, are always in the store: see ``say``.) The value describes the program that
 the rank runs, and the place of the call (``call_place``). It holds the digest of the rank's plan, which of the plan's
-groups this group is, and how many of its collectives the plan has.
+groups this group is, and how many of the group's collectives the plan has.
 
 Keys below ``overlap_inductor/agree/<incarnation>`` in the group's store::
 
@@ -59,7 +59,7 @@ call alone."""
 _LONGEST_PAUSE = 0.25
 """Longest pause between two reads of the other ranks' values, in seconds. The first pauses are much shorter."""
 _SHORT = 2e-3
-"""Seconds. Once pauses are longer than this, a rank also looks at each other rank's key and at the ``apart`` key."""
+"""Seconds. Once pauses are longer than this, a rank also looks at every other rank's key and at the ``apart`` key."""
 _LOOKS = 20
 """Number of times that a rank reads a page in a row before it yields its time slice."""
 _SPIN = 2e-4
@@ -84,7 +84,7 @@ def timeout(group: dist.ProcessGroup) -> float:
 
 def constant(state: GroupState, plan: ExchangePlan) -> str:
     """The part that the values of all calls of ``plan`` share. It holds the plan's digest, which of the plan's groups
-    this group is, and how many of its collectives the plan has."""
+    this group is, and how many of the group's collectives the plan has."""
     alias, count = plan.alias(state.group.group_name), plan.count_in(state.group.group_name)
     text = f"{plan.digest}:{alias}:{count}"
     if len(text) <= MOST_CHARACTERS - _COUNTS_CHARACTERS:
@@ -98,7 +98,8 @@ def value(state: GroupState, plan: ExchangePlan) -> CallPlace:
 
 
 def order_of(state: GroupState, plan: ExchangePlan, text: str) -> Order:
-    """How the call of another rank, which published ``text``, stands to this rank's newest call, of ``plan``."""
+    """The order of two calls: the call of another rank that published ``text``, seen from this rank's newest call,
+    which runs ``plan``."""
     theirs = CallPlace.parsed(text)
     if theirs.mark != SKIPPED and theirs.place < state.promised:
         # This rank has told the others that it does not join that call.
@@ -126,8 +127,8 @@ def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = Fa
 
 
 def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> None:
-    """Publish that this rank ran uncompiled what the others run in the newest call, and go on to the call after it. A
-    rank of that call runs its plain program. ``found``: values of ranks of that call."""
+    """Publish that this rank ran uncompiled what the others run in the newest call, and go on to the call after it. The
+    other ranks run their plain programs in that call. ``found``: values that some of them published for it."""
     state.skipped = dict(found)
     state.mark = SKIPPED
     state.publish(value(state, plan).text)
@@ -138,7 +139,7 @@ def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> Non
 
 
 def catch_up(states: Sequence[GroupState], plan: ExchangePlan) -> None:
-    """Skip the calls that this rank ran uncompiled, for a call that is not compared. Does not wait: what other ranks
+    """Before a call that is not compared, skip the calls that this rank ran uncompiled. Does not wait: what other ranks
     have not published yet is skipped at a later call."""
     for state in states:
         # Without a collective between its calls, the rank has skipped no call.
@@ -147,7 +148,8 @@ def catch_up(states: Sequence[GroupState], plan: ExchangePlan) -> None:
 
 
 def _earlier(state: GroupState, plan: ExchangePlan, ranks: Sequence[int]) -> dict[int, str]:
-    """The value of one of ``ranks`` that runs in this call what this rank ran uncompiled, if there is one."""
+    """The value of a rank among ``ranks`` that runs, under this call's number, what this rank ran uncompiled. Empty if
+    there is no such rank."""
     for rank in ranks:
         try:
             text = state.published(rank)
@@ -225,7 +227,7 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
 
 def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict[int, str]) -> dict[int, str]:
     """Move the ranks that have published their value from ``waiting`` to ``found``. Returns the value of a rank that
-    runs in this call what this rank ran uncompiled, if there is one. Raises ``Overwritten``."""
+    runs, under this call's number, what this rank ran uncompiled; empty if there is none. Raises ``Overwritten``."""
     for rank in list(waiting):
         text = state.published(rank)
         if text is None:
@@ -243,8 +245,9 @@ def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict
 
 
 def _skipped_by_mistake(state: GroupState, mine: ExchangePlan) -> bool:
-    """Whether a rank is inside a collective of the call that this rank has skipped. If this rank had run that call
-    uncompiled, the collective would have ended. Then disables overlap for the group."""
+    """Whether a rank is still inside a collective of the call that this rank has skipped. If this rank had run that
+    call uncompiled, the collective would have ended. So the skip was a mistake, and overlap is disabled for the group.
+    """
     stuck = [r for r in state.skipped if state.mark == MOVED and call_report.call_of(state, r) == state.calls - 1]
     if not stuck:
         return False

@@ -22,15 +22,16 @@ launches of two calls do not mix. The lock also guards the objects that calls on
 and the prepared kernels and graphs of each site. If threads call at the same time, the program must ensure one order on
 all ranks, as with NCCL.
 
-Captures. Inside a capture, CUDA refuses a wait for an event that was recorded outside, and outside it refuses a wait
-for an event of a capture. So each capture has its own event, which orders the calls in the capture. At each replay, the
-captured graph as a whole is ordered against all other calls. A graph of ``torch.cuda.CUDAGraph`` (``torch.cuda.graph``,
-``make_graphed_callables``, ``mode="reduce-overhead"``) that holds calls counts as one call each time it is replayed.
-The graph starts after the end of the previous call, and the next call on another stream starts after the end of the
-graph. A call in any other capture is refused, because this module would not notice the replays. This includes a capture
-that began before the process made its first ``CallOrder``. An unnoticed replay and a call on another stream could use a
-slot at the same time, and the results of both would be wrong. (If a program launches the ``raw_cuda_graph_exec`` of a
-graph itself, this module does not notice that either. The program must then ensure the order.)
+Captures. A wait inside a capture must not refer to an event that was recorded outside of the capture. A wait outside of
+captures must not refer to an event that was recorded inside a capture. CUDA refuses both waits. So each capture has its
+own event, which orders the calls in the capture. At each replay, the captured graph as a whole is ordered against all
+other calls. A graph of ``torch.cuda.CUDAGraph`` (``torch.cuda.graph``, ``make_graphed_callables``,
+``mode="reduce-overhead"``) that holds calls counts as one call each time it is replayed. The graph starts after the end
+of the previous call, and the next call on another stream starts after the end of the graph. A call in any other capture
+is refused, because this module would not notice the replays. This includes a capture that began before the process made
+its first ``CallOrder``. An unnoticed replay and a call on another stream could use a slot at the same time, and the
+results of both would be wrong. (If a program launches the ``raw_cuda_graph_exec`` of a graph itself, this module does
+not notice that either. The program must then ensure the order.)
 
 Graphs that ``runtime.replay`` makes of one call need no such order, because they are launched inside that call.
 """
@@ -83,8 +84,9 @@ class _Capture:
 
 
 class CapturedGraphs:
-    """The captures of ``torch.cuda.CUDAGraph`` in progress, by the number that the driver gave them, and for each
-    captured graph the devices whose calls it holds. An ``Observer`` of ``torch_compat.cuda_graphs``."""
+    """Holds the captures of ``torch.cuda.CUDAGraph`` in progress, by the number that the driver gave each capture. Also
+    holds, for each captured graph, the ``CallOrder`` of each device whose calls are in the graph. Implements
+    ``torch_compat.cuda_graphs.Observer``."""
 
     def __init__(self) -> None:
         self._open: dict[int, _Capture] = {}
@@ -142,7 +144,7 @@ class CapturedGraphs:
 class CallOrder:
     """``with order:`` encloses all launches of a call on the current stream. A nested call is part of the outer one.
 
-    Entering raises ``UnsupportedError`` while a CUDA graph is captured whose replays would not be seen."""
+    Entering raises ``UnsupportedError`` inside a capture whose replays would not be seen."""
 
     def __init__(self, device: torch.device, graphs: CapturedGraphs) -> None:
         self.device = device
@@ -209,8 +211,9 @@ _AT_ONCE = nullcontext()
 
 
 def call_order(device: torch.device) -> CallOrder | nullcontext[None]:
-    """The device's ``CallOrder``, made at first use. Once there is one, captures of ``torch.cuda.CUDAGraph`` are
-    observed. A device without streams needs no order, because its calls have ended when they return."""
+    """The device's ``CallOrder``, made at first use. From the first ``CallOrder`` on, captures of
+    ``torch.cuda.CUDAGraph`` are observed. A device without streams needs no order, because its calls have ended when
+    they return."""
     if device.type != "cuda":
         return _AT_ONCE
     known = _ORDERS.get(device)

@@ -5,15 +5,15 @@ ranks are the same call.
 The n-th call of one rank need not be the n-th call of another. Dynamo runs a frame uncompiled when its recompile limit
 is reached, and then this rank alone makes no call for the frame's graph. Or a graph may be broken into two on one rank.
 The collectives are issued in either case. So a call's *place* is the number of the group's collectives that this rank
-has issued before the call. They are those of the graphs that it called, and those that the backend counted between
-calls::
+has issued before the call. It counts the collectives of the graphs that the rank called, and the collectives that the
+backend counted between calls::
 
     rank 0   A: place 0   (uncompiled: one collective)   C: place 2
     rank 1   A: place 0    B: place 1                    C: place 2
 
-Calls are published under the number of the call (``call_board``). Rank 0 finds B where it expected C. B ends at place 2
-at the latest, so it ended before C began: rank 0 has run it uncompiled. Rank 0 writes that it skipped this number, and
-goes on to the next one. A rank that waits in B reads this, and runs its plain program.
+Calls are published under the number of the call (``call_board``). Rank 0 finds B where it expected C. B ends at place
+2, and C begins there. So B's collective comes before C, and rank 0 has run it uncompiled. Rank 0 writes that it skipped
+this number, and goes on to the next one. A rank that waits in B reads this, and runs its plain program.
 
 The backend's count is exact if it counts collectives only, as NCCL does. Gloo also counts sends and receives, so places
 of ranks may differ for no reason that matters here (``monitored_barrier``, or a pipeline on the same group). There,
@@ -39,12 +39,12 @@ class Order(enum.Enum):
     LATER = "later"
     """Their call began after mine ended, so they ran mine uncompiled."""
     UNKNOWN = "unknown"
-    """The two calls hold some collectives in common, and not others."""
+    """The two calls have some, but not all, of their collectives in common."""
 
 
 @dataclass(frozen=True)
 class CallPlace:
-    """What a rank publishes for a call, apart from a mark at its end.
+    """The value that a rank publishes for a call.
 
     Attributes:
         constant: what the values of all calls of a plan share. It ends in the number of the plan's collectives in the
@@ -61,7 +61,7 @@ class CallPlace:
 
     @property
     def end(self) -> int:
-        """The place behind the call."""
+        """The place after the call's last collective."""
         return self.place + int(self.constant.rsplit(":", 1)[1])
 
     @property
@@ -77,8 +77,8 @@ class CallPlace:
 
 
 def order(mine: CallPlace, theirs: CallPlace, exact: bool) -> Order:
-    """How ``theirs`` stands to ``mine``. If it is ``EARLIER`` from one side, it is ``LATER`` from the other, unless the
-    mark ``SKIPPED`` was written in between.
+    """The order of ``theirs``, seen from ``mine``. If one rank finds ``EARLIER``, the other rank finds ``LATER``. The
+    exception: if ``theirs`` has the mark ``SKIPPED``, the result is always ``LATER``.
 
     Args:
         exact: whether the backend counts collectives only.

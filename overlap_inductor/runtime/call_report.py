@@ -7,14 +7,15 @@ the collective waits for the peers, while the peers wait for its plan::
     rank 0   (uncompiled) all_reduce: waits for rank 1
     rank 1   the graph's call: waits for the plan of rank 0
 
-So each process has a thread that looks at its groups (``call_state``). It acts if the thread that calls graphs is
-inside a collective, outside of graphs, and finds the backend's count unchanged at its next look. Then it writes
-the place that the rank has reached to the group's store, once for each place. A report is a promise: this rank joins no
-call that begins before the reported place. A waiting rank whose call does so runs its plain program. The rank that has
-reported skips such a call (``call_board.skip``).
+So each process has a thread that looks at its groups (``call_state``) again and again. It reports if two looks in a
+row find the thread that calls graphs inside a collective, outside of graphs, at the same count of the backend. A report
+writes the place that the rank has reached to the group's store, once for each place. A report is a promise: this rank
+joins no call that begins before the reported place. A waiting rank whose call begins before that place runs its plain
+program. The rank that has reported skips such a call (``call_board.skip``).
 
-If the thread is inside a collective of a call, the thread that looks writes the call's number. A rank that has skipped
-this call, and waits for the next one, then knows that it skipped the call by mistake: the ranks count differently.
+If two looks find the thread that calls graphs inside the same collective of a call, the call's number is written. A
+rank that has skipped this call, and waits for the next one, then knows that it skipped the call by mistake: the ranks
+count differently.
 
 A report and the count of a call exclude each other by a lock. So a rank that has published a call makes no report about
 the time before the call, and both sides decide by the same report.
@@ -58,8 +59,8 @@ class Watched(Protocol):
         issued nothing since, or is not inside a collective."""
 
     def inside(self) -> tuple[int, int] | None:
-        """The number of the call of which this rank is inside a collective, and the backend's count. ``None`` if there
-        is none."""
+        """The call's number and the backend's count, if this rank is inside a collective of a call; otherwise
+        ``None``."""
 
 
 _STATES: list[weakref.ref[Watched]] = []
@@ -82,7 +83,8 @@ def place_of(state: Watched, rank: int) -> int:
 
 
 def call_of(state: Watched, rank: int) -> int:
-    """The number of the call of which ``rank`` is inside a collective for long, or -1."""
+    """The number of the call that ``rank`` has reported because it stays inside one of the call's collectives, or
+    -1."""
     return _number(state, "inside", rank)
 
 

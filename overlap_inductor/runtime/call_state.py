@@ -33,11 +33,12 @@ class GroupState:
 
     Attributes:
         incarnation: see ``group_state.Owner``.
-        calls: number of the newest call of a graph with a collective of the group. It is the number of such calls on
-            the rank that made the most of them.
+        calls: number of the newest call of a graph with a collective of the group. Numbers that this rank skipped
+            count, too. If ``exact``, the number is set to the call's place when the group's page is made
+            (``share_page``).
         passed: number of the group's collectives in the graphs of all calls before the newest one.
         outside: number of the group's collectives that the backend counted between calls.
-        between: whether it counted any between the last call and the newest one.
+        between: whether the backend counted any between the newest call and the call before it.
         exact: whether the backend counts collectives only (``call_place``).
         mark: the mark of this rank's value in the newest call.
         agreed: digests of plans that all ranks agreed to run.
@@ -51,7 +52,7 @@ class GroupState:
         newest: the plan that was agreed upon last; ``None`` before the first agreement.
         apart: why overlap is disabled for the group; ``""`` if it is not.
         page: the group's call page; ``None`` before the first agreement, or if the ranks share no memory.
-        skipped: the values of the other ranks because of which this rank skipped a number, last.
+        skipped: the values of other ranks that made this rank skip a number, at the last skip.
         lock, promised, told_inside: see ``call_report.Watched``.
     """
 
@@ -82,7 +83,7 @@ class GroupState:
     told_inside: int = -1
     skipped: dict[int, str] = field(default_factory=dict)
     _counted: int | None = 0
-    """What the backend counted when the newest call returned. ``None`` during a call, and if it raised."""
+    """What the backend had counted when the newest call returned. ``None`` during a call, and if the call raised."""
 
     def __post_init__(self) -> None:
         self.store = CallStore(self.group, self.prefix)
@@ -105,8 +106,9 @@ class GroupState:
 
     @property
     def label(self) -> str:
-        """The newest call's name in the store. If the backend's count is exact, it is the place, because ranks of a
-        group without a page do not publish all of their calls."""
+        """The newest call's name in the store: its place or its number. The place is used if the backend's count is
+        exact and the group has no page. The ranks of such a group do not publish all of their calls, so their numbers
+        may differ."""
         return f"at{self.place}" if self.exact and self.page is None else str(self.calls)
 
     def count(self, collectives: int) -> None:
@@ -122,7 +124,8 @@ class GroupState:
                 self.between, self._counted = new > 0, None
 
     def returned(self) -> None:
-        """The newest call has issued its collectives. What the backend counts from now on is outside of it."""
+        """Note that the newest call has issued its collectives. What the backend counts from now on is outside of the
+        call."""
         self._counted = self._count()
 
     def reached(self) -> int | None:

@@ -17,7 +17,7 @@ class CallStore:
     interface of ``CallPage``.
 
     Args:
-        prefix: of all keys.
+        prefix: the prefix of all keys.
     """
 
     first_pause, growth = 1e-4, 1.5

@@ -65,8 +65,8 @@ class Kind(Generic[Thing]):
 
     Args:
         name: for errors, such as ``"workspace"``.
-        make: makes the thing. ``make`` is called once for a group and device, and again if it raised. It may be a
-            collective: the lock that is held during the call is only for this group's name and device.
+        make: makes the thing. ``make`` is called once for a group and device, and again if it raised. ``make`` may be a
+            collective, because the lock that is held during the call is only for this group's name and device.
         close: called before any thing of a destroyed group is dropped, for example to wait for the group's calls. If
             ``close`` raises, nothing is dropped, and ``close`` is called again when the next thing is made.
     """

@@ -40,7 +40,7 @@ the copies that set flags (``tests.gpu.check_stress`` on driver 580).
 
 Captures run on their own thread. They begin on a stream, and allocate from a memory pool, that nothing else uses. The
 vendor's matmul library has one workspace for each thread and stream. Two kinds of workspace would be overwritten: one
-from the memory pool of a user's graph, and one that a user's matmul also uses. A thread of its own has neither.
+from the memory pool of a user's graph, and one that a user's matmul also uses. A separate thread uses neither.
 """
 
 from __future__ import annotations

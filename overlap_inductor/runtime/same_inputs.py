@@ -12,8 +12,8 @@ these inputs. There are two kinds:
   after training steps.
 - *Arguments* of a call change from call to call. ``difference`` compares them in the call in which the ranks agree upon
   a plan. It also compares the parameters of a graph with several groups, once for each set of parameters
-  (``were_compared``). The plan of such a graph cannot hold the digests. It is compared in all groups, but a parameter
-  may be the same on all ranks of one group only. ::
+  (``were_compared``). The plan of such a graph cannot hold the digests, because the plan is compared in all groups. A
+  parameter may be the same on all ranks of one group, and differ between ranks of another group. ::
 
     rank 0                    rank 1                          rank 2
     writes digests            reads them; all are its own     reads them; "primals_7" is not its own

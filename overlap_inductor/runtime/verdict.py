@@ -68,8 +68,8 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     """
     call_board.publish(states, plan)
     begun = time.monotonic()
-    # For a known plan, the limit is the limit of a transfer. At a first call it is another one, because other ranks may
-    # still compile.
+    # A known plan has the limit of a transfer. A new plan has a limit of its own, because other ranks may still be
+    # compiling.
     limits = [seconds_to_wait(s.group, plan, known) for s in states]
     found, behind = list[dict[int, str]](), [""] * len(states)
     for number, (state, limit) in enumerate(zip(states, limits, strict=True)):
@@ -101,15 +101,16 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     if (
         off
         or any(silent)
-        # Such a graph has other collectives than the model, so places would differ from now on.
+        # A graph whose tokens are divided issues other collectives than the uncompiled model. So the absent rank would
+        # count differently, and places would differ from now on.
         or (absent and any(c.endswith(" tokens") for c in plan.collectives))
         or any(s.apart or _astray(s, plan, values) for s, values in zip(states, here, strict=True))
         or any(p.collectives != plan.collectives for plans in texts for p in plans.values())
     ):
         verdict = (APART, verdict[1])
     places = [_places(s, plan, values) for s, values in zip(states, here, strict=True)]
-    # Ranks that count differently, or of which one is absent, say their verdicts also for a known plan. Some of them
-    # may have stopped waiting for a rank that comes nevertheless.
+    # If ranks count differently or a rank is absent, the ranks exchange verdicts even for a known plan. The reason is
+    # that some of them may have stopped waiting for a rank that joins the call after all.
     uneven = bool(absent) or any(
         p != call_board.value(s, plan) for s, others in zip(states, places, strict=True) for p in others
     )
@@ -204,7 +205,8 @@ def _check_reachable(
             " rank cannot continue. This rank probably recompiled alone: make its guards equal to the other ranks'"
             " (TORCH_LOGS=recompiles names them), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
         )
-    # A rank that has skipped a call waits for the next one of a rank that ran its plain program.
+    # If this rank has skipped a call (``MOVED``), it waits for ranks that ran their plain programs in the skipped call.
+    # So they are not inside the transfers of an agreed plan.
     if missing and state.newest is not None and state.mark != MOVED:
         ranks = ", ".join(str(global_rank(group, r)) for r in missing)
         raise AgreementError(

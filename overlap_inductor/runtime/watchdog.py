@@ -11,9 +11,9 @@ elsewhere (in a collective whose peer is gone, in a stream wait). A fault is han
    error if the program was not *told* of it. (Nothing else has to be stopped: in this package only kernels wait for
    peers, and a clock bounds each wait.)
 2. A program that was told is not ended: ``check`` has raised the error to it, or this rank has aborted the group
-   itself. A program that has destroyed the group also goes on, because it can start nothing more in it. The destroyed
-   group is watched until the calls that the program had started have ended. It is watched longer if there is a fault of
-   which the program was not told.
+   itself. A program that has destroyed the group also goes on, because it can start nothing more in the group. The
+   destroyed group is watched until the calls that the program had started have ended. It is watched longer if there is
+   a fault of which the program was not told.
 3. Any other program is ended by SIGABRT, ``GRACE_SECONDS`` after the fault was seen. The error and the stacks of all
    threads are written to standard error. ProcessGroupNCCL's watchdog ends a process in the same way on a timeout
    (``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``, its default).

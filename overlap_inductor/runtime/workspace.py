@@ -48,7 +48,7 @@ MOST_PREPARED = 64
 """The largest number of prepared kernels that a site keeps."""
 MOST_KNOWN = 2**14
 """The largest number of calls that a group remembers, over all its sites. A step of a large model has hundreds of
-calls, and other calls for each token count. Each remembered call takes half a KiB."""
+calls, and each token count has calls of its own. Each remembered call takes half a KiB."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Launch:
         kept: objects that must live as long as this one, such as device memory that kernels read, by the caller's key.
         seen: for each call that was seen once, the allocations that its copies read and write, and whether the call may
             be captured (``runtime.replay``).
-        replays: for each call that was captured: the same allocations, and the function that launches the graph.
+        replays: for each call that was captured, the allocations that its copies read and write, and the function that
+            launches the graph.
     """
 
     rank: int

@@ -117,8 +117,8 @@ class AttentionNodes(SiteNodes):
         return [*sorted(self.between()), *(place.hoisted if place is not None else ())]
 
     def places(self) -> list[Placement]:
-        """Two places. The first is at the later gather; there is none if a node outside the site reads the earlier
-        gather's result before. The second is at the first use of the site's results."""
+        """Two places. The first is at the later gather. It is left out if a node outside the site reads the earlier
+        gather's result before the later gather. The second place is at the first use of the site's results."""
         members = self._members()
         first_use = min({user for member in members for user in member.users} - members)
         later = self.collectives[-1].node
@@ -134,7 +134,7 @@ class AttentionNodes(SiteNodes):
         return {*ends, *self.between(), self.attention.node, *self.attention.results()}
 
     def read_in_place(self) -> bool:
-        # Views of the earlier gather may stand before the later one. The steps come before them.
+        # Views of the earlier gather may stand before the later gather. The steps are written before these views.
         return True
 
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:

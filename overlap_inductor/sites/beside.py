@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give the reason why a collective leads to no site, if the finders gave none.
+"""Give the reason why a collective leads to no site, if the finders gave no reason.
 
 If the nearest matmul is of a kind that cannot be cut, the reason names it. Such kinds are a grouped matmul, a
 convolution, ``mv``, a product with a vector that Inductor wrote as ``mul`` and ``sum``, and any kind unknown to
@@ -130,7 +130,7 @@ def _nearest(start: fx.Node, forward: bool) -> _Way | None:
     ``None`` if there is no path. ``computed``: the first op on the path that is not pointwise and does more than move
     elements, or ``None``. ``moved``: the first slice or ``cat`` on the path, or ``None``.
 
-    A path passes through no other collective. A grouped matmul is preferred to nearer ones. If several paths lead to
+    A path passes through no other collective. A grouped matmul is preferred to nearer matmuls. If several paths lead to
     the matmul, one with ``computed`` is preferred, then one with ``moved``, because the reason names such a node.
     """
     frontier: list[_Way] = [(start, None, None)]

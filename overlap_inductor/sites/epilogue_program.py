@@ -67,7 +67,7 @@ class Epilogue:
 
 def to_text(epilogues: Sequence[Epilogue | None]) -> str:
     """The epilogue, or ``None``, of each result of an op, as JSON. The op takes the extras of all its results in one
-    list, one result's after the other's."""
+    list: first those of the first result, then those of the second, and so on."""
     return json.dumps([None if e is None else {"extras": e.extras, "ops": e.ops} for e in epilogues])
 
 

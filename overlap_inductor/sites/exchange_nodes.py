@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``SentNodes`` and ``ReceivedNodes``: the nodes of ``matmul -> all-to-all`` and of ``all-to-all -> matmul``.
 
-An all-to-all sends each rank a slice of its own. So the nodes before it are like the nodes of a reduce-scatter, without
-the sum. The nodes after it are like the nodes of an all-gather.
+An all-to-all sends a different slice to each rank. So the nodes before it are like the nodes of a reduce-scatter,
+without the sum. The nodes after it are like the nodes of an all-gather.
 """
 
 from __future__ import annotations

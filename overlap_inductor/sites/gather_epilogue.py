@@ -10,8 +10,8 @@ Before and after, for the usual case (``silu(gate) * up`` before a down-projecti
 
 Contract: the nodes read only each other, the outputs of the site's matmuls (cut along their rows), scalars, and single
 rows such as a bias. Outside the epilogue, their results are read only by nodes that need them in memory: matmuls,
-collectives, the graph's output. If any other kind of node outside (a pointwise op, a reduction) would read a node's
-result, that node is no part of the epilogue. Inductor fuses it into its reader at no cost.
+collectives, the graph's output. A node is left out of the epilogue if another kind of node outside (a pointwise op, a
+reduction) would read its result. Inductor fuses the node that is left out into that reader at no cost.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class Epilogue:
         nodes: the pointwise nodes and the views among them, in graph order.
         outputs: the nodes and matmuls that nodes outside read.
         externals: the rows and scalars that ``nodes`` also read.
-        base: the matmuls whose results ``nodes`` read: those of the site that are ``mm`` or ``addmm``, gathered along
-            their rows, and cut alike. Empty if ``nodes`` is empty.
+        base: the matmuls whose results ``nodes`` may read. They are the ``mm`` and ``addmm`` of the site that are
+            gathered along their rows, and all are cut in the same way. Empty if ``nodes`` is empty.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)

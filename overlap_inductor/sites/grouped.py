@@ -118,7 +118,7 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def earlier(self) -> list[GroupedNode]:
-        """The grouped matmuls before this one, whose results its left operand is computed from."""
+        """The earlier grouped matmuls. The left operand of this one is computed from their results."""
         return [GroupedNode(n, KIND) for n in self._before if is_grouped(n)]
 
     @property

@@ -151,7 +151,7 @@ class GradientNodes(TableNodes):
     """all-to-all -> views -> one slice for each table -> gradients of the tables.
 
     Attributes:
-        slices: for each slice, its table.
+        slices: for each slice, the number of its table.
         read: layout of a slice, in the atoms of ``wire``.
         source: the tensor that is sent: the collective's input, or the tensor of which the input is a permuted copy.
         source_layout: layout of ``source``.

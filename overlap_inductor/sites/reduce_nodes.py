@@ -126,7 +126,7 @@ class ReduceNodes(SiteNodes):
 
     @property
     def matmuls(self) -> list[MatmulNode]:
-        """The leaves, each of them behind the grouped matmuls that its left operand is computed from."""
+        """The leaves. Right before each leaf come the grouped matmuls from which its left operand is computed."""
         return [m for leaf in self.leaves for m in (*_earlier(leaf), leaf)]
 
     @property

@@ -159,11 +159,11 @@ class RowPieces:
 
 
 class BandPieces(RowPieces):
-    """The pieces of a region behind a matmul (``sites.banded_nodes``) that are computed from some of its rows.
+    """The pieces of a region behind a matmul (``sites.banded_nodes``), computed from some of the matmul's rows.
 
     Args:
         done: the piece of the matmul's result, by the matmul's node.
-        lead: the atom of the rows along which they are cut.
+        lead: the atom along which the matmul's rows are cut.
         start, length: the piece has ``length`` indices of ``lead`` from ``start`` on.
     """
 

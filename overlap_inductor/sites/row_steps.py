@@ -72,7 +72,7 @@ def is_pointwise_on_rows(node: fx.Node, rows: Any) -> bool:
 
 
 def moves_columns(node: fx.Node) -> bool:
-    """Whether ``node`` is a split, an element of one, a slice or a ``cat``, along the columns of matrices."""
+    """Whether ``node`` is a split, an element of a split, a slice or a ``cat``, along the columns of matrices."""
     if _is_element(node):
         return isinstance(node.args[0], fx.Node) and node.args[0].target in tools.SPLITS and moves_columns(node.args[0])
     if node.target not in {*tools.SPLITS, aten.slice.Tensor, aten.cat.default} or not _reads_tensors_only(node):
@@ -85,9 +85,9 @@ def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]
     """The nodes that compute, row by row, what the steps ``last`` read, in graph order: at most ``STEPS``. Only these
     nodes and ``last`` read them.
 
-    A gather is a step, but not what it reads. A grouped matmul is a step only if its experts' rows have the ends
-    ``ends``. Then a row has the same expert in all grouped matmuls. A column ``[rows, 1]`` is no step: it is cheap to
-    read as a plain tensor.
+    A gather is a step, but the nodes that it reads are not. A grouped matmul is a step only if its experts' rows have
+    the ends ``ends``. Then a row has the same expert in all grouped matmuls. A column ``[rows, 1]`` is no step: it is
+    cheap to read as a plain tensor.
 
     Args:
         last: steps among which is a grouped matmul with ``ends``.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute a site's sizes for the cost model, at the example's token count or at a multiple of it.
 
-Ranks of a group must decide alike, but their shards may differ in size. For example, if a weight has 11008 columns, one
-rank of three holds 3670 of them and another rank holds 3668. The sizes of what moves are equal on all ranks. For a
-matmul's dims that do not move, a rank knows only its own size. That size is rounded to five significant bits. So sizes
-that differ by less than the number of ranks usually round to the same value (3670 and 3668 to 3712). If they round to
-different values, ranks may choose different schedules. Their plans then do not agree, and all of them run the plain
-program.
+Ranks of a group must make the same decision, but their shards may differ in size. For example, if a weight has 11008
+columns, one rank of three holds 3670 of them and another rank holds 3668. The sizes of what moves are equal on all
+ranks. For a matmul's dims that do not move, a rank knows only its own size. That size is rounded to five significant
+bits. So sizes that differ by less than the number of ranks usually round to the same value (3670 and 3668 to 3712). If
+they round to different values, ranks may choose different schedules. Their plans then do not agree, and all of them run
+the plain program.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
 
 
 def _hidden(queries: int, keys: int) -> float:
-    """The share of the keys that ``is_causal`` hides, on average of all queries."""
+    """The share of the keys that ``is_causal`` hides, averaged over all queries."""
     if not queries or not keys:
         return 0.0
     below = min(queries, keys)

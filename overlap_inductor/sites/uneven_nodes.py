@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``UnevenSentNodes`` and ``UnevenReceivedNodes``: an all-to-all beside matmuls in which the ranks' parts differ in
-their number of rows. The numbers may be known only when the graph runs.
+"""``UnevenSentNodes`` and ``UnevenReceivedNodes``: the nodes of an all-to-all next to matmuls, if the ranks' parts have
+different numbers of rows. The numbers may be known only when the graph runs.
 
 The parts are rows of the matmuls' result or operand, in the collective's own order. The ranks do not compare the
 numbers of rows: the program itself must give sender and receiver the same number.

@@ -24,7 +24,7 @@ def in_collective(thread: int) -> bool:
         if frame is None:
             return False
         # Up to Python 3.12, reading a frame's locals keeps them alive until the frame returns. So only the frame of an
-        # op's call is read: another one may hold a tensor that its function deletes to free memory.
+        # op's call is read: another frame may hold a tensor that its function deletes to free memory.
         if frame.f_code in _CALLS:
             op = frame.f_locals["self"]
             op = op._overloadpacket if isinstance(op, OpOverload) else op

@@ -26,7 +26,7 @@ class RanksError(ConfigError):
 @contextmanager
 def one_process_as(ranks: int, fixed: bool, most: int | None = None) -> Iterator[None]:
     """In this context, every process group that the program makes has the ``fake`` backend. This process is rank 0 of
-    the default group. If the program passes another ``rank``, it is that rank. The environment variables of
+    the default group. If the program passes another ``rank``, this process is that rank. The environment variables of
     ``torchrun`` are set to match. At the end the variables are restored and the default group is destroyed.
 
     Args:

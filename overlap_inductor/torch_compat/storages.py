@@ -40,5 +40,5 @@ class ByStorage(Generic[T]):
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    # The offset tells views of one storage.
+    # The offset tells views of one storage apart.
     return tuple([n for t in tensors for n in (t.untyped_storage()._cdata, t.storage_offset())])

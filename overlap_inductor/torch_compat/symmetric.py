@@ -65,7 +65,7 @@ def allocate(
         NotOnAllRanks: a rank could not allocate or map (raised by ``together``).
     """
     # On a separate thread: the rendezvous takes a little memory from the caching allocator for the buffer's lifetime.
-    # CUDA graph trees would claim it for the graph if the thread of the graph's first run allocated it.
+    # If the thread of a graph's first run allocated this memory, CUDA graph trees would claim the memory for the graph.
     with ThreadPoolExecutor(1, "overlap_inductor allocates") as thread:
         return thread.submit(_allocate, elements, dtype, device, group, together).result()
 
@@ -99,8 +99,8 @@ def _allocate(
 
 
 def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``values`` on the device; on a GPU, in the pool of symmetric memory. CUDA graph trees claim other memory that is
-    allocated in a graph's first run for that graph."""
+    """``values`` on the device; on a GPU, in the pool of symmetric memory. If other memory is allocated in a graph's
+    first run, CUDA graph trees claim it for that graph."""
     if device.type != "cuda":
         return values.to(device)
     from torch.distributed import _symmetric_memory

@@ -48,7 +48,7 @@ def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device) -> l
 
 
 def of_first_rank(values: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """The first rank's ``values``, returned on all ranks of the group, so that all ranks decide alike."""
+    """The first rank's ``values``, returned on all ranks of the group, so that all ranks make the same decision."""
     numbers = torch.tensor(values, dtype=torch.float64, device=device)
     dist.broadcast(numbers, group_src=0, group=group)
     return [float(number) for number in numbers.tolist()]

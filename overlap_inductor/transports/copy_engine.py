@@ -30,8 +30,8 @@ once. The copy then runs, and the copies of all calls that are queued by then ru
   that the peer computes for other ranks are signalled only after such a look.
 * A call that starts later writes nothing, because its host checks first (``FaultRecord.check``).
 
-This holds alike for calls that are launched one by one, for graphs of calls, and for graphs that a program captures.
-A kernel of the call looks. The look costs nothing if the call's last kernel does it. Alternatives considered:
+This holds for calls that are launched one by one, for graphs of calls, and for graphs that a program captures. A kernel
+of the call looks at the abort word. The look costs nothing if the call's last kernel does it. Alternatives considered:
 
 * A wait that never ends without a credit would hold back every copy. It would also hold back every later kernel of this
   rank, so a program that was told of the fault could not even save its weights.
@@ -42,20 +42,21 @@ What is sent may also depend on later waits of the call (``guarded``). Then the 
 If one of them timed out, the word becomes a number for which no rank waits, as after a wait for a credit that timed
 out.
 
-Turns. Each rank sends to the next rank, then to the one after that, and so on (the shard of a gather: in the opposite
-direction). While all ranks are in step, no two of them send to the same rank. If two ranks do, each gets half a link,
-so a late rank's delay is paid twice. The late rank then collides with the next rank, until the ranks send as if each
-chose its receivers at random and waited for them. That reaches 58.6 % of a link (Karol, Hluchyj and Morgan, IEEE Trans.
-Comm. 35, 1987, section III). In 21 rounds eight H200s delivered 186 GB/s each in pieces of 4 MiB, 226 in pieces of 8
-MiB and 250 in pieces of 16 MiB. On several streams at once they delivered some 200 GB/s. With pieces of 32 MiB they
-delivered 343 GB/s, but only because 14 rounds ended before the ranks fell out of step.
+Turns. Each rank sends to the next rank, then to the one after that, and so on. (A gather sends to the previous rank
+first, and goes on in that direction.) While all ranks are in step, no two of them send to the same rank. If two ranks
+do, each gets half a link, so a late rank's delay is paid twice. The late rank then collides with the next rank, until
+the ranks send as if each chose its receivers at random and waited for them. That reaches 58.6 % of a link (Karol,
+Hluchyj and Morgan, IEEE Trans. Comm. 35, 1987, section III). In 21 rounds eight H200s delivered 186 GB/s each in pieces
+of 4 MiB, 226 in pieces of 8 MiB and 250 in pieces of 16 MiB. On several streams at once they delivered some 200 GB/s.
+With pieces of 32 MiB they delivered 343 GB/s. But this measurement had 14 rounds, and it ended before the ranks fell
+out of step.
 
-So if all pieces of a send are large, a piece may wait for its turn (``kernels.transfer.wait_for_turn``). It waits if it
-has another receiver than the piece before it. The wait ends when this receiver has got the piece that another rank
-sends to it one turn earlier. The first piece of a send does not wait. A late rank then stays as late as it was
-(bench/results/turns.jsonl). A wait costs some 5 us, and small pieces do not gain this time back. A wait also needs room
-on an SM, for one warp and no shared memory. So a schedule whose kernel occupies every SM while it waits for the copies,
-such as ``fused``, allows no turns (``Share.turns_from``). No piece waits if the process has fewer than
+So if all pieces of a send are large, a piece may wait for its turn (``kernels.transfer.wait_for_turn``). A piece waits
+if its receiver differs from the receiver of the piece before it. The wait ends when this receiver has got the piece
+that another rank sends to it one turn earlier. The first piece of a send does not wait. A late rank then stays as late
+as it was (bench/results/turns.jsonl). A wait costs some 5 us, and small pieces do not gain this time back. A wait also
+needs room on an SM, for one warp and no shared memory. So a schedule whose kernel occupies every SM while it waits for
+the copies, such as ``fused``, allows no turns (``Share.turns_from``). No piece waits if the process has fewer than
 ``QUEUES_FOR_TURNS`` hardware queues, because a wait could then hold back the matmuls.
 """
 

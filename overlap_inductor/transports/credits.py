@@ -28,7 +28,7 @@ def announced(launch: Launch) -> torch.Tensor:
 
 def credit_kernel(launch: Launch) -> PreparedKernel:
     """A kernel that blocks the stream until every peer has ended its previous call on this slot, or until the wait
-    times out. Then it sets ``announced``."""
+    times out. Then the kernel sets ``announced``."""
     kernel = launch.prepared.get("credits")
     if kernel is None:
         fixed = {**call_arguments(wait_for_credits, launch), "announced": announced(launch)}

@@ -24,7 +24,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A shard of ``rows`` rows of ``width`` elements to every peer, in parts of ``part_rows`` rows.
+    """Sends a shard to every peer: ``rows`` rows of ``width`` elements each, in parts of ``part_rows`` rows.
 
     Parts are numbered. The receiver of part ``u`` is ``u // parts + 1`` ranks away, and ``u % parts`` is the part's
     number in its shard. Each part has one flag: ``index + u % parts`` of this source.
@@ -33,13 +33,14 @@ class Transfer:
         scattered: True if the source holds a different shard for each rank. The shards are sent to rank + 1, rank + 2,
             ... (modulo the number of ranks). So the sender can multiply rows in order, from the end of its own shard
             on, wrapping around. False if the same shard goes to all ranks. This shard is sent to rank - 1, rank - 2,
-            ... So every rank receives the shard of rank + 1 first, and can multiply in the same order.
+            ... So every rank receives the shard of rank + 1 first, and the receiver, too, can multiply rows in order
+            from the end of its own shard on.
         origin: row of the source at which the shard begins (if ``scattered``, rank 0's shard).
         base: row of every workspace at which the shard from rank 0 goes. The shard from rank ``r`` goes to row ``base +
             r * stride``.
         index: flag of the first part.
-        read_in_order: True if scattered shards, too, are sent to rank - 1, rank - 2, ..., because the receiver
-            multiplies what arrives in the order described above.
+        read_in_order: True if scattered shards, too, are sent to rank - 1, rank - 2, ... The reason: the receiver
+            multiplies the shard of rank + 1 first, then that of rank + 2, and so on.
         stride: rows from the start of one rank's shard to the start of the next rank's, in the source (if
             ``scattered``) and in the workspace. ``None``: ``rows``, so that shards follow each other. A larger stride
             sends a band of rows of each shard, as one part.

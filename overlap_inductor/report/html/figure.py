@@ -65,7 +65,7 @@ def figures(groups: Sequence[SiteGroup]) -> tuple[list[Figure], int]:
     """One figure for each kind of site and each piece of its plan that is not ``keep``, up to ``MOST_FIGURES`` figures.
     Also returns the number of figures that are left out.
 
-    Sites whose figures would be the same share one.
+    Sites whose figures would be the same share one figure.
     """
     alike: dict[str, list[tuple[SiteGroup, PlanPiece]]] = {}
     for group in groups:

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sketch one site's timeline on one rank, from the plan's estimates: as written, and by the plan.
 
-The lengths come from ``estimate_us``. It has the times of ``matmul`` and ``collective`` alone. It also has the times of
-``keep`` (the end of the row "as written") and of the piece's schedule (the end of the plan's row). The steps in between
-follow a simple model:
+The lengths come from ``estimate_us``. It has the time of the matmul by itself and of the collective by itself. It also
+has the times of ``keep`` (the end of the row "as written") and of the piece's schedule (the end of the plan's row). The
+steps in between follow a simple model:
 
 - a piece that does not overlap (``PlanPiece.overlaps``) runs the transfer after the matmul;
 - a piece with parameter ``route`` (``transports.routes``) moves in sub-chunks, step by step;
-- any other piece runs matmul and transfer at the same time. If one of them needs the result of the other, it does not
-  end before the other.
+- any other piece runs matmul and transfer at the same time. If the transfer moves the matmul's result, the transfer
+  does not end before the matmul. If the matmul reads the gathered tensor, the matmul does not end before the transfer.
 
-If the steps end before the estimate does, the rest is drawn as fixed costs: launches, steps, credits and waits. They
-include the slowdown that the estimate adds because matmul and transfer run at the same time. If the steps end after the
-estimate, the schedule's own transfer is shorter than the collective. Then the transfer is shortened until the steps end
-at the estimate. The part of a transfer during which no matmul runs is exposed.
+If the steps end before the estimate does, the rest is drawn as fixed costs: launches, steps, credits and waits. These
+fixed costs include the slowdown that the estimate adds because matmul and transfer run at the same time. If the steps
+end after the estimate, the schedule's own transfer is shorter than the collective. Then the transfer is shortened until
+the steps end at the estimate. The part of a transfer during which no matmul runs is exposed.
 """
 
 from __future__ import annotations
