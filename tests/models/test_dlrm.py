@@ -99,7 +99,7 @@ def _out_of_range(rank: int, world_size: int, kind: str, index: int) -> list[str
     model = _model(rank, kind)
     batch = batch_of(model, 4, 3, torch.Generator().manual_seed(rank), square=True)
     wrong = copy.deepcopy(batch)
-    wrong.indices[3].view(-1)[-1] = index
+    wrong.indices[-1].view(-1)[-1] = index
     errors = []
     for schedule in ("keep", "ring"):
         torch._dynamo.reset()
