@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from typing import Any
@@ -12,11 +13,14 @@ import torch
 import torch.distributed as dist
 
 import overlap_inductor
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report.report import OverlapReport
 from tests.support.dlrm import DLRM
 from tests.support.dlrm import Batch
 from tests.support.dlrm import batch_of
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
+from tests.support.interpreted import interpreted
 
 PATTERN = "embedding_all_to_all"
 ROWS, TABLES = 50, 3
@@ -31,8 +35,7 @@ def _model(rank: int, kind: str, joined: str = "cat") -> DLRM:
     return model
 
 
-def _sites() -> list[tuple[str, str, int]]:
-    report = overlap_inductor.last_report()
+def _sites(report: OverlapReport | None) -> list[tuple[str, str, int]]:
     assert report is not None
     return [(s.facts.pattern, s.decision.status, len(s.facts.matmuls)) for s in report.sites]
 
@@ -54,19 +57,22 @@ def _trained(model: DLRM, call: Any, batches: list[Batch]) -> list[torch.Tensor]
 
 
 def _training(rank: int, world_size: int, kind: str, joined: str) -> list[str]:
+    """The problems on this rank. On two ranks, Inductor's code runs. On more, the rewritten graphs are interpreted."""
     compile_anew(kernels=False)
     model = _model(rank, kind, joined)
     eager = _model(rank, kind, joined)
     generator = torch.Generator().manual_seed(rank)
     # The lengths of the bags change from step to step, so the second step compiles the graph for any number of indices.
     batches = [batch_of(model, 4, 3, generator) for _ in range(3)]
-    found: list[Any] = []
-    with overlap_inductor.overlap(schedule="ring", sub_chunks=2):
-        found = _trained(model, torch.compile(model, fullgraph=True), batches)
-        sites = [_sites()]
+    reports: list[OverlapReport] = []
+    generated, fields = world_size == 2, {"schedule": "ring", "sub_chunks": 2}
+    options: dict[str, Any] = {} if generated else {"backend": interpreted(OverlapConfig(**fields), reports)}
+    with overlap_inductor.overlap(**fields) if generated else contextlib.nullcontext():
+        found = _trained(model, torch.compile(model, fullgraph=True, **options), batches)
+        sites = [_sites(overlap_inductor.last_report() if generated else reports[-1])]
         with torch.no_grad():
-            torch.compile(model.eval(), fullgraph=True)(*batches[0].arguments())
-        sites.append(_sites())
+            torch.compile(model.eval(), fullgraph=True, **options)(*batches[0].arguments())
+        sites.append(_sites(overlap_inductor.last_report() if generated else reports[-1]))
     problems = [] if sites == [[(PATTERN, "overlapped", TABLES)]] * 2 else [f"sites {sites}"]
     expected = _trained(eager, eager, batches)
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):

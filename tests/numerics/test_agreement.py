@@ -212,7 +212,7 @@ def _dynamic(
     import overlap_inductor
 
     g = dist.group.WORLD
-    compile_anew(kernels=False)
+    compile_anew()
     problems = []
     config = OverlapConfig(schedule="ring", **fields)
     functions: dict[str, Callable[..., Any]] = {
