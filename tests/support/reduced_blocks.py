@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel blocks with an all-reduce after their last matmul, written by hand or with DTensor. They are compiled
-and trained as users do it. ``CASES`` names them.
+"""Tensor-parallel blocks with an all-reduce after their last matmul, written by hand or with DTensor. The cases compile
+and train the blocks as users do. ``CASES`` names the cases.
 
 A case builds a computation for ``with_and_without.compared``. The computation takes a backend and returns named
 results: outputs, losses and gradients.
@@ -181,7 +181,7 @@ def _dtensor() -> Computation:
 
 
 def _dynamic(*lengths: int) -> Computation:
-    """Calls with several numbers of tokens, ``lengths``."""
+    """One call after the other, with each number of tokens in ``lengths``."""
 
     def computation(backend: Any) -> dict[str, torch.Tensor]:
         model = Layers(2)

@@ -3,8 +3,8 @@
 asks for it.
 
 Each test runs programs. Some run in a new interpreter, and most in a fork of a process that has imported torch already.
-The fixture ``installed`` makes a small ``dist-info`` folder. Programs that have it on their path find the two entry
-points.
+The fixture ``installed`` makes a folder with the metadata of an installed package. Programs that have this folder on
+their path find the package's two entry points.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def value(base: ForkBase | None, code: str, *path: Path, **variables: str) -> di
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# Measures the CPU time of the first call of ``autoload`` with its imports. ``import torch`` must not have called it.
+# Measures the CPU time of the first call of ``autoload``, with the imports that the call needs. ``import torch`` must
+# not have called ``autoload`` before.
 COST = """
 import torch, time, json
 start = time.process_time()
@@ -79,8 +80,9 @@ def test_switched_off_it_does_nothing(torch_base: ForkBase, installed: Path, var
 
 
 def test_switched_on_it_waits_for_the_config_module(installed: Path) -> None:
-    """The pass is put into the slot as soon as Inductor's config module exists. No heavy module is imported. New
-    interpreters show what torch itself imports and calls."""
+    """The pass is put into the slot as soon as Inductor's config module exists. No heavy module is imported. The
+    programs run in new interpreters. In a fork, ``ForkBase`` does the work of ``import torch``, so a fork cannot show
+    what torch itself imports and calls."""
     got = value(None, AFTER_IMPORT, installed, OVERLAP_INDUCTOR="1")
     assert got["found"] == ["torch._inductor.config"]
     assert got["left"] == ["torch._inductor.compile_fx"]
