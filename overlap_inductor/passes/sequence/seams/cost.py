@@ -116,13 +116,11 @@ def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
     """What the seam saves if it is written in ``bands``. In turn, each site has the sub-chunks of its own plan."""
     sites = seam.scatter, seam.gather
     works, machine = [_work(site, config) for site in sites], machine_of(seam.gather, config)
-    world_size, parts = (
-        seam.scatter.facts.collective.world_size,
-        [s.decision.moving.parameters["sub_chunks"] for s in sites],
-    )
+    parts = [s.decision.moving.parameters["sub_chunks"] for s in sites]
+    world_size = seam.scatter.facts.collective.world_size
     turn, banded = in_turn(*works, world_size, parts), in_bands(*works, world_size, bands)
-    # In bands, this rank's own rows are multiplied in pieces, and the scatter has a wait for each band. The gather sends
-    # each band to all ranks in one step.
+    # In bands, this rank's own rows are multiplied in pieces, and the scatter has a wait for each band. The gather
+    # sends each band to all ranks in one step.
     hops = (world_size - 1) * (bands - parts[0]), bands - (world_size - 1) * parts[1]
     steps = hops[0] + bands - 1, hops[1] + (1 + LAUNCHES) * (bands - 1)
     added = steps[0] * machine.step_seconds, steps[1] * machine.step_seconds + copy_seconds(seam, machine)
