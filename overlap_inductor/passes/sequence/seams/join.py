@@ -24,10 +24,10 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
     estimates that are shorter by what the bands save. If the schedule is forced, bands need not pay, and the estimates
     may become longer.
 
-    A seam has as many bands as each of its sites then has sub-chunks (S). If a site may take several numbers of
+    A seam has as many bands as each of its sites then has sub-chunks. If the sites may take several numbers of
     sub-chunks, the fewest bands are taken that are estimated to be about as fast as the fastest. Both sites then take
-    that number, whatever they would take by themselves: a matmul that is short beside its transfer needs few sub-chunks
-    alone, but its seam may need more.
+    that number, even if they would take fewer by themselves. Alone, a site whose matmul is short needs few sub-chunks,
+    but its seam may need more.
 
     Bands add nodes. Unrolled rings use a part of the graph's ``step_node_budget``. The seams share the rest, in graph
     order: a seam is written in bands if the nodes that its bands add fit into what is left.
