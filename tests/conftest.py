@@ -42,7 +42,6 @@ def torch_base() -> Iterator[ForkBase]:
 
 
 @pytest.fixture(scope="session")
-def inductor_base() -> Iterator[ForkBase]:
+def inductor_base(torch_base: ForkBase) -> ForkBase:
     """For programs that compile. In a new interpreter, such a program would take five seconds."""
-    with ForkBase(INDUCTOR) as base:
-        yield base
+    return torch_base.grown(INDUCTOR)

@@ -40,7 +40,8 @@ def ranks_differ(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setattr(plain_program, "compile_plain", noted)
     monkeypatch.setattr(agreement.Comparison, "call", lambda self: agreement.Outcome(False, "they differ"))
-    with _no_caches(), fake_group(2):
+    # Generated code calls ATen for each op. No test here depends on a C++ kernel, and to build one takes a second.
+    with _no_caches(), torch._inductor.config.patch(fallback_by_default=True), fake_group(2):
         yield compiled
 
 

@@ -72,7 +72,9 @@ print(json.dumps(dict(found=[f.name for f in found], left=[f.name for f in left]
 """
 
 
-@pytest.mark.parametrize("variables", [{}, {"OVERLAP_INDUCTOR": "0"}, {"OVERLAP_INDUCTOR": "off"}])
+@pytest.mark.parametrize(
+    "variables", [{}, pytest.param({"OVERLAP_INDUCTOR": "0"}, marks=pytest.mark.thorough), {"OVERLAP_INDUCTOR": "off"}]
+)
 def test_switched_off_it_does_nothing(torch_base: ForkBase, installed: Path, variables: dict[str, str]) -> None:
     got = value(torch_base, AFTER_IMPORT, installed, **variables)
     assert got["found"] == [] and got["slot"] == "NoneType"
@@ -236,8 +238,8 @@ def test_the_log_name_is_known(installed: Path) -> None:
     "first",
     [
         "overlap_inductor.inductor.pass_slot",
-        "overlap_inductor.inductor.probe",
-        "overlap_inductor.switch.install",
+        pytest.param("overlap_inductor.inductor.probe", marks=pytest.mark.thorough),
+        pytest.param("overlap_inductor.switch.install", marks=pytest.mark.thorough),
         "torch._inductor.config",
     ],
 )
