@@ -28,6 +28,14 @@ def pytest_collection_finish() -> None:
         compile_cheaply()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup``, one worker runs all programs that are forked from a base, so only one base is made."""
+    for item in items:
+        if "torch_base" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("programs of the fork base"))
+
+
 @pytest.fixture(scope="session")
 def known_vector_instructions() -> None:
     """For tests that start processes which compile."""

@@ -144,15 +144,16 @@ TWICE = COMPILE + "torch.compile(lambda x: x @ x @ x)(torch.ones(2, 2))\n"
 @pytest.mark.parametrize(
     ("base", "first", "variables", "said"),
     [
-        ("torch_base", "", {}, 1),
-        ("inductor_base", "", {"OVERLAP_INDUCTOR": "off"}, 0),
-        ("inductor_base", "", {"RANK": "1"}, 0),
-        ("inductor_base", "import torch._inductor.compile_fx, overlap_inductor; overlap_inductor.enable()", {}, 0),
+        ("torch", "", {}, 1),
+        ("inductor", "", {"OVERLAP_INDUCTOR": "off"}, 0),
+        ("inductor", "", {"RANK": "1"}, 0),
+        ("inductor", "import torch._inductor.compile_fx, overlap_inductor; overlap_inductor.enable()", {}, 0),
     ],
     ids=["alone", "switched off", "another rank", "enable"],
 )
 def test_a_dump_folder_without_overlap_is_a_warning_at_the_first_compile(
-    request: pytest.FixtureRequest,
+    torch_base: ForkBase,
+    inductor_base: ForkBase,
     installed: Path,
     base: str,
     first: str,
@@ -163,7 +164,9 @@ def test_a_dump_folder_without_overlap_is_a_warning_at_the_first_compile(
     """The warning appears once, on rank 0 only. It does not appear if the variable ``OVERLAP_INDUCTOR`` switches
     overlap off, or if the program switches overlap on."""
     folders = {"OVERLAP_INDUCTOR_DUMP": str(tmp_path / "dump"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = run(request.getfixturevalue(base), f"{first}\n{TWICE}", installed, **folders, **variables)
+    done = run(
+        {"torch": torch_base, "inductor": inductor_base}[base], f"{first}\n{TWICE}", installed, **folders, **variables
+    )
     assert done.returncode == 0 and done.stderr.count(UNUSED) == said, done.stderr
 
 
