@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.cheap_compiles import compile_cheaply
-from tests.support.cheap_compiles import probe_vector_instructions
 from tests.support.cheap_compiles import set_environment
 from tests.support.fork_base import INDUCTOR
 from tests.support.fork_base import TORCH
@@ -34,12 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "torch_base" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("programs of the fork base"))
-
-
-@pytest.fixture(scope="session")
-def known_vector_instructions() -> None:
-    """For tests that start processes which compile."""
-    probe_vector_instructions()
 
 
 @pytest.fixture(scope="session")

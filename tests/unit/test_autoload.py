@@ -21,7 +21,6 @@ import pytest
 from tests.support.fork_base import ForkBase
 from tests.support.installed import pretend_installed
 
-pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch._inductor", "torch._dynamo", "triton")
 
