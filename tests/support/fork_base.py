@@ -35,6 +35,8 @@ from typing import IO
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+HASH_SEED = "1"
+"""The hash seed of all programs. The process of the tests has a seed of its own."""
 TORCH = ("torch", "torch.distributed.fsdp", "sympy")
 """torch, and what ``import torch._inductor.config`` imports besides Inductor, Dynamo and Triton."""
 INDUCTOR = ("tests.support.first_compile",)
@@ -48,7 +50,7 @@ class ForkBase:
     def __init__(self, modules: tuple[str, ...]) -> None:
         self.more: tuple[str, ...] = ()
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("OVERLAP_INDUCTOR", "TORCH_LOGS"))}
-        environment |= {"PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        environment |= {"PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONHASHSEED": HASH_SEED}
         # A session of its own, so that ``__exit__`` also ends a program that runs too long.
         self.process = subprocess.Popen(
             [sys.executable, "-m", __name__, *modules],
