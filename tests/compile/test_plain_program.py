@@ -70,8 +70,19 @@ def _with_a_size_of_the_run(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
     return y[torch.nonzero(y.sum(1) == y.sum(1)).squeeze(1)]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("function", [_plain, _with_a_constant, _with_a_branch, _with_a_size_of_the_run])
+PROGRAMS = [_plain, _with_a_constant, _with_a_branch, _with_a_size_of_the_run]
+DYNAMIC = (_plain, _with_a_size_of_the_run)
+"""In ``make test``, these programs run with dynamic sizes and the others with static sizes."""
+
+
+@pytest.mark.parametrize(
+    ("function", "dynamic"),
+    [
+        pytest.param(function, dynamic, marks=[] if dynamic == (function in DYNAMIC) else [pytest.mark.thorough])
+        for function in PROGRAMS
+        for dynamic in (False, True)
+    ],
+)
 def test_the_plain_program_runs_the_collectives_as_written(
     function: Callable[..., Any], dynamic: bool, ranks_differ: list[Any]
 ) -> None:
