@@ -199,7 +199,7 @@ def _second_graph(rank: int, world_size: int) -> list[float]:
     x, residual = _tensors(rank)
     off = []
     with torch.no_grad(), overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
-        for number, differs in ((1, False), (2, True), (3, False)):
+        for number, differs in ((1, False), (2, True)):
             torch.compiler.reset()
             layer = Layer(rank, number, differs)
             off.append(_off(torch.compile(layer, dynamic=False)(x, residual), layer(x, residual)))
@@ -238,7 +238,11 @@ def _train_and_recompile(rank: int, world_size: int, lone: int) -> dict[str, Any
     return {"off": max(off), "hashed": hashed, "graphs": len(reporting.all_reports()), "texts": heard.texts}
 
 
-@pytest.mark.parametrize("lone", [1, 2], ids=["one rank compiles again", "all ranks compile again"])
+@pytest.mark.parametrize(
+    "lone",
+    [1, pytest.param(2, marks=pytest.mark.thorough)],
+    ids=["one rank compiles again", "all ranks compile again"],
+)
 def test_weights_are_hashed_once(lone: int) -> None:
     """A graph that is compiled after training steps gets the weights' digests of the first graph. So a rank that
     compiles again alone does not wait for the others."""

@@ -52,7 +52,7 @@ def problems(
     model = hugging_face.load(family, folder, device)
     reference = hugging_face.whole(family, folder, device)
     ids = hugging_face.ids(device)
-    compile_anew()
+    compile_anew(kernels=device != "cpu")
     reports: list[OverlapReport] = []
     reporting.forget_reports()
     torch._dynamo.utils.counters.clear()

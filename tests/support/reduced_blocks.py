@@ -180,12 +180,12 @@ def _dtensor() -> Computation:
     return computation
 
 
-def _dynamic() -> Computation:
-    """Calls with several numbers of tokens. Some are multiples of the number of ranks."""
+def _dynamic(*lengths: int) -> Computation:
+    """Calls with several numbers of tokens, ``lengths``."""
 
     def computation(backend: Any) -> dict[str, torch.Tensor]:
         model = Layers(2)
-        inputs = [input_of(tokens, HIDDEN, seed=tokens) for tokens in (TOKENS, TOKENS + 1, 2 * TOKENS, TOKENS + 5)]
+        inputs = [input_of(tokens, HIDDEN, seed=tokens) for tokens in lengths]
         return _step(_compiled(model, backend, dynamic=True), model, *inputs)
 
     return computation
@@ -201,5 +201,7 @@ CASES: dict[str, Callable[[], Computation]] = {
         _checkpointed, TOKENS, context_fn=partial(create_selective_checkpoint_contexts, _policy)
     ),
     "DTensor": _dtensor,
-    "dynamic": _dynamic,
+    # Some numbers of tokens are multiples of the number of ranks.
+    "dynamic": partial(_dynamic, TOKENS, TOKENS + 1, 2 * TOKENS, TOKENS + 5),
+    "dynamic, even": partial(_dynamic, TOKENS, 2 * TOKENS),
 }

@@ -118,7 +118,7 @@ def test_machine_facts_are_named_with_their_source(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OVERLAP_INDUCTOR_MACHINE", '{"link_bytes": 6.25e7, "matmul_flops": {"4": 4e10}}')
     found = machine_facts()
     assert named(found, "link_bytes") == Check(
-        MACHINE_FACTS, "link_bytes", GOOD, "6.25e+07 (told by OVERLAP_INDUCTOR_MACHINE)"
+        MACHINE_FACTS, "link_bytes", GOOD, "6.25e+07 (set by OVERLAP_INDUCTOR_MACHINE)"
     )
     assert named(found, "matmul_flops").value.startswith("2e+10 for 8 B, 4e+10 for 4 B, 5e+10 for 2 B")
     assert named(found, "step_seconds").state == NOTE
