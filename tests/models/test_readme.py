@@ -32,7 +32,6 @@ from tools.doc_parts.pages import ROOT
 from tools.doc_parts.samples import samples
 from tools.make_docs import README
 
-pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 TEXT = README.read_text()
 SMALLER = {"4096": "64", "14336": "256", "16384": "128"}
 

@@ -21,7 +21,6 @@ import pytest
 from tests.support.fork_base import ForkBase
 from tests.support.installed import pretend_installed
 
-pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch._inductor", "torch._dynamo", "triton")
 
@@ -73,7 +72,9 @@ print(json.dumps(dict(found=[f.name for f in found], left=[f.name for f in left]
 """
 
 
-@pytest.mark.parametrize("variables", [{}, {"OVERLAP_INDUCTOR": "0"}, {"OVERLAP_INDUCTOR": "off"}])
+@pytest.mark.parametrize(
+    "variables", [{}, pytest.param({"OVERLAP_INDUCTOR": "0"}, marks=pytest.mark.thorough), {"OVERLAP_INDUCTOR": "off"}]
+)
 def test_switched_off_it_does_nothing(torch_base: ForkBase, installed: Path, variables: dict[str, str]) -> None:
     got = value(torch_base, AFTER_IMPORT, installed, **variables)
     assert got["found"] == [] and got["slot"] == "NoneType"
@@ -144,15 +145,16 @@ TWICE = COMPILE + "torch.compile(lambda x: x @ x @ x)(torch.ones(2, 2))\n"
 @pytest.mark.parametrize(
     ("base", "first", "variables", "said"),
     [
-        ("torch_base", "", {}, 1),
-        ("inductor_base", "", {"OVERLAP_INDUCTOR": "off"}, 0),
-        ("inductor_base", "", {"RANK": "1"}, 0),
-        ("inductor_base", "import torch._inductor.compile_fx, overlap_inductor; overlap_inductor.enable()", {}, 0),
+        ("torch", "", {}, 1),
+        ("inductor", "", {"OVERLAP_INDUCTOR": "off"}, 0),
+        ("inductor", "", {"RANK": "1"}, 0),
+        ("inductor", "import torch._inductor.compile_fx, overlap_inductor; overlap_inductor.enable()", {}, 0),
     ],
     ids=["alone", "switched off", "another rank", "enable"],
 )
 def test_a_dump_folder_without_overlap_is_a_warning_at_the_first_compile(
-    request: pytest.FixtureRequest,
+    torch_base: ForkBase,
+    inductor_base: ForkBase,
     installed: Path,
     base: str,
     first: str,
@@ -163,7 +165,9 @@ def test_a_dump_folder_without_overlap_is_a_warning_at_the_first_compile(
     """The warning appears once, on rank 0 only. It does not appear if the variable ``OVERLAP_INDUCTOR`` switches
     overlap off, or if the program switches overlap on."""
     folders = {"OVERLAP_INDUCTOR_DUMP": str(tmp_path / "dump"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = run(request.getfixturevalue(base), f"{first}\n{TWICE}", installed, **folders, **variables)
+    done = run(
+        {"torch": torch_base, "inductor": inductor_base}[base], f"{first}\n{TWICE}", installed, **folders, **variables
+    )
     assert done.returncode == 0 and done.stderr.count(UNUSED) == said, done.stderr
 
 
@@ -238,8 +242,8 @@ def test_the_log_name_is_known(installed: Path) -> None:
     "first",
     [
         "overlap_inductor.inductor.pass_slot",
-        "overlap_inductor.inductor.probe",
-        "overlap_inductor.switch.install",
+        pytest.param("overlap_inductor.inductor.probe", marks=pytest.mark.thorough),
+        pytest.param("overlap_inductor.switch.install", marks=pytest.mark.thorough),
         "torch._inductor.config",
     ],
 )

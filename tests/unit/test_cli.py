@@ -147,10 +147,10 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def test_explain_runs_the_script_and_shows_its_graphs(torch_base: ForkBase, tmp_path: Path) -> None:
+def test_explain_runs_the_script_and_shows_its_graphs(inductor_base: ForkBase, tmp_path: Path) -> None:
     script = tmp_path / "user.py"
     script.write_text(SCRIPT)
-    done = python("-m", "overlap_inductor", "explain", str(script), "3", "--steps", "2", base=torch_base)
+    done = python("-m", "overlap_inductor", "explain", str(script), "3", "--steps", "2", base=inductor_base)
     assert "arguments ['3', '--steps', '2']" in done.stdout, done.stderr
     assert "matmul_all_reduce  mm [64 x 16 x 32] fp32" in done.stdout
     assert "mode report" in done.stdout

@@ -412,13 +412,13 @@ def test_json_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert "n  v" in capsys.readouterr().out
 
 
-def test_this_machine_in_a_process_of_its_own(torch_base: ForkBase) -> None:
+def test_this_machine_in_a_process_of_its_own(inductor_base: ForkBase) -> None:
     """The whole command, without mocks: the doctor ends and prints JSON on any machine."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OVERLAP_INDUCTOR")}
     environment.update(
         OVERLAP_INDUCTOR="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONPATH=str(Path(__file__).parents[2])
     )
-    done = torch_base.run("-m", "overlap_inductor", "doctor", "--json", env=environment)
+    done = inductor_base.run("-m", "overlap_inductor", "doctor", "--json", env=environment)
     assert done.returncode == 1, done.stderr
     value = json.loads(done.stdout)
     assert "by environment" in [check["name"] for check in value["checks"] if check["state"] == BAD]
