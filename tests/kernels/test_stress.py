@@ -21,6 +21,7 @@ from overlap_inductor.transports.copy_engine import CopyEngine
 from tests.gpu import check_stress
 from tests.gpu import stress_scenarios
 from tests.gpu import stress_sites
+from tests.gpu import stress_variants
 from tests.gpu.repeated import Repeated
 from tests.gpu.stress_sites import Shape
 from tests.support.gloo_ranks import run_ranks
@@ -31,10 +32,10 @@ from tests.support.shared_memory import use_shared_memory
 SHAPES = (Shape(32, 4, 16, 16), Shape(24, 2, 16, 24))
 QUICK = {"chunked": ("copy_engine", "matmul_reduce_scatter"), "small_message": ("one_shot", "matmul_all_reduce")}
 """``{schedule: (way, pattern)}``: two variants that the interpreter runs quickly."""
-plain_variants, plain_results = stress_sites.variants, stress_sites.first_results
+plain_variants, plain_results = stress_variants.variants, stress_sites.first_results
 
 
-def _small_variants(schedules: Sequence[str], replays: bool) -> list[stress_sites.Variant]:
+def _small_variants(schedules: Sequence[str], replays: bool) -> list[stress_variants.Variant]:
     fixed: dict[str, Any] = {
         "fused": SMALL,
         "chunked": {"grain": 8, "pushers": 1},
@@ -44,7 +45,7 @@ def _small_variants(schedules: Sequence[str], replays: bool) -> list[stress_site
     return [replace(v, fixed={**v.fixed, **fixed[v.schedule]}) for v in plain_variants(schedules, replays)]
 
 
-def _quick_variants(schedules: Sequence[str], replays: bool) -> list[stress_sites.Variant]:
+def _quick_variants(schedules: Sequence[str], replays: bool) -> list[stress_variants.Variant]:
     return [v for v in _small_variants(schedules, replays) if QUICK[v.schedule] == (v.way, v.pattern)]
 
 
@@ -100,7 +101,7 @@ def _run(rank: int, world_size: int, folder: str, options: list[str], quick: boo
     torch.cuda.CUDAGraph, torch.cuda.graph, stress_sites.first_results = _Graph, _capture, _capturable
     gpu_ranks.device = lambda: torch.device("cpu")
     stress_sites.dtype, stress_sites.SHAPES = torch.float16, SHAPES
-    stress_sites.variants = _quick_variants if quick else _small_variants
+    stress_variants.variants = _quick_variants if quick else _small_variants
     stress_scenarios.FOREIGN_SIZE, stress_scenarios.BESIDE_ELEMENTS, stress_scenarios.POISON_EVERY = 8, 64, 2
     if broken:
         _break_copies()
