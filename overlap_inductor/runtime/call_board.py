@@ -59,7 +59,7 @@ call alone."""
 _LONGEST_PAUSE = 0.25
 """Longest pause between two reads of the other ranks' values, in seconds. The first pauses are much shorter."""
 _SHORT = 2e-3
-"""Seconds. Once pauses are longer than this, a rank also looks at each other rank's key and at the ``apart`` key."""
+"""Seconds. Once pauses are longer than this, a rank also looks at every other rank's key and at the ``apart`` key."""
 _LOOKS = 20
 """Number of times that a rank reads a page in a row before it yields its time slice."""
 _SPIN = 2e-4

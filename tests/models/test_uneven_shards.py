@@ -45,8 +45,8 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A block on a sequence of ``TOKENS`` tokens, which is not a multiple of two or three. Input and output are this
-    rank's rows."""
+    """A block on a sequence of ``TOKENS`` tokens. ``TOKENS`` is a multiple neither of two nor of three. Input and
+    output are this rank's rows."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -73,7 +73,9 @@ class RowWise(nn.Module):
 
 
 class _Reduced(torch.autograd.Function):
-    """The sum over ranks. Backward passes the gradient on unchanged, because it is the same on every rank."""
+    """The sum over ranks.
+
+    ``backward`` returns the gradient unchanged, because the gradient is the same on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -122,7 +122,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_a_missing_module_of_our_own_is_not_reported_as_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an error that advises to install a package although the installation of this package is broken."""
+    """Catches advice to install a missing package if the installation of overlap_inductor itself is broken."""
 
     def missing(as_json: bool) -> int:
         raise ModuleNotFoundError("No module named 'overlap_inductor.x'", name="overlap_inductor.x")
