@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks all patterns of all schedules except ``ring`` under stress on GPUs.
+(``tests.gpu.check_tables`` checks lookups in tables.)
 
 Rank 0 prints one JSON row for each scenario and variant, with its own number of wrong results. Each other rank prints
 only the rows in which it had wrong results. The exit status is not 0 if any result on any rank was wrong.
