@@ -17,8 +17,8 @@ this number, and goes on to the next one. A rank that waits in B reads this, and
 
 The backend's count is exact if it counts collectives only, as NCCL does. Gloo also counts sends and receives, so places
 of ranks may differ for no reason that matters here (``monitored_barrier``, or a pipeline on the same group). With such
-a backend, calls of two ranks are the same call on three conditions: their numbers are equal, their plans are equal, and
-the earlier calls hold equally many collectives.
+a backend, calls at different places are still the same call if all else is equal. All else means the plan, the number
+of the call, and the number of collectives in the rank's earlier calls.
 """
 
 from __future__ import annotations

@@ -121,7 +121,9 @@ class Layout:
         """The same layout, in which the parts of an atom that was split replace the atom. Raises ``LayoutError`` if
         short shards were split."""
         if any(atom.chunk is not None and atom.chunk.children for dim in self.dims for atom in dim):
-            raise LayoutError("a reshape splits the shards into smaller dims, but their padding was cut off here")
+            raise LayoutError(
+                "a reshape splits the shards into smaller dims, but this tensor lacks the shards' padding"
+            )
         return Layout(tuple(tuple(leaf for atom in dim for leaf in atom.leaves()) for dim in self.dims))
 
     def flat(self) -> list[Atom]:
