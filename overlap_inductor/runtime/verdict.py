@@ -189,8 +189,8 @@ def _check_reachable(
     odd = {global_rank(group, r): p for r, p in plans.items() if p.version != plan.version}
     if odd:
         raise AgreementError(
-            f"rank {mine} and other ranks of group {group.group_name!r} do not run the same version:"
-            f" {difference(plan, odd)}. No data was moved. Install the same version of overlap_inductor on every rank."
+            f"rank {mine} and other ranks of group {group.group_name!r} do not run the same version of"
+            f" overlap_inductor: {difference(plan, odd)}. No data was moved. Install the same version on every rank."
         )
     inside = {
         global_rank(group, r): p

@@ -90,7 +90,7 @@ class AttentionNode(MatmulNode):
 
     @property
     def hides_keys(self) -> bool:
-        """Whether a query may not see some of the keys."""
+        """Whether some keys can be hidden from a query."""
         return self.is_causal or self.mask is not None
 
     @property

@@ -48,8 +48,8 @@ class Atom:
         rank: whether this is the rank atom.
         total: only for a rank atom: the number of indices of the rank atom and the next atom together. ``None`` if this
             number is the product of their sizes. It is set in two cases. First, the number is symbolic, and its symbols
-            may not show that the world size divides it (``D`` instead of ``R * (D // R)``). Second, the last shards are
-            short or empty (``Layout.cut_short``).
+            do not always show that the world size divides it (``D`` instead of ``R * (D // R)``). Second, the last
+            shards are short or empty (``Layout.cut_short``).
         chunk: only for a rank atom whose last shards are short: the atom of a full shard's rows.
         uneven: only for a rank atom: whether it counts the rows of all ranks in place of the ranks. It does so if the
             ranks have different numbers of rows.
