@@ -107,7 +107,9 @@ def test_all_ranks_run_the_plain_program(fields: list[dict[str, Any]], words: st
     warnings = [w for r in results for w in r.get("warnings", [str(r)])]
     assert all(r.get("problems") == [] for r in results), results
     assert (
-        len(warnings) == 1 and words in warnings[0] and "rank 0 and other ranks do not exchange the same" in warnings[0]
+        len(warnings) == 1
+        and words in warnings[0]
+        and "rank 0 and other ranks do not make the same transfers" in warnings[0]
     ), warnings
     odd = next(i for i, f in enumerate(fields) if f)
     assert f"rank {odd}: " in warnings[0]
@@ -120,7 +122,7 @@ def test_all_ranks_run_the_plain_program(fields: list[dict[str, Any]], words: st
 def test_strict_raises_on_every_rank_that_overlaps() -> None:
     results = run_ranks(2, _once, [{"mode": "strict"}, {"mode": "strict", "sub_chunks": 2}], expect_failure=True)
     assert [r["error"] for r in results] == ["StrictError"] * 2 and all(
-        "do not exchange the same" in r["text"] for r in results
+        "do not make the same transfers" in r["text"] for r in results
     ), results
 
 
