@@ -298,9 +298,9 @@ def one_round(
                 text = None
             if text is None:
                 raise AgreementError(
-                    f"rank {global_rank(state.group, rank)} of group {state.group.group_name!r} published its plan and"
-                    f" then gave no verdict within {limit:.0f} s, or it went on without this rank. That rank or this"
-                    " rank's host probably stalled. See that rank's log first."
+                    f"rank {global_rank(state.group, rank)} of group {state.group.group_name!r} published its plan."
+                    f" But that rank gave no verdict within {(number + 2) * limit:.0f} s, or it went on without this"
+                    " rank. That rank or this rank's host probably stalled. See that rank's log first."
                 )
             said.append((text[0], text[1:]))
     return next(s for wanted in (APART, DIFFERENT, ONCE, EQUAL) for s in said if s[0] == wanted)

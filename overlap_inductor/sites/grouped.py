@@ -85,7 +85,7 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def places(self) -> fx.Node:
-        """For each row of the result, its row in the experts' order."""
+        """For each row of the result, the place of this row in the experts' order."""
         return self.index.args[1][0]
 
     @property
