@@ -122,8 +122,9 @@ class OverlapConfig:
     sub_chunks: int = _key(4)
     """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard. In a site of embedding tables,
     the ring sends groups of tables instead, at most ``4 * S`` of them. On CPUs, ``auto`` takes fewer sub-chunks if
-    their estimate is at most 5 % slower, because fewer steps compile faster. The cost model assumes that
-    ``1 / (world_size * S)`` of the shorter of matmul and transfer stays exposed."""
+    their estimate is at most 5 % slower, because fewer steps compile faster. The two sites of a seam that runs in
+    [bands](sequence-parallel.md) take as many sub-chunks as bands. The cost model assumes that ``1 / (world_size * S)``
+    of the shorter of matmul and transfer stays exposed."""
 
     step_node_budget: int = _key(3000)
     """The number of FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. Sites are unrolled

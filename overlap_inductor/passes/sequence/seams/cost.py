@@ -115,10 +115,11 @@ def in_bands(scatter: Work, gather: Work, world_size: int, bands: int) -> Clocks
 def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
     """What the seam saves if it is written in ``bands``. In turn, each site has the sub-chunks of its own plan."""
     sites = seam.scatter, seam.gather
-    works, machine = [_work(site, config) for site in sites], machine_of(seam.gather, config)
+    scatters, gathers = (_work(site, config) for site in sites)
+    machine = machine_of(seam.gather, config)
     parts = [s.decision.moving.parameters["sub_chunks"] for s in sites]
     world_size = seam.scatter.facts.collective.world_size
-    turn, banded = in_turn(*works, world_size, parts), in_bands(*works, world_size, bands)
+    turn, banded = in_turn(scatters, gathers, world_size, parts), in_bands(scatters, gathers, world_size, bands)
     # In bands, this rank's own rows are multiplied in pieces, and the scatter has a wait for each band. The gather
     # sends each band to all ranks in one step.
     hops = (world_size - 1) * (bands - parts[0]), bands - (world_size - 1) * parts[1]
