@@ -43,7 +43,8 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def _named(name: str, value: Any, always: tuple[str, ...], known: names.Names) -> str:
-    """``value`` if it is one of ``always`` or of the ``known`` names, which are looked up only if they are needed."""
+    """``value`` if it is one of ``always`` or of the ``known`` names. The known names are looked up only if ``value``
+    is not one of ``always``."""
     return value if value in always else _choice(name, value, (*always, *known.known()))
 
 
@@ -137,7 +138,7 @@ class OverlapConfig:
     written."""
 
     replay: str = _key("on")
-    """``on``: a site's launches are replayed as one CUDA graph if its tensors have the same addresses as before.
+    """``on``: a site's launches are replayed as one CUDA graph if its tensors have the addresses of an earlier call.
     ``off``: each call makes its launches one by one."""
 
     agreement_timeout: int = _key(300)
@@ -214,8 +215,9 @@ class OverlapConfig:
         return config
 
     def cache_key(self) -> tuple[tuple[str, Any], ...]:
-        """The fields that decide which code is generated, as ``(name, value)``. They are part of a pass's ``uuid`` and
-        of what the ranks compare."""
+        """The fields that decide which code is generated, as ``(name, value)``. They are part of a pass's ``uuid``. A
+        rank also publishes them with its plan. They do not decide whether two plans are equal. If the plans differ, the
+        message names the fields that differ, too."""
         return tuple((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata["cache_key"])
 
 

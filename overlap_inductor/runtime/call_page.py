@@ -3,7 +3,7 @@
 runs into this memory.
 
 With a page, a rank sees in about a microsecond whether all others run the same plan. So plans are compared at every
-call, even for groups of GPUs. The group's store does the same in a fraction of a millisecond
+call, even for groups of GPUs. Through the group's store, a comparison takes a fraction of a millisecond
 (``call_store.CallStore``). The store is used until the page exists, and for groups whose ranks share no memory.
 
 ::

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``FaultRecord`` reads the faults of a group: the records of kernels that gave up, because a wait timed out. It also
-makes every waiting kernel of the group stop.
+"""``FaultRecord`` reads the faults of a group: the records of kernels that gave up, because a wait timed out. It can
+also make every waiting kernel of the group stop.
 
 A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's board
 (``runtime.board``). It also sets the abort words of all ranks that share the board. Each abort word is in the memory of

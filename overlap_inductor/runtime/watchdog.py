@@ -105,8 +105,8 @@ class Watchdog:
         self._closed = threading.Event()
 
     def watch(self, faults: Watched, alive: Callable[[], bool], in_flight: Callable[[], bool] = lambda: False) -> None:
-        """Also watch ``faults``, while its group is ``alive``. Afterwards, watch until no call is ``in_flight`` on its
-        device and no fault is untold. (A program that was told needs no watch after the group's destruction.)
+        """Also watch ``faults``, while its group is ``alive``. Afterwards, watch until no call is ``in_flight`` on the
+        group's device and there is no fault, or until the program was told of the fault.
 
         Args:
             alive: returns True while the group is not destroyed.
