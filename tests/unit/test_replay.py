@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from overlap_inductor.lowerings.chunked import contracted_launch
 from overlap_inductor.lowerings.chunked import exchange_launch
 from overlap_inductor.lowerings.chunked import gather_launch
 from overlap_inductor.lowerings.chunked import reduce_launch
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.fused import calls as fused
 from overlap_inductor.lowerings.fused import contraction
+from overlap_inductor.lowerings.fused import received
 from overlap_inductor.lowerings.fused.launch import Tail
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.one_op.vendor_matmul import Scales
@@ -317,7 +319,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     monkeypatch.setattr(reduce_launch, "launched", note)
     monkeypatch.setattr(exchange_launch, "launched", note)
     monkeypatch.setattr(fused, "launched", note)
-    monkeypatch.setattr(contraction, "launched", note)
+    monkeypatch.setattr(received, "launched", note)
     monkeypatch.setattr(small_message, "launched", note)
     return found
 
@@ -353,7 +355,7 @@ def test_the_key_of_a_chunked_call_holds_all_that_the_call_depends_on(calls: lis
 
 
 def test_the_key_of_an_exchange_in_chunks_holds_all_that_the_call_depends_on(calls: list[Call]) -> None:
-    a, b, bias = (torch.zeros(s) for s in ((8, 8), (8, 8), (8,)))
+    a, b, tall, bias = (torch.zeros(s) for s in ((8, 8), (8, 8), (16, 8), (8,)))
     p, q = ChunkedParameters(2), ChunkedParameters(2)
     for parameters in (p, q):
         for matmul in (VendorMatmul(b, bias), SlicedMatmul(b, bias, count=2)):
@@ -361,8 +363,15 @@ def test_the_key_of_an_exchange_in_chunks_holds_all_that_the_call_depends_on(cal
             assert [*calls[-1][1]] == [t.data_ptr() for t in (a, out, b, bias)]
         out, received = gather_launch.all_to_all_matmul(a, [VendorMatmul(b, bias)], LAUNCH, parameters, True)
         assert {t.data_ptr() for t in (a, b, bias, out, received)} == {*calls[-1][1]}
+        for used in (False, True):
+            made = contracted_launch.contracted_all_to_all_matmul(
+                a, [VendorMatmul(tall, bias)], LAUNCH, parameters, used
+            )
+            assert {t.data_ptr() for t in (a, tall, bias, *made)} <= {*calls[-1][1]} and len(calls[-1][1]) == 5, (
+                "the operand, too"
+            )
     gather_launch.all_gather_matmul(a, [VendorMatmul(b, bias)], LAUNCH, p)
-    assert len({what for what, _ in calls}) == len(calls) == 7 and copies == [addresses for _, addresses in calls]
+    assert len({what for what, _ in calls}) == len(calls) == 11 and copies == [addresses for _, addresses in calls]
 
 
 def test_the_key_of_a_fused_call_holds_all_that_the_call_depends_on(calls: list[Call]) -> None:
