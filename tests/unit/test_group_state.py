@@ -67,9 +67,9 @@ def test_states_of_a_destroyed_group_are_closed_in_reverse_order_and_dropped() -
 
 def test_each_kind_counts_its_own_groups_of_a_name() -> None:
     """A state's ``incarnation`` is the number of earlier groups that had the same name and a state of the same kind.
-    The number is part of keys in the store, so it must be equal on all ranks. All ranks make a given kind of state for the same
-    groups. But some groups may have a state of one kind and none of another kind, so each kind has a count of its
-    own."""
+    The number is part of keys in the store, so it must be equal on all ranks. All ranks make a given kind of state
+    for the same groups. But some groups may have a state of one kind and none of another kind, so each kind has a count
+    of its own."""
     always, sometimes = Kind("always", Thing), Kind("sometimes", Thing)
     for number in range(3):
         with fake_group() as group:

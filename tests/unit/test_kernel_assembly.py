@@ -59,7 +59,7 @@ def test_signals_assemble_for_hopper() -> None:
         and events.count("red.release.sys") == 2
     )
     # Of all threads that time out, only the thread that finds the abort word clear writes the record. This thread then
-    # signals the board and all ranks.
+    # marks the board, and sets the ranks' abort words.
     given_up = re.findall(
         r"atom\.relaxed\.sys\.global\.cas|st\.relaxed\.sys\.global|st\.release\.sys\.global\.s32(?=[^\n]*, 1;)", text
     )

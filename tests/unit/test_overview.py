@@ -178,7 +178,8 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "2
 
 
 def test_ranks_of_one_launch_have_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a key that depends on the rank. Ranks of one host share a parent process; ranks of different hosts do not."""
+    """Catches a key that depends on the rank. Ranks of one host share a parent process. Ranks of different hosts
+    do not."""
     whole = {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}
     half = {**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}
     key, key_of_two_hosts = runs.launch_key({**whole, "RANK": "0"}), runs.launch_key({**half, "RANK": "0"})

@@ -112,8 +112,8 @@ REFUSED: dict[str, tuple[str, Op]] = {
         "concatenates tensors with different tokens",
         lambda g, x: g.op("cat.default", [g.view(x, B * S, H), g.op("select.int", g.tokens(B * S, 3, 2), 2, 0)], 1),
     ),
-    # The part of the features that the op takes may depend on the rank. The ranks' graphs then differ only in the number
-    # that says where the part starts.
+    # The part of the features that the op takes may depend on the rank. The ranks' graphs then differ only in the
+    # number that says where the part starts.
     "one of 3 equal slices": ("the rank's own", lambda g, x: g.op("slice.Tensor", x, 2, 2, 4)),
     "one of 3 equal splits": ("the rank's own", lambda g, x: g.call(getitem, g.op("split.Tensor", x, 2, 2), 1)),
     "one of 3 groups": ("the rank's own", lambda g, x: g.op("select.int", g.view(x, B, S, 3, 2), 2, 1)),
