@@ -33,8 +33,8 @@ UNKNOWN = "unknown: `overlap-inductor demo` measures it"
 def table() -> str:
     lines = [[f"{name}, one machine with NVLink", _names(_on_gpus(name)), *_measured(name)] for name in GPUS]
     own = [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]
-    # On several machines, and on GPUs that are not in the table, only schedules without kernels of this package run. An
-    # A100 runs the same schedules.
+    # Schedules that need no kernels of this package run on other GPUs and across machines, too. An A100 runs exactly
+    # these schedules.
     several = [s.name for s in SCHEDULES if s.name in _on_gpus("NVIDIA A100")]
     compare = "unknown: time your model with and without overlap"
     lines.append(["other GPUs, GPUs without NVLink, groups over several machines", _names(several), "not yet", compare])
