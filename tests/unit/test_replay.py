@@ -48,7 +48,8 @@ def several_queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Noted:
-    """A fake launch. ``done`` records each action: ``start`` if the host launched the call, ``graph`` if a graph did.
+    """A fake launch. ``done`` records each action: ``start`` if the host launched the call, ``graph`` if a graph was
+    launched, and ``abort`` if the group was aborted.
     ``failing``: numbers of the graph launches that fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, graphs: bool = True, device: str = "cuda") -> None:
@@ -207,7 +208,7 @@ def test_addresses_that_are_not_used_again_are_forgotten(monkeypatch: pytest.Mon
     for i in range(2 * replay.MOST_OF_A_SITE):
         assert noted.call(memory[i:]) == ["start"]
         assert len(noted.launch.seen) <= replay.MOST_OF_A_SITE
-    assert noted.call(memory[i:]) == ["graph"], "the latest one is remembered"
+    assert noted.call(memory[i:]) == ["graph"], "the latest address is remembered"
 
 
 def test_a_site_makes_no_more_graphs_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +398,7 @@ def test_the_key_of_a_fused_call_holds_all_that_the_call_depends_on(calls: list[
             ), "the product, too"
     fused.all_gather_matmuls(a, [b], LAUNCH, q, [bias])
     assert len({what[:5] for what, _ in calls}) == len(calls) == 19 and not any(copies), (
-        "kernels store all of this, so the call declares no tensor as copied"
+        "kernels read and write all of these tensors, so the call declares no tensor as copied"
     )
     fused.all_gather_matmuls(a, [b], LAUNCH, FusedParameters(2, copies_from=a.nbytes), [bias])
     assert copies.pop() == [a.data_ptr()]
@@ -448,7 +449,7 @@ def test_the_key_of_a_fused_exchange_holds_all_that_the_call_depends_on(calls: l
             assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
             out = contraction.contracted_all_to_all_matmul(a, b, LAUNCH, parameters, bias, flag)
             assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
-    # (The result of a later call may have the address of an earlier one.)
+    # (The result of a later call may have the address of the result of an earlier call.)
     assert len({what[:-1] for what, _ in calls}) == len(calls) == 12 and not any(copies)
     fused.all_to_all_matmuls(a, [b], LAUNCH, FusedParameters(2, copies_from=a.nbytes // LAUNCH.world_size), [bias])
     assert copies.pop() == [a.data_ptr()], "copy engines read all slices"
