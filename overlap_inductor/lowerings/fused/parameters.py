@@ -126,11 +126,11 @@ GATHERS = ("all_gather_matmul", "all_to_all_matmul")
 
 
 CONTRACTED = 64
-"""A slice of a contracted dim must be a multiple of this many elements: a block of K (``block_k``) belongs to one
-source."""
+"""A slice of a contracted dim must be a multiple of this many elements, because a block of K (``block_k`` elements)
+belongs to one source."""
 MOST_WEIGHTS = 4
 """Most weights that one launch multiplies a gathered tensor by: q, k, v and a gate. The vendor's matmul takes any
-others."""
+further weights."""
 
 
 def copiers() -> list[PeerCopies]:
