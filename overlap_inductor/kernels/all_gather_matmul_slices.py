@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused``, transport ``sm_push``: ``all_gather(a) @ b`` or ``all_to_all(a) @ b`` for matmuls of one or two
-waves, whose tiles wait for slice after slice of K.
+waves. A tile waits for one slice of K after the other.
 
 If nearly every tile needs a peer's rows and each SM has one tile, a kernel that waits for whole rows
 (``all_gather_matmul``) idles until they arrive. Here a shard arrives in slices of its columns, one after the other. A
@@ -53,7 +53,7 @@ def all_gather_matmul_slices(
     HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr, EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
     SCATTERED: tl.constexpr,
 ):  # fmt: skip
-    """Arguments as ``all_gather_matmul``, except for these.
+    """The arguments are those of ``all_gather_matmul``, except for these.
 
     Args:
         row_vectors: 16-byte words of a row.

@@ -90,7 +90,7 @@ def by_quarters(
 
 
 Program = tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]]
-"""Kinds of the extra tensors, and the ops."""
+"""The kinds of a program's extra tensors, and its ops."""
 
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")

@@ -34,8 +34,8 @@ are in the other half. Calls with credits in the same slot would break this; the
 Aborts (``signals``). A block looks at the abort word when it loads the call number. In two-shot, it also looks when it
 loads the partial rows, after its wait for them. If the word is set, nothing is stored to peers or signalled, in this
 call and all later ones. Otherwise data could be overwritten, because the argument above needs earlier calls whose waits
-have succeeded. A result that was summed after a wait that was given up, or in a later call, is NaN, because a replay of
-a CUDA graph cannot raise an error.
+have succeeded. A result that was summed after a wait that was given up, or in a later call, is NaN. NaN takes the place
+of an error, because a replay of a CUDA graph cannot raise an error.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.
 Between calls: the end of a kernel before the start of the next one on the stream. CUDA graphs: the number of the call

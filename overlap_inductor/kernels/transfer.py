@@ -3,11 +3,11 @@
 its streams, and so does ``fused`` if copy engines send a shard.
 
 A *part* is a band of rows of one shard. Part number ``u`` belongs to the rank ``u // PARTS + 1`` steps away and is
-number ``u % PARTS`` of that rank's shard. Each part has a flag of its own, ``signal_flag(flags, source, index + u %
-PARTS)``. A kernel for parts handles the parts from number ``first`` on.
+number ``u % PARTS`` of that rank's shard. Each part has a flag of its own,
+``signal_flag(flags, source, index + u % PARTS)``. A kernel for parts handles the parts from number ``first`` on.
 
-Memory ordering. What is signalled was written by work before it on the same stream (a copy engine, or SMs), or by the
-pushing block itself. Work on a stream begins when all earlier work on the stream is complete and visible. A block's
+Memory ordering. What a signal announces was written by earlier work on the same stream (a copy engine, or SMs), or by
+the pushing block itself. Work on a stream begins when all earlier work on the stream is complete and visible. A block's
 release at system scope is cumulative over this earlier work, so whoever acquires the flag sees the data (``signals``).
 After a wait the same holds in the other direction. After the acquire and the end of the kernel, the next work on the
 stream sees the data, by whatever unit it reads. The boundary between kernels orders their proxies. So a vendor's matmul
@@ -76,9 +76,9 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
 
     ``announced`` (one word): see ``announce``.
 
-    If a peer's credit has not arrived, because this rank's patience is over or because another rank has stopped this
-    rank, this kernel sets the abort words of all ranks. The words are set when the kernel ends, before any later copy
-    starts (``spoil``). A rank that stopped this one may not have told the others yet.
+    The wait may end before a peer's credit has arrived: if this rank's patience is over, or if another rank has stopped
+    this rank. Then this kernel sets the abort words of all ranks. The words are set when the kernel ends, before any
+    later copy starts (``spoil``). A rank that stopped this one may not have told the others yet.
     """
     call = tl.load(calls)
     for step in range(1, WORLD):

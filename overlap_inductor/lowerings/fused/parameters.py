@@ -28,8 +28,8 @@ each in the place of one rank of 4 or of 8 (``bench.mirrored``, bench/results/mi
 
 @dataclass(frozen=True, eq=False)
 class FusedParameters:
-    """The tunable parameters. They are compared by identity, because they are part of a key that is looked up at every
-    call. ``parameters_of`` makes only one object for the same text and number of blocks.
+    """The tunable parameters. Objects of this class are compared by identity, because such an object is part of a key
+    that is looked up at every call. ``parameters_of`` makes only one object for the same text and number of blocks.
 
     Attributes:
         blocks: number of blocks of the grid, ideally the number of SMs.
