@@ -68,7 +68,7 @@ REFUSED = {
     ),
     "a contraction of narrow slices": (
         lambda: graphs.contracted(4),
-        "each rank's slice of the contracted dim has 4 elements; a schedule in chunks expects a multiple of 8 elements",
+        "each rank's slice of the contracted dim has 4 elements; a schedule in chunks expects a multiple of 8",
     ),
     "contracted heads of a dynamic sequence": (graphs.contracted_dynamic, "a size or stride is only known at run time"),
     "an activation": (graphs.activated, "the rows cannot be put in the ranks' order"),

@@ -105,7 +105,7 @@ REFUSED = {
     "a sum": (graphs.summed, "2 matmuls are added before the all-to-all; a fused kernel computes only one"),
     "a contraction of narrow slices": (
         graphs.contracted,
-        "each rank's slice of the contracted dim has 16 elements; a fused kernel expects a multiple of 64 elements",
+        "each rank's slice of the contracted dim has 16 elements; a fused kernel expects a multiple of 64",
     ),
     "a contraction on the right": (
         graphs.contracted_on_the_right,

@@ -101,7 +101,7 @@ def test_epilogues_survive_a_round_trip_through_text() -> None:
 
 
 def test_a_function_has_room_for_two_extra_tensors() -> None:
-    with pytest.raises(ValueError, match="read 3 extra tensors; it has room for 2"):
+    with pytest.raises(ValueError, match="read 3 extra tensors; a launch has room for 2"):
         kernels.source_of(((("row",), SILU), None, (("row", "row"), SILU)))
 
 

@@ -135,8 +135,7 @@ class ReceivedRows(GatherRows):
         if isinstance(inner, int) and inner % contracts == 0:
             return None
         return (
-            f"each rank's slice of the contracted dim has {inner} elements; a {noun} expects a multiple of"
-            f" {contracts} elements"
+            f"each rank's slice of the contracted dim has {inner} elements; a {noun} expects a multiple of {contracts}"
         )
 
     def write(
