@@ -32,7 +32,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Case:
-    """Calls of one site. ``rows``: bags of a slice. ``longest``: bags have 0 to ``longest`` indices; 0: plain rows."""
+    """Calls of one site. ``rows``: the number of bags that one rank receives of each table. ``longest``: bags have 0 to
+    ``longest`` indices. With ``longest`` 0, the site looks up plain rows, and there are no bags."""
 
     world_size: int = 2
     tables: int = 2
@@ -182,8 +183,8 @@ def test_plain_rows_keep_the_sign_of_zero() -> None:
 
 
 def test_facts_that_were_not_copied_are_copied_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a copy fails, the next call must copy its facts, even if it has the same facts as the call that failed.
-    Otherwise it would read addresses of another batch."""
+    """If the copy of a call's facts fails, the next call must copy its own facts, even if both calls have the same
+    facts. Otherwise the next call would read addresses of another batch."""
     launch = SharedWorkspace.of(2, *Case().need).launch(0)
     _on_device([1, 2], launch)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs README's third step, its Python block and the demo, in small sizes and without GPUs."""
+"""Runs README's third step, README's Python block and the demo, in small sizes and without GPUs."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_the_three_ways_in_code() -> None:
 
 
 def _worker(rank: int, world_size: int, settings: str, environment: dict[str, str]) -> str:
-    """What ``python -m overlap_inductor.cli.demo_worker`` prints on this rank. No C++ kernel is built, and the
-    plain model is eager, because both would take most of the demo's time."""
+    """What ``python -m overlap_inductor.cli.demo_worker`` prints on this rank. No C++ kernel is built, and the plain
+    model is not compiled, because these two things would take most of the demo's time."""
     compile_anew(kernels=False)
     made = torch.compile
     torch.compile = lambda model, *a, **k: model if k.get("backend") == "inductor" else made(model, *a, **k)
@@ -104,8 +104,8 @@ def _forked(
 
 @pytest.mark.timeout(600)
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs the command in small sizes. The numbers must agree, all sites must be overlapped, and times must be printed.
-    (``tests/unit/test_demo.py`` starts ranks as the command does, and runs the estimate.)"""
+    """Runs ``demo`` in small sizes. The demo's own checks must pass, all sites must be overlapped, and times must be
+    printed. (``tests/unit/test_demo.py`` starts ranks as the command does, and runs the estimate.)"""
     monkeypatch.setattr(demo, "run_ranks", _forked)
     monkeypatch.setattr(demo, "_estimate", lambda: print("estimated"))
     small = ["--layers", "1", "--hidden", "64", "--tokens", "64"]
