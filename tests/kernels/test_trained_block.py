@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a sequence-parallel block forward and backward, with schedules that turn each site into one op. The block runs
-on several processes, with kernels in Triton's interpreter. Its results are compared with fp64."""
+"""Runs a sequence-parallel block forward and backward, with schedules ``chunked`` and ``fused``, which turn a site into
+one op. The block runs on several processes, with kernels in Triton's interpreter. Its results are compared with
+fp64."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ SMALLER = {"4096": "64", "14336": "256", "16384": "128"}
 
 
 def test_one_variable_switches_the_script_on(tmp_path: Path) -> None:
-    """Runs the command under "Switch it on" with the script above it, on two ranks instead of eight."""
+    """Runs the command under "Switch it on" with the script that README shows above the command, on two ranks instead
+    of eight."""
     (script,) = [sample.content for sample in samples(TEXT) if sample.name == "tp_mlp.py"]
     for size, small in SMALLER.items():
         assert re.search(rf"\b{size}\b", script)
@@ -94,7 +95,7 @@ def _worker(rank: int, world_size: int, settings: str, environment: dict[str, st
 def _forked(
     command: list[str], ranks: int, folder: Path, *, environment: Any, on_line: Callable[[str], None], **rest: Any
 ) -> None:
-    """Runs the demo's ranks in processes that have already imported torch and compiled."""
+    """Runs the demo's ranks in processes that have already imported torch and compiled a first graph."""
     module, settings = command[1:]
     assert module == "overlap_inductor.cli.demo_worker" and not rest["hosts"]
     first, _ = run_ranks(ranks, _worker, settings, dict(environment), grouped=False, timeout=500)

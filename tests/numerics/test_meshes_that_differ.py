@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If one row of a 2-D mesh cannot run the plan of the others, all ranks of the mesh run the plain program."""
+"""If a rank of a 2-D mesh has another plan than the other ranks, or if one row of the mesh cannot run its plan, all
+ranks of the mesh run the plain program."""
 
 from __future__ import annotations
 
