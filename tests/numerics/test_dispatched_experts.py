@@ -32,8 +32,8 @@ def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _errors(layer: DispatchedExperts, compiled: Any, rank: int, ranks: int, *given: Any) -> dict[str, float]:
-    """The largest error of the output and of each gradient on this rank, relative to the largest value of the same
-    tensor, or to 1 if all values are smaller."""
+    """The largest error of the output and of each gradient on this rank. An error is relative to the tensor's largest
+    value, or to 1 if all values are smaller."""
     tokens, loads, dtype = given
     x, ids, scores = inputs(tokens + rank, loads, rank, dtype)
     layer.zero_grad()

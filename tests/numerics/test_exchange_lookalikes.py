@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that look like all-to-alls of table lookups or of uneven parts, or like sums of experts, but differ from
-them in one point: a dtype, an order or a dim. Each program must give the results of eager PyTorch, and its report must
-have a site or a reason."""
+"""Programs that look like all-to-alls of table lookups or of uneven parts, or like sums of experts. Each program
+differs from these in one point: a dtype, an order or a dim. Each program must give the results of eager PyTorch, and
+its report must have a site or a reason."""
 
 from __future__ import annotations
 

@@ -245,8 +245,8 @@ def _train_and_recompile(rank: int, world_size: int, lone: int) -> dict[str, Any
     ids=["one rank compiles again", "all ranks compile again"],
 )
 def test_weights_are_hashed_once(lone: int) -> None:
-    """A graph that is compiled after training steps takes the digests that were computed when the first graph was
-    compared. So a rank that compiles again alone does not wait for the others."""
+    """A graph that is compiled after training steps takes the weights' digests that were computed for the first graph.
+    So a rank that compiles again alone does not wait for the others."""
     for rank, result in enumerate(run_ranks(2, _train_and_recompile, lone)):
         assert result["off"] < 1e-5 and result["texts"] == [], result
         assert result["hashed"].count((H,)) == 1 and result["graphs"] == (4 if rank < lone else 2), result
