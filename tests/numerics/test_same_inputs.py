@@ -119,7 +119,7 @@ def test_a_training_graph_has_no_plain_program() -> None:
 
 
 class Layer(torch.nn.Module):
-    """``_layer`` with parameters."""
+    """A module like ``_layer``, whose weights are parameters."""
 
     def __init__(self, rank: int, number: int, differs: bool, grad: bool = False) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ EVENTS = {
     "exchange_wait.default(": "wait",
     "extern_kernels.mm(": "mm",
     "extern_kernels.addmm(": "mm",
-    "extern_kernels.bias_addmm(": "mm",  # autotuning chooses this op if it measured the op as faster
+    "extern_kernels.bias_addmm(": "mm",  # autotuning chooses this op if it was faster than ``addmm``
     "cpp_fused": "pointwise",
     "aten._embedding_bag.default(": "lookup",
     "aten._embedding_bag_backward.default(": "gradient",

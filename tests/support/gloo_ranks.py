@@ -33,7 +33,8 @@ PRELOADED_MODELS = [
     "transformers.integrations.tensor_parallel",
     "accelerate",
 ]
-"""Modules that are imported, too, if this process has imported ``transformers``. Some of its tests then run models."""
+"""Further modules that are imported if this process has imported ``transformers``, because some of this process's tests
+then run models."""
 
 
 def compile_anew(kernels: bool = True) -> None:
