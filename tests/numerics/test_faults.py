@@ -69,7 +69,7 @@ def _disagree(rank: int, world_size: int, fields: list[dict[str, Any]]) -> tuple
 )
 def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
     """A rewritten graph that runs outside Inductor's callable has no plain program. So every rank must raise an error
-    that names the rank and the difference."""
+    that names the ranks whose plans differ from its own plan, and says what differs."""
     odd = next(i for i, f in enumerate(fields) if f)
     for rank, (kind, text, _) in enumerate(run_ranks(3, _disagree, fields)):
         assert kind == "AgreementError" and words in text, f"rank {rank}: {kind} {text}"
@@ -78,7 +78,8 @@ def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
 
 
 def _other_model(rank: int, world_size: int, other: str) -> tuple[str, str, float]:
-    """One collective of rank 1's model has another kind or another dtype than that of rank 0. The sizes are equal."""
+    """The collective of rank 1's model has another kind, reduce op or dtype than the collective of rank 0's model. The
+    inputs of both collectives have equal shapes."""
     group = _group()
     functions: dict[str, Callable[..., torch.Tensor]] = {
         "sum": lambda x, w: reduce_scatter(x @ w, "sum", 0, group),
@@ -136,8 +137,8 @@ def _switched_off_on_one(rank: int, world_size: int) -> tuple[str, str, float]:
 
 
 def test_switched_off_on_one_rank() -> None:
-    """A rank whose overlap is off publishes no plan. The other rank must raise an error at its deadline. It must not
-    send to a peer that waits in another collective."""
+    """A rank whose overlap is off publishes no plan. The other rank must raise an error at its own deadline. The other
+    rank must not send to a peer that waits in another collective."""
     on, off = run_ranks(2, _switched_off_on_one)
     assert on[0] == "AgreementError" and "rank 1 published no plan" in on[1] and on[2] < 60
     # No peer takes part in rank 1's all-gather. It fails at the group's timeout, or when rank 0's process ends.
@@ -156,8 +157,8 @@ def _one_compiles_again(rank: int, world_size: int) -> list[tuple[str, str, floa
 
 
 def test_one_rank_alone_compiles_again() -> None:
-    """Rank 1 compiles again, to another plan. If plans are compared at first runs only, rank 0 runs the agreed plan,
-    and its transfers find no partner. The error of rank 0 must say why."""
+    """Rank 1 compiles again, to another plan. In this test, plans are compared at first runs only. So rank 0 runs the
+    agreed plan, and its transfers find no partner. The error of rank 0 must say why."""
     (first, kept), (second, changed) = run_ranks(2, _one_compiles_again, expect_failure=True)
     assert first[0] == second[0] == "ok", (first, second)
     assert (
