@@ -47,8 +47,8 @@ dtype = torch.bfloat16
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a call. In most patterns, one rank's whole matmul is ``[tokens, inner] @ [inner, columns]``
-    (``tests.gpu.stress_patterns`` has the others). Schedule ``small_message`` uses ``few`` tokens in place of
-    ``tokens``."""
+    (``tests.gpu.stress_patterns`` has the sizes of the other patterns). Schedule ``small_message`` uses ``few`` tokens
+    in place of ``tokens``."""
 
     tokens: int
     few: int

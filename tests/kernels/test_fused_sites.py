@@ -148,8 +148,8 @@ def test_exchanges_of_a_contracted_dim(tmp_path: Path, schedule: str, world_size
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_chunks_of_a_sum_of_matmuls(tmp_path: Path, world_size: int) -> None:
-    """Such sums occur in the backward of layers that read one tensor. Catches a product that is computed from another
-    chunk's rows, left out, or added twice."""
+    """Such sums occur in the backward of layers that read the same tensor. Catches a product that is computed from
+    another chunk's rows, left out, or added twice."""
     names = list(sums(world_size))
     tried = names if world_size == 2 else [names[1], names[3], names[6]]
     for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), tried, "chunked", timeout=400)):
