@@ -66,8 +66,7 @@ def test_every_example_is_run_here_and_is_short() -> None:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One Inductor cache for all examples. Most of the time of a first compile is spent on C++ headers, which the
-    examples share."""
+    """One Inductor cache for all ranks of all examples. So a rank can reuse what another rank has compiled."""
     return tmp_path_factory.mktemp("cache")
 
 

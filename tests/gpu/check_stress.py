@@ -61,7 +61,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--iterations",
         type=int,
-        help="calls of each variant, some scenarios make fewer; default: 10000, or 50 if ranks share GPUs",
+        help="calls of each variant (some scenarios make fewer); default: 10000, or 50 if ranks share GPUs",
     )
     parser.add_argument(
         "--only", nargs="+", choices=SCENARIOS, help="default: all; if ranks share GPUs: lazy delays poison graphs"

@@ -179,7 +179,8 @@ def main() -> int:
                     else run(name, schedule, mode, mesh, exact, lambda: linear(beside).sum().backward())
                 )
                 moves = any(not s.endswith(" keep") for s in row["sites"])
-                # (In ``wave_groups``, NCCL chooses the order of the sums. In all other schedules, the order is fixed.)
+                # (Without overlap and in ``wave_groups``, NCCL chooses the order of the sums. In all other schedules,
+                # the order is fixed.)
                 row["right"] = (
                     row["error"] <= min(1.5 * plain["error"] + 2e-3, LIMIT)
                     and (not row["changed"] or schedule in ("off", "wave_groups"))

@@ -188,7 +188,8 @@ def subgroup(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def beside_nccl(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """One site, while collectives of tens of megabytes run on another stream, in a group of the same ranks."""
+    """One site. Meanwhile, collectives of tens of megabytes run on another stream, in a second group of the same
+    ranks."""
     other, beside = stress.groups["second"], torch.cuda.Stream()
     mine = torch.full((BESIDE_ELEMENTS,), float(stress.rank), device=gpu_ranks.device())
     largest, everyone = mine.clone(), mine.new_empty(stress.world_size * BESIDE_ELEMENTS)

@@ -194,9 +194,9 @@ def digest(results: Sequence[torch.Tensor]) -> int:
 
 def poison(group: dist.ProcessGroup, like: Sequence[torch.Tensor]) -> None:
     """Fill with NaN the part of the group's workspace that peers write to, and the memory that the allocator will
-    return for tensors like ``like``. All ranks call it together.
+    return for tensors like ``like``. All ranks call this function together.
 
-    A rank may do this to its own workspace only between two barriers and with nothing in flight on any rank. A peer's
+    A rank may fill its own workspace only between two barriers and with nothing in flight on any rank. A peer's
     next call may write there as soon as this rank's last call has ended. Flags and counters are not changed.
     """
     torch.cuda.synchronize()
