@@ -24,8 +24,8 @@ CALLS = 2
 
 
 def _check(rank: int, world_size: int, folder: str, names: list[str] | None, schedule: str = "fused") -> list[str]:
-    """Run the cases in ``names``. If ``names`` is ``None``, run all of ``fused_cases.cases``. Returns the problems found
-    on this rank."""
+    """Run the cases in ``names``. If ``names`` is ``None``, run all of ``fused_cases.cases``. Returns the problems
+    found on this rank."""
     use_shared_memory(folder)
     problems = []
     config = OverlapConfig(schedule=schedule, mode="strict")
