@@ -133,8 +133,8 @@ class Rank:
         raise AssertionError("the call after a call without a peer raised no error")
 
     def await_told(self) -> None:
-        """Make no call until this rank has got an error, because its peers gave up or aborted. The next call must raise
-        it."""
+        """Make no call until this rank has an error. This rank gets the error when a peer gives up or aborts the group.
+        The next call must raise the error."""
         start = time.monotonic()
         while self.site.faults.error() is None and time.monotonic() < start + PATIENT_SECONDS:
             time.sleep(0.02)

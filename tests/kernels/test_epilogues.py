@@ -165,7 +165,7 @@ class Case:
         widths: columns of each result.
         rows: rows of a shard.
         missing: rows that the last shard lacks.
-        keep: the call also returns the gathered tensor.
+        keep: the workspace must still hold the gathered tensor after the kernel. So the kernel does not end the call.
     """
 
     pattern: str
