@@ -58,8 +58,8 @@ def all_gather_matmul(
 
 
 def exchanged(whole: torch.Tensor, columns: bool, group: dist.ProcessGroup) -> torch.Tensor:
-    """``all_to_all(whole)``, with a slice of rows for each rank, or of columns if ``columns``. Returns the slices one
-    below the other, in the order of ranks."""
+    """Send a slice of the rows of ``whole`` to each rank, or a slice of its columns if ``columns``. Returns the slices
+    that arrived, one below the other, in the order of the ranks that sent them."""
     (rows, width), ranks = whole.shape, group.size()
     by_rank = whole
     if columns:
@@ -70,7 +70,8 @@ def exchanged(whole: torch.Tensor, columns: bool, group: dist.ProcessGroup) -> t
 
 
 def side_by_side(received: torch.Tensor, ranks: int) -> torch.Tensor:
-    """``received [W*m, k]``, the slices that arrived one below the other, as a new tensor ``[m, W*k]``."""
+    """A new tensor ``[m, W*k]`` that has the ranks' slices side by side. In ``received [W*m, k]``, the slices are one
+    below the other."""
     rows, width = received.shape
     return torch.cat(received.view(ranks, rows // ranks, width).unbind(), dim=1)
 

@@ -25,7 +25,7 @@ from overlap_inductor.transports import routes
 
 
 class GatherRing:
-    """See ``form.RingForm``. Shards travel round the ring. Each rank multiplies each shard when it arrives."""
+    """See ``form.RingForm``. Shards travel round the ring. A rank multiplies a shard when the shard arrives."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         nodes = nodes_of(site, GatherNodes)
