@@ -55,7 +55,8 @@ def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
 
     A single row is added to every row of the result. The row becomes the bias of a plain matmul. This matmul must have
     the row's width and dtype, and no bias yet. Returns ``None`` if the sum holds anything else (a factor, a scalar), or
-    if it does not hold each matmul's result exactly once. It also returns ``None`` if there is no such matmul for a row.
+    if it does not hold each matmul's result exactly once. It also returns ``None`` if there is no such matmul for a
+    row.
     """
     leaves = {m.node: m for m in nodes.leaves}
     found: list[fx.Node] = []

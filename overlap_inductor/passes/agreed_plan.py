@@ -9,8 +9,8 @@ share, such as the shape, pattern, schedule, transport and parameters::
     g0: all_reduce bfloat16 kept
 
 Sizes are those of the data that moves. They are equal on all ranks. Symbols are named in order of appearance (``d0``),
-because ranks may have named the same size differently. Groups are named the same way (``g0``): the groups along one dim
-of a mesh have different names, but all play the same part.
+because ranks may have named the same size differently. Groups are also named in order of appearance (``g0``). The
+groups along one dim of a mesh have different names, but their ranks call the same collectives in the same order.
 """
 
 from __future__ import annotations

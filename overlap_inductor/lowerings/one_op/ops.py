@@ -37,8 +37,8 @@ Optional = Sequence[torch.Tensor | None]
 
 
 class SitePlan(Protocol):
-    """The functions that a schedule's op calls in the schedule's ``parameters`` module. ``needed`` returns the ``(bytes,
-    signals)`` that a call needs in its workspace slot."""
+    """The functions that a schedule's op calls in the schedule's ``parameters`` module. ``needed`` returns the
+    ``(bytes, signals)`` that a call needs in its workspace slot."""
 
     def parameters_of(self, settings: str, blocks: int, /) -> Any: ...
     def needed(

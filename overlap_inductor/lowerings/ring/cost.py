@@ -21,8 +21,8 @@ def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
     """Estimated seconds of a ring that cuts each shard into ``parts`` sub-chunks.
 
     They are the sum of three terms. The first is the longer of matmul and transfer. The second is one piece of the
-    shorter of the two: this piece stays exposed. The third is a fixed cost for each step. Each piece of a grouped matmul
-    reads the experts' weights again, so the matmul takes at least the time of all these reads.
+    shorter of the two: this piece stays exposed. The third is a fixed cost for each step. Each piece of a grouped
+    matmul reads the experts' weights again, so the matmul takes at least the time of all these reads.
     """
     read = sizes.world_size * parts * sizes.weights / machine.memory_bytes
     matmul = max(matmul_seconds(sizes, machine) / machine.overlapped_efficiency, read)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write some rows of a ``sites.grouped.GroupedMatmul``: its steps for these rows only.
 
-The rows' places are sorted. The sorted places are in the experts' order. Place ``p`` belongs to the first expert whose end
-is larger than ``p``. So in the piece, an expert's rows end at the number of places that are smaller than its end::
+The rows' places are sorted. The sorted places are in the experts' order. Place ``p`` belongs to the first expert whose
+end is larger than ``p``. So in the piece, an expert's rows end at the number of places that are smaller than its end::
 
     ordered = sort(places[rows])
     ends'   = searchsorted(ordered, ends)

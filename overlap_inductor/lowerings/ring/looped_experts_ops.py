@@ -12,9 +12,10 @@ computes every other rank's rows when they have arrived. It returns each piece a
 The op returns while the last pieces are under way. Step ``exchange_wait`` waits for them.
 
 The rows of a piece are computed in the order of their experts. Row i in this order, counted over all pieces, is row
-``index[i]`` of the rows that arrived. So the inverse of ``index`` gives the position of each arrived row in the experts'
-order. The op sorts the positions of a piece's rows, and searches for ``ends`` in the sorted positions. This gives where
-each expert's rows end in the piece. So the op needs no row counts by expert, and the host reads nothing from the GPU.
+``index[i]`` of the rows that arrived. So the inverse of ``index`` gives the position of each arrived row in the
+experts' order. The op sorts the positions of a piece's rows, and searches for ``ends`` in the sorted positions. This
+gives where each expert's rows end in the piece. So the op needs no row counts by expert, and the host reads nothing
+from the GPU.
 """
 
 from __future__ import annotations

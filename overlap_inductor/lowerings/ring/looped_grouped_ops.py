@@ -3,9 +3,9 @@
 computes the rows.
 
 There are S rows, in the order of their experts. ``places [T, k]``: which k of the S rows each token sums. ``ends [E]``:
-where each expert's rows end. The program is given the rows ``sources[i][indices[i]]``, or those of ``sources[i]`` if its
-index is ``None``. ``indices[i]`` has S numbers. The result has T rows. (``grouped_rows`` writes the same steps into the
-graph.)
+where each expert's rows end. The program is given the rows ``sources[i][indices[i]]``, or those of ``sources[i]`` if
+its index is ``None``. ``indices[i]`` has S numbers. The result has T rows. (``grouped_rows`` writes the same steps into
+the graph.)
 """
 
 from __future__ import annotations
