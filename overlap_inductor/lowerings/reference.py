@@ -2,7 +2,7 @@
 """Plain implementations of sites: the ordinary collective and the whole matmul, one after the other.
 
 An op that runs a whole site calls these functions if it does not overlap the site, e.g. below ``min_rows`` tokens.
-``product`` is also the vendor's matmul inside such ops.
+Some of these ops also call ``product`` when they do overlap the site.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _sum_of_products(
 
 
 def _average(tensor: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    # Ranks reduce with a sum, which is divided here, because gloo has no reduce op for averages.
+    # The collective computes a sum, and this function divides it, because gloo has no reduce op for averages.
     return tensor / group.size() if reduce_op == "avg" else tensor
 
 

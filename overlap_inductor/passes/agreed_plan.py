@@ -188,7 +188,8 @@ def plan_of(
             steps += sites[first_op[node]].lines(names)
         elif (kind := collectives.kept_kind(node)) is not None:
             group = collectives.group_name(node)
-            # A group of one rank exchanges nothing. The same collective may have a larger group on other ranks.
+            # A group of one rank exchanges nothing, so it gets no line. On other ranks, the same collective may have a
+            # larger group. The plans of those ranks then have a line for it.
             if group is not None and len(group_ranks(group) or ()) != 1:
                 steps.append(f"{names.group(group)}: {kind} kept")
     for group, program in graph.output_node().meta.get(DIVIDED, ()):

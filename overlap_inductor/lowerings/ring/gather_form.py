@@ -64,7 +64,8 @@ class GatherRing:
         return looped_gather.rewrite(emit, nodes_of(site, GatherNodes), parts, floor, route)
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """The number of rows of a shard that are cut into sub-chunks; ``None`` if there is one sub-chunk."""
+        """``ExchangeTerms.cut``: the size of the dim of a shard that sub-chunks cut; ``None`` if there is one
+        sub-chunk."""
         nodes = nodes_of(site, GatherNodes)
         if parts == 1:
             return None

@@ -167,7 +167,8 @@ def as_it_stood(
     biases: Sequence[torch.Tensor | None],
     world_size: int,
 ) -> Tensors:
-    """The whole matmuls as the program wrote them, on ``gathered [W * m, k]``, the ranks' shards in order."""
+    """The results of the whole matmuls, as the program wrote them. ``gathered [W * m, k]``: all shards, in the ranks'
+    order."""
     return [_whole(f, gathered, o, b, world_size) for f, o, b in zip(forms, others, biases, strict=True)]
 
 
