@@ -54,7 +54,7 @@ class _Exchange:
 
     Attributes:
         groups: ``(first table, number of tables)`` of each group.
-        bounds: the first element of each group in a slot, then the number of a slot's elements.
+        bounds: offsets in a slot, counted in elements: where each group begins, and where the last one ends.
         sent: for each hop, the piece that it sends. The op that waits for the hop keeps the piece alive.
     """
 
@@ -161,8 +161,8 @@ def _joined(emit: StepEmitter, blocks: list[fx.Node]) -> fx.Node:
 
 
 def _ordered(emit: StepEmitter, nodes: PooledNodes, table: int, token: fx.Node | None) -> fx.Node:
-    """The part of ``table``, with an edge that orders its lookup after ``token``. Without this edge, Inductor may run
-    all lookups before the first send. A lookup that stands before ``token`` in the graph stays where it is."""
+    """``nodes.parts[table]``, with an edge that orders the table's lookup after ``token``. Without this edge, Inductor
+    may run all lookups before the first send. A lookup that stands before ``token`` in the graph stays where it is."""
     lookup, part = nodes.lookups[table], nodes.parts[table]
     # Inductor computes a lookup and what follows it in one kernel, but calls a library for bags.
     node = behind_reshapes(part)
@@ -185,7 +185,7 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
     blocks = emit.reshape(emit.convert(nodes.source, nodes.source_layout, nodes.wire), [emit.world_size, count, size])
     if nodes.last_first:
         blocks = emit.call(torch.ops.prims.rev.default, blocks, [1])
-    # One copy. Without it, Inductor would copy the rows again for each of their slices.
+    # ``packed`` copies the rows once. Without it, Inductor would copy them again for each slice that is sent.
     rows = emit.call(overlap.packed.default, emit.reshape(blocks, [emit.world_size * count, size]))
     for group, cut in enumerate(exchange.groups):
         for step in steps:
