@@ -29,7 +29,7 @@ def overlap_inductor(
     options: dict[str, Any] | None = None,
     **extra: Any,
 ) -> Any:
-    """Compile a graph with Inductor and overlap in it.
+    """Compile a graph with Inductor and this package's pass.
 
     Args:
         mode: Inductor's mode, as ``torch.compile`` takes it (``max-autotune``, ...).
