@@ -2,8 +2,8 @@
 """Lets the package's own errors pass through Dynamo and Inductor as they are.
 
 An exception that leaves a backend reaches the user as ``BackendCompilerFailed``. Some 40 lines of torch's frames stand
-above the message, and two lines about bugs of PyTorch below it. Dynamo and Inductor treat only the type
-``ShortenTraceback`` otherwise: they raise such an error again as it is, and ask it to drop their frames.
+above the message, and two lines about bugs of PyTorch below it. Only the type ``ShortenTraceback`` is
+treated differently: Dynamo and Inductor raise such an error again as it is, and ask it to drop their frames.
 """
 
 from __future__ import annotations
