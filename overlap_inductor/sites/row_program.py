@@ -9,8 +9,8 @@ the library gets the text and runs the same operators on some of the rows at a t
              ["aten.mul.Tensor", [{"row": 2}, {"row": 1}], {}]],
      "result": 3, "width": 4096, "dtype": "bfloat16", "handed_out": []}
 
-``row 0``, ``row 1``, ... stand for values: first the tensors of rows that the program is given, for example the rows
-that arrived, then the results of the ops, in order. ``whole`` tensors serve all rows. ``ends`` says where the rows of
+``row 0``, ``row 1``, ... stand for values: first the tensors of rows that the program gets, such as the rows that
+arrived, then the results of the ops, in order. ``whole`` tensors serve all rows. ``ends`` says where the rows of
 each expert end. The op ``getitem`` takes an element of a list, such as a part of a split. This module does not use FX.
 """
 
