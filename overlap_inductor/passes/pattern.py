@@ -78,8 +78,8 @@ class Search(Protocol):
     def collectives(self) -> Mapping[fx.Node, tuple[fx.Node, str, CollectiveNode | Reason]]: ...
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of the sites found so far and of all sites of early patterns, without the matmuls of sites in
-        ``SiteFinder.idle``."""
+        """The matmuls of the sites found so far and of all sites of early patterns, without the matmuls of sites
+        whose collective is in ``SiteFinder.idle``."""
         ...
 
     def taken(self) -> set[fx.Node]:
@@ -117,7 +117,7 @@ class Pattern(Protocol):
         kind: the kind of collective at which the pattern starts: all_gather, reduce_scatter, all_reduce, all_to_all.
         early: if true, ``find`` reads neither ``Search.owned`` nor ``Search.taken``. The pattern's sites are then found
             before all other sites. Other sites do not claim the collectives of these sites. A sum of another site does
-            not include the matmuls of these sites, apart from those in ``SiteFinder.idle``.
+            not include the matmuls of these sites, unless ``SiteFinder.idle`` has the site's collective.
         example: the pattern as a model writes it; ``None`` if it has no linear layer.
     """
 

@@ -34,7 +34,8 @@ class GraphContext:
 
     Attributes:
         config: the configuration for this graph.
-        is_inference: ``None`` if Inductor does not say, as for joint graphs.
+        is_inference: whether the graph is compiled for inference; ``None`` if Inductor does not say, as for joint
+            graphs.
         graph_id: Dynamo's name of the graph, the same on all ranks.
         refusal: why nothing may be overlapped in the graph, or ``None``.
     """
