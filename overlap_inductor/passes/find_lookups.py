@@ -244,8 +244,8 @@ def _led_by_rank(layout: Layout, moves: bool = False) -> Layout:
 
 
 def _slices(base: fx.Node) -> tuple[int, Size, dict[fx.Node, Size]] | None:
-    """``(dim, number of indices of one table, {slice: its first index})`` if all readers of ``base`` are slices along one
-    dim, and each slice is one table; else ``None``."""
+    """``(dim, number of indices of one table, {slice: its first index})`` if all readers of ``base`` are slices along
+    one dim, and each slice is one table; else ``None``."""
     found = list(_selected(base))
     if not found or any(dim != found[0][1] or not same_size(length, found[0][3]) for _, dim, _, length in found):
         return None

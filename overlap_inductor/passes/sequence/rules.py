@@ -118,7 +118,7 @@ class _Along:
 
 
 class _Reduction:
-    """Reductions over features. ``passes.sequence.sums`` handles those over tokens."""
+    """Reductions over features. ``passes.sequence.sums`` handles reductions over tokens."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         source: Any = node.args[0]
@@ -346,7 +346,8 @@ def broadcast(node: fx.Node, inputs: list[fx.Node], held: Held) -> Rows:
 
 
 def same_op(node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
-    """The elementwise ``node`` for rows: its inputs' rows, and all other inputs cut or reshaped to match them."""
+    """Write the elementwise ``node`` for a rank's rows. It reads the rows of each input that is held as rows. Other
+    inputs are cut or reshaped to match these rows."""
     shape = tools.shape(node)
 
     def operand(source: fx.Node) -> fx.Node:

@@ -69,7 +69,7 @@ class SameValues:
         return _is_number(node) or _may_differ(node) or self._of_group(node) is not None
 
     def _of_group(self, node: fx.Node) -> str | None:
-        """The kind of collective if ``node`` is one of the group's, else ``None``."""
+        """The kind of ``node`` if it is a collective of the group, else ``None``."""
         same = collectives.group_of(node) == self.group_name
         return (collectives.kept_kind(node) or "").split(" ")[0] if same else None
 
@@ -112,7 +112,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def symbols_of(number: Any) -> set[Any]:
-    """The symbols of a symbolic number; none if ``number`` is not symbolic."""
+    """The symbols of a symbolic number; an empty set if ``number`` is not symbolic."""
     symbolic = isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool))
     return set(number.node.expr.free_symbols) if symbolic else set()
 

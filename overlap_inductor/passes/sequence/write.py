@@ -325,7 +325,7 @@ def _is_contiguous(node: fx.Node) -> bool:
 
 
 def _members(stretch: Stretch) -> set[fx.Node]:
-    """The nodes that may have no user after the rewrite."""
+    """The nodes of ``stretch`` that may have no user after the rewrite."""
     replaced = (n for source in stretch.sources for n in _nodes_of(source))
     return {*stretch.rows, *stretch.whole_too, *stretch.sums, *replaced}
 

@@ -15,7 +15,7 @@ Contract: the graph computes the same numbers, because each band is computed by 
 If a step of another site stands between the two sites, the seam fails: waits of one group must keep their order.
 
 Source: Domino (Wang et al., arXiv:2409.15241) cuts the batch and the weights of each layer by hand. The collective of
-one part then runs under the matmuls of the other.
+one part then runs under the matmuls of another part.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def _give_whole(
     parts: dict[fx.Node, list[fx.Node]],
     values: StepValues,
 ) -> None:
-    """Join the bands of each node of ``region`` that nodes outside read, after the last send. ``readers``: the nodes
-    before the last send that read the region. They move behind that send."""
+    """After the last send, join the bands of each node of ``region`` that nodes outside the region read. ``readers``:
+    what ``_readers`` returns. These nodes move behind that send."""
     inside, last = set(region), steps.sends[-1]
     behind = last.next
     behind.prepend(steps.rows)
