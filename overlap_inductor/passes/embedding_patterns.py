@@ -19,7 +19,7 @@ from overlap_inductor.sites.nodes import CollectiveNode
 
 class EmbeddingAllToAll:
     """See ``Pattern``. The finder asks this pattern before the all-to-all patterns with matmuls. The exchange can hide
-    behind the lookups, so no matmul need be cut."""
+    behind the lookups, and the matmuls then stay whole."""
 
     name = "embedding_all_to_all"
     kind = "all_to_all"

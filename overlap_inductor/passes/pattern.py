@@ -79,7 +79,7 @@ class Search(Protocol):
 
     def owned(self) -> set[fx.Node]:
         """The matmuls of the sites found so far and of all sites of early patterns, without the matmuls of sites
-        whose collective is in ``SiteFinder.idle``."""
+        whose collective ``SiteFinder.idle`` names."""
         ...
 
     def taken(self) -> set[fx.Node]:
@@ -116,8 +116,8 @@ class Pattern(Protocol):
         name: the name in reports and in ``OVERLAP_INDUCTOR_PATTERNS``.
         kind: the kind of collective at which the pattern starts: all_gather, reduce_scatter, all_reduce, all_to_all.
         early: if true, ``find`` reads neither ``Search.owned`` nor ``Search.taken``. The pattern's sites are then found
-            before all other sites. Other sites do not claim the collectives of these sites. A sum of another site does
-            not include the matmuls of these sites, unless ``SiteFinder.idle`` has the site's collective.
+            before all other sites. Other sites do not claim the collectives of these sites. A sum of another site
+            includes a matmul of these sites only if ``SiteFinder.idle`` names the collective of the matmul's site.
         example: the pattern as a model writes it; ``None`` if it has no linear layer.
     """
 

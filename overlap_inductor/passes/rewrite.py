@@ -105,7 +105,7 @@ class Rewriter:
         for site in sites:
             if left := [c.node.name for c in site.collectives if c.node in live]:
                 self.current = site
-                raise RuntimeError(f"{', '.join(left)} is still used although the site's steps replaced it")
+                raise RuntimeError(f"still in the graph although the site's steps replaced them: {', '.join(left)}")
         plan, groups = exchange_steps.plan_of(
             self.graph, self.config, moved, {n: s for n, s in self.first.items() if n in live}
         )

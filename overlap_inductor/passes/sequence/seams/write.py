@@ -69,7 +69,7 @@ def write(
     first, last = found.waits[0], found.sends[-1]
     for site, nodes in steps.items():
         if site not in found.sites and any(first < n < last for n in nodes):
-            raise RuntimeError(f"a step of site {site} stands between the two sites")
+            raise RuntimeError(f"a step of site {site} stands between the steps of the seam's two sites")
     _write(found, parts, values)
 
 
