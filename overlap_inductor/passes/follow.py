@@ -107,8 +107,8 @@ class Follower:
         tools.walk([self.collective.wait], self._goes_on)
 
     def _goes_on(self, node: fx.Node) -> bool:
-        """Visit ``node``; return whether to visit its users. They are visited if ``node`` is a form of the gathered
-        tensor, or may be a piece of it that a cat joins with other pieces."""
+        """Visit ``node``; return whether to visit its users. The users are visited if ``node`` is a form of the
+        received tensor, or may be a piece of this tensor that a cat joins with other pieces."""
         if node.op == "call_function" and (
             node.target is aten.cat.default or any(s in self.layouts for s in node.all_input_nodes)
         ):

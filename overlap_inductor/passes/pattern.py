@@ -51,7 +51,8 @@ class Miss:
     Attributes:
         reasons: why there is no site; empty if the graph around the collective does not resemble the pattern.
         final: if true, the finder does not ask the patterns after this one.
-        anchor: the node whose module the report names; ``None`` for the collective itself.
+        anchor: if ``final``, the node whose module the report names; ``None`` for the collective itself. Without
+            ``final``, the finder does not read it.
         left: as in ``Match``.
     """
 
@@ -67,8 +68,8 @@ class Search(Protocol):
     Attributes:
         phase: inference, forward or backward.
         collectives: every collective of the graph, as ``sites.collectives.find_collectives`` gives it.
-        merged: the collectives of sites that have several. Such a site is found at the first of its collectives. Its
-            pattern adds all of its collectives here, and the finder skips the later ones.
+        merged: collectives of sites that have several. Such a site is found at the first of its collectives. The
+            pattern adds at least the site's later collectives here, and the finder skips these.
     """
 
     phase: str

@@ -260,7 +260,7 @@ class Rewriter:
         ]
 
     def _chain_kept_collectives(self) -> None:
-        """Fix the order between each rewritten group's kept collectives and its steps, the same on every rank."""
+        """Give the steps and the kept collectives of each rewritten group an order that is the same on every rank."""
         ours = {n: g for g, nodes in self.emitted.items() for n in nodes}
         newest: dict[str, fx.Node] = {}
         pending: dict[str, list[fx.Node]] = {}

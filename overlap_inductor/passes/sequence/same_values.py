@@ -3,12 +3,12 @@
 
 An op on rows may also read a tensor that is not held as rows. Then each rank reads the part of that tensor that belongs
 to its own rows. The result equals the result of the plain program only if all ranks hold the same tensor. If the tensor
-is computed from results of the group's all-reduces and all-gathers, the graph proves this. If it is computed from
-inputs of the graph, the graph cannot prove it. For example, a norm's weight is the same on all ranks, but a shard of a
-projection is not. So these inputs are listed, and the ranks compare their values at the graph's first run
-(``runtime.same_inputs``). A matmul's result counts as different on each rank, because its weight may be a shard. A
-value that is computed from a symbolic size also counts as different. There is one exception, a size of tensors that the
-ranks exchange: if such a size differed, the ranks' plans would differ too.
+is computed only from results of the group's all-reduces and all-gathers, the graph proves that all ranks hold the same
+tensor. If it is computed from inputs of the graph, the graph cannot prove this. For example, a norm's weight is the
+same on all ranks, but a shard of a projection is not. So these inputs are listed, and the ranks compare their values at
+the graph's first run (``runtime.same_inputs``). A matmul's result counts as different on each rank, because its weight
+may be a shard. A value that is computed from a symbolic size also counts as different. There is one exception, a size
+of tensors that the ranks exchange: if such a size differed, the ranks' plans would differ too.
 """
 
 from __future__ import annotations
