@@ -77,7 +77,7 @@ class _Steps:
     """The steps of one seam.
 
     Attributes:
-        waits: the scatter's wait of each band.
+        waits: the scatter's wait for each band.
         rows: this rank's scattered rows, a ``cat`` of the bands.
         sends: the gather's send of each band.
         start: the op that makes the gather's buffer.
