@@ -21,8 +21,8 @@ from overlap_inductor.sites.sizes import sizes_at
 from overlap_inductor.torch_compat import operators
 
 MARGIN = 1.05
-"""With schedule ``auto``, bands are chosen only if the two rings one after the other are estimated to take more than this
-many times the time in bands."""
+"""With schedule ``auto``, bands are chosen only if the two rings one after the other are estimated to take more than
+this many times the time in bands."""
 LAUNCHES = 2
 """Launches of token-wise kernels that each band but the first adds. A residual and a norm become about two kernels.
 Each launch is taken to cost as much as the fixed cost of a hop."""
