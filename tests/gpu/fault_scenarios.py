@@ -249,8 +249,8 @@ class Rank:
         time.sleep(GRACE_SECONDS + 1)
 
     def aborted(self) -> None:
-        """Rank 0 aborts its group while the kernels of all ranks but the last wait. The waits must end long before they
-        would time out."""
+        """Rank 0 aborts its group while the kernels of all ranks except the last rank are waiting. The waits must end
+        long before they would time out."""
         self.site.calls(CALLS - 1)
         if self.rank == 0:
             threading.Timer(1.0, self.site.faults.abort).start()

@@ -68,8 +68,9 @@ def _disagree(rank: int, world_size: int, fields: list[dict[str, Any]]) -> tuple
     ids=["sub-chunks", "direction"],
 )
 def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
-    """A rewritten graph that runs outside Inductor's callable has no plain program. So every rank must raise an error
-    that names the ranks whose plans differ from its own plan, and says what differs."""
+    """This test's backend runs the rewritten graph itself. So if plans differ, there is no plain program that could run
+    in its place, and every rank must raise an error. The error names the ranks whose plans differ from the rank's own
+    plan, and says what differs."""
     odd = next(i for i, f in enumerate(fields) if f)
     for rank, (kind, text, _) in enumerate(run_ranks(3, _disagree, fields)):
         assert kind == "AgreementError" and words in text, f"rank {rank}: {kind} {text}"
@@ -157,8 +158,8 @@ def _one_compiles_again(rank: int, world_size: int) -> list[tuple[str, str, floa
 
 
 def test_one_rank_alone_compiles_again() -> None:
-    """Rank 1 compiles again, to another plan. In this test, plans are compared at first runs only. So rank 0 runs the
-    agreed plan, and its transfers find no partner. The error of rank 0 must say why."""
+    """Both ranks compile again, but only rank 1 gets another plan. In this test, a plan is compared at its first run only.
+    So rank 0 runs its agreed plan without comparing it again, and its transfers find no partner. The error of rank 0 must say why."""
     (first, kept), (second, changed) = run_ranks(2, _one_compiles_again, expect_failure=True)
     assert first[0] == second[0] == "ok", (first, second)
     assert (
@@ -286,8 +287,8 @@ def _edges(rank: int, world_size: int) -> list[str]:
 
 
 def test_unusual_inputs() -> None:
-    """Catches a result with other strides than in eager PyTorch, a wait for a piece without rows, and remaining rows
-    that are lost."""
+    """Catches a result with other strides than in eager PyTorch, a wait for a piece without rows, and the loss of
+    the rows that are left over if the number of ranks does not divide the number of rows."""
     for rank, found in enumerate(run_ranks(2, _edges, timeout=400)):
         assert found == [], f"rank {rank}: {found}"
 
