@@ -2,9 +2,9 @@
 """Compute the layout of the result of a row-wise op after a gather. Such an op is a norm, a scale, a mask, a slice of
 columns or a ``cat`` of columns.
 
-An op is row-wise if each index of the gathered dim of its result depends only on the same index of its inputs. Such an
-op can be computed on one rank's shard, or on a part of one, as well as on the whole tensor. In the notation of
-``sites.layouts``::
+The indices of the gathered dim are called rows here. An op is row-wise if each row of its result depends only on the
+same row of its inputs. Such an op can be computed on one rank's shard, or on a part of one, as well as on the whole
+tensor. In the notation of ``sites.layouts``::
 
     gathered [R s] [h] -> pow, mean(-1), rsqrt, mul -> [R s] [h]      the mean needs the whole of h
     gathered [R s] [h] * scale [rows, 1] -> [R s] [h]                 scale is cut with the rows

@@ -9,7 +9,8 @@ protocols differ in who acts:
 * ``Exchanges``: the hosts of sender and receiver both post a message.
 * ``WholeCollectives``: all ranks call one collective.
 
-A schedule whose own kernel stores to peers drives no transport. Switches and reports use the name ``sm_push`` for it.
+If a schedule's own kernel stores to peers, the schedule drives no transport. Switches and reports then give
+``sm_push`` as its transport. The registered transport ``SmPush`` has the same name.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class PeerCopies(Transport, Protocol):
 
     @property
     def fastest_from(self) -> int | None:
-        """Smallest piece, in bytes, for which the transport is faster than the transports that have a smaller value
-        here. ``None``: the transport is used only if the user names it."""
+        """A limit in bytes. For pieces of at least this size, the transport is faster than all transports with a lower
+        limit. ``None``: the transport is used only if the user names it."""
         ...
 
     def prepare(
@@ -92,8 +93,9 @@ class PeerCopies(Transport, Protocol):
             numbers: numbers of parts, see ``Transfer``.
             source: an example of what will be sent: ``[any rows, width]``, 16-bit or fp8, contiguous, aligned to 16
                 bytes.
-            guarded: True if what is sent also depends on other waits of this call. If one of these waits timed out, no
-                flag is set to the number of a call that a rank waits for.
+            guarded: True if what is sent also depends on other waits of this call. If one of these waits timed out, the
+                transport must not announce what it sends. It sets no flag, or sets the flags to a number that no rank
+                waits for.
         """
         ...
 
@@ -132,8 +134,9 @@ class Exchanges(Transport, Protocol):
         ...
 
     def join(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Make what messages need, such as a communicator, if all ranks of the group must make it together. All ranks
-        call this before an exchange in which one of them may have no message. Raises ``RuntimeError`` if it fails."""
+        """Make what messages need and what only all ranks of the group together can make, such as a communicator. All
+        ranks call this before an exchange in which one of them may have no message. Raises ``RuntimeError`` if it
+        fails."""
         ...
 
     def start(
@@ -148,12 +151,13 @@ class WholeCollectives(Transport, Protocol):
     """Collectives of all ranks, on a stream other than the one that computes what they send."""
 
     def forked(self, device: torch.device) -> AbstractContextManager[AbstractContextManager[Any]]:
-        """A context that joins the transport's stream to the current one at its end. It yields a context in which the
-        transport's stream is the current one."""
+        """An outer context. When it begins, the transport's stream waits for the caller's stream. When it ends, the
+        caller's stream waits for the transport's stream. It yields an inner context, in which the transport's stream is
+        the current stream."""
         ...
 
     def reduce_rows(self, result: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Sum ``source`` over the ranks, in the order of the current stream. If ``result`` is ``source``, sums in place
+        """Sum ``source`` over the ranks. The collective is queued on the current stream, after the work that is there. If ``result`` is ``source``, sums in place
         (all-reduce). Otherwise ``result`` of rank ``r`` gets the ``r``-th of equal shares of the summed rows
         (reduce-scatter)."""
         ...

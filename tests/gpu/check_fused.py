@@ -46,9 +46,9 @@ FACTOR = 17
 8, but not of a tile."""
 MEASURED = ("host", "kernels", "epilogue us", "weights us", "exchange us")
 """Checks whose row is a measurement. Three of them also contain assertions. ``kernels`` asserts that a site has no more
-kernels than max-autotune needs. ``weights us`` asserts that one launch for all weights gives nearly the results of one launch
-for the widest weight and vendor matmuls for the others. ``exchange us`` asserts that the results of each schedule are
-close to those of ``keep``."""
+kernels than max-autotune needs. ``weights us`` asserts that one launch for all weights gives nearly
+the results of one launch for the widest weight and vendor matmuls for the others. ``exchange us`` asserts that the
+results of each schedule are close to those of ``keep``."""
 
 
 def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:

@@ -14,8 +14,9 @@ from tests.support.gloo_ranks import run_ranks
 
 REPEATED = ("none", "full", "selective, matmuls only")
 """Kinds of checkpointing with which ``test_block`` runs the hand-written block in thorough tests only. Without
-checkpointing, this block has the same sites as the DTensor block. With kind ``selective``, the block runs in every
-test. The other kinds of checkpointing recompute more or fewer of the collectives that ``selective`` recomputes."""
+checkpointing, this block has the same sites as the DTensor block. Kind ``selective`` is
+not in this list, so the block also runs with it in quick tests, and repeats two gathers in the backward. The other two
+kinds add little: they repeat these gathers and one scatter."""
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_every_pair_of_layouts(by_hand: bool, checkpointing: str) -> None:
         assert not found, f"rank {rank}: {found}"
 
 
-# (``tests/examples`` trains a DTensor block in generated code.)
+# Thorough, because ``tests/examples`` trains a DTensor block in generated code in every run of the tests.
 @pytest.mark.thorough
 @pytest.mark.parametrize(("by_hand", "checkpointing"), list(GENERATED))
 def test_block_in_generated_code(by_hand: bool, checkpointing: str) -> None:

@@ -158,8 +158,9 @@ def _one_compiles_again(rank: int, world_size: int) -> list[tuple[str, str, floa
 
 
 def test_one_rank_alone_compiles_again() -> None:
-    """Both ranks compile again, but only rank 1 gets another plan. In this test, a plan is compared at its first run only.
-    So rank 0 runs its agreed plan without comparing it again, and its transfers find no partner. The error of rank 0 must say why."""
+    """Both ranks compile again, but only rank 1 gets another plan. In this test, a plan is compared at its first run
+    only. So rank 0 runs its agreed plan without comparing it again, and its transfers find no partner. The error of
+    rank 0 must say why."""
     (first, kept), (second, changed) = run_ranks(2, _one_compiles_again, expect_failure=True)
     assert first[0] == second[0] == "ok", (first, second)
     assert (
@@ -287,8 +288,8 @@ def _edges(rank: int, world_size: int) -> list[str]:
 
 
 def test_unusual_inputs() -> None:
-    """Catches a result with other strides than in eager PyTorch, a wait for a piece without rows, and the loss of
-    the rows that are left over if the number of ranks does not divide the number of rows."""
+    """Catches a result with other strides than in eager PyTorch, and a wait for a piece without rows. If the number of
+    ranks does not divide the number of rows, some rows are left over. The test also catches their loss."""
     for rank, found in enumerate(run_ranks(2, _edges, timeout=400)):
         assert found == [], f"rank {rank}: {found}"
 

@@ -55,8 +55,8 @@ def _under(matmul: Span, transfers: list[Span]) -> int:
 
 
 def test_transfers_are_in_flight_while_matmuls_run() -> None:
-    """Even if the steps are in the right order in the graph, they could run one after the other, so that nothing is
-    hidden. The test uses three ranks, and two sub-chunks for each shard."""
+    """Catches transfers and matmuls that run one after the other. The right order of the steps in the graph does not
+    rule that out. The test uses three ranks, and two sub-chunks for each shard."""
     for trace in run_ranks(3, _trace):
         gather, scatter = trace["gather ring"], trace["scatter ring"]
         # The site's id must be the same in the report, in the graph and in the trace.
