@@ -157,7 +157,7 @@ class WholeCollectives(Transport, Protocol):
         ...
 
     def reduce_rows(self, result: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Sum ``source`` over the ranks. The collective is queued on the current stream, after the work that is there. If ``result`` is ``source``, sums in place
-        (all-reduce). Otherwise ``result`` of rank ``r`` gets the ``r``-th of equal shares of the summed rows
-        (reduce-scatter)."""
+        """Sum ``source`` over the ranks. The collective is queued on the current stream, after the work that is there.
+        If ``result`` is ``source``, sums in place (all-reduce). Otherwise ``result`` of rank ``r`` gets the ``r``-th of
+        equal shares of the summed rows (reduce-scatter)."""
         ...
