@@ -104,7 +104,8 @@ def _independent(reader: AttentionNode, collective: CollectiveNode) -> bool:
 
 
 def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> list[CollectiveNode]:
-    """The later exchanges that send keys or values of the same attention in the same group and way."""
+    """The later exchanges that send keys or values of the same attention in the same group and way, and that can run
+    under the attention together with ``first``."""
     found: list[CollectiveNode] = []
     for node, kind, other in search.collectives.values():
         if kind != first.kind or not isinstance(other, CollectiveNode) or not first.node < node:
@@ -113,7 +114,8 @@ def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> lis
             continue
         if not _independent(reader, other) or reader.node not in [a.node for a in _attentions(other)]:
             continue
-        if not any(tools.depends_on(node, c.node, {}) for c in (first, *found)):
+        together = HeldNodes(reader, [first, *found, other])
+        if not any(tools.depends_on(node, c.node, {}) for c in (first, *found)) and _why_not_moved(together) is None:
             found.append(other)
     return found
 
