@@ -124,7 +124,7 @@ def test_a_collective_between_attention_and_exchange() -> None:
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = OP(q, k, v)[0]
         total = funcol.all_reduce(q, "sum", dist.group.WORLD)
-        return y, total, funcol.permute_tensor(torch.cat([k, v]), [1, 0], dist.group.WORLD)
+        return y, total, funcol.permute_tensor(torch.cat([k.flatten(), v.flatten()]), [1, 0], dist.group.WORLD)
 
     report = report_of(layer, *_own(), **SCHEDULE)
     assert summary(report) == []
@@ -135,8 +135,8 @@ def test_a_collective_between_attention_and_exchange() -> None:
 @pytest.mark.usefixtures("two")
 def test_a_dependent_attention_hides_nothing() -> None:
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        both = funcol.permute_tensor(torch.cat([k, v]), [1, 0], dist.group.WORLD)
-        return OP(q + both[:2].view_as(q), k, v)[0]
+        both = funcol.permute_tensor(torch.cat([k.flatten(), v.flatten()]), [1, 0], dist.group.WORLD)
+        return OP(q + both[: q.numel()].view(q.shape), k, v)[0]
 
     report = report_of(layer, *_own(), **SCHEDULE)
     assert summary(report) == [] and report.near_misses[0].reason.code == "no_matmul"

@@ -100,7 +100,7 @@ def _generated(rank: int, ranks: int) -> list[str]:
             errors = [problem.error(call, causal) for _ in range(2)]
         reports = all_reports()[before:]
         overlapped = [s.decision.status for r in reports for s in r.sites]
-        if not overlapped or set(overlapped) != {"overlapped"} or any(r.differs for r in reports):
+        if not overlapped or set(overlapped) != {"overlapped"}:
             problems.append(f"{layer.__name__} {balanced}: {overlapped}")
         if not max(errors) <= 1e-5:
             problems.append(f"{layer.__name__} {balanced}: errors {errors}")

@@ -45,7 +45,7 @@ def token_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool =
     following = [*range(1, ranks), 0]
     out, log_sum_exp = OP(q, k, v, 0.0, causal)
     for step in range(1, ranks):
-        k, v = (funcol.permute_tensor(x.contiguous(), following, dist.group.WORLD).view(x.shape) for x in (k, v))
+        k, v = (funcol.permute_tensor(x.flatten(), following, dist.group.WORLD).view(x.shape) for x in (k, v))
         if causal and step > rank:
             continue
         piece, its = OP(q, k, v)
