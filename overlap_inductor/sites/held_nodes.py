@@ -53,9 +53,9 @@ class HeldNodes(SiteNodes):
     @property
     def sharded_dims(self) -> list[ShardedDim]:
         """The keys. The attention reads the keys of one rank, so nothing of it is cut."""
-        atoms = [(Atom(size),) for size in tools.shape(self.attention.rhs)]
-        atoms[KEYS] = (Atom(1, rank=True), *atoms[KEYS])
-        return [ShardedDim.of(Layout(tuple(atoms)))]
+        shape = tools.shape(self.attention.rhs)
+        dims = [(*((Atom(1, rank=True),) if dim == KEYS else ()), Atom(size)) for dim, size in enumerate(shape)]
+        return [ShardedDim.of(Layout(tuple(dims)))]
 
     @property
     def roles(self) -> list[str]:

@@ -39,6 +39,8 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 METHODS = ("alltoall", "allgather")
+OWN = 128
+"""Tokens of a rank. Balanced ranks attend to halves, and memory-efficient attention pads queries to multiples of 32."""
 
 
 def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -58,9 +60,9 @@ def sharded(whole: list[torch.Tensor], method: str, causal: bool, backend: str) 
 def check(rank: int, ranks: int, method: str, causal: bool, backend: str, train: bool) -> list[str]:
     """The problems of one case on this rank."""
     generator = torch.Generator().manual_seed(7)
-    whole = [torch.randn((2, 4, 96 * ranks, 64), generator=generator).bfloat16().cuda() for _ in range(3)]
-    mine = places(rank, ranks, 96, causal).cuda()
-    mask = mine[:, None] >= torch.arange(96 * ranks, device="cuda") if causal else None
+    whole = [torch.randn((2, 4, OWN * ranks, 64), generator=generator).bfloat16().cuda() for _ in range(3)]
+    mine = places(rank, ranks, OWN, causal).cuda()
+    mask = mine[:, None] >= torch.arange(OWN * ranks, device="cuda") if causal else None
     expected = exact(whole[0][:, :, mine], whole[1], whole[2], mask)
     torch._dynamo.reset()
     before = len(all_reports())

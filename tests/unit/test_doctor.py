@@ -244,7 +244,9 @@ def test_schedules_on_gpus_that_reach_each_other(monkeypatch: pytest.MonkeyPatch
 
 def test_schedules_on_gpus_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 2, capability=(8, 0))
-    assert answers() == {schedule.name: "yes" if schedule.name in ("ring", "early_start") else "no" for schedule in SCHEDULES}
+    assert answers() == {
+        schedule.name: "yes" if schedule.name in ("ring", "early_start") else "no" for schedule in SCHEDULES
+    }
     assert "compute capability (8, 0)" in named(runs_here(), "fused").value
 
 
