@@ -76,6 +76,21 @@ def test_exchanges_run_under_the_attention() -> None:
     assert _order("allgather", "early_start") == ["gather", "attention", "wait for it", *["attention"] * 3]
 
 
+@pytest.mark.usefixtures("alone")
+def test_what_is_sent_is_kept_until_the_wait() -> None:
+    """Catches a buffer that Inductor frees or reuses while the exchange may still read it."""
+    with rotation("alltoall", False):
+        lines = lines_of(torch_ring, *[SHAPE] * 3, world_size=4, **SCHEDULE)
+    starts = [i for i, line in enumerate(lines) if "all_to_all_single.default(" in line and not line.startswith("#")]
+    waits = [i for i, line in enumerate(lines) if "wait_tensor.default(" in line and not line.startswith("#")]
+    assert len(starts) == len(waits) == 3
+    for start, wait in zip(starts, waits, strict=True):
+        sent = lines[start].split("default(")[1].split(",")[0]
+        assert not [
+            line for line in lines[start + 1 : wait] if sent in line.replace(",", " ").replace(";", " ").split()
+        ]
+
+
 def test_training_forward() -> None:
     """In a training graph, each wait stands directly behind its exchange."""
     with fake_group(3), rotation("alltoall", False):

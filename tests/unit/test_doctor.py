@@ -309,7 +309,7 @@ def test_symmetric_memory_that_is_absent_is_no_failure(monkeypatch: pytest.Monke
     (check,) = doctor_machine.symmetric_memory()
     assert check.state == NOTE
     assert check.value == (
-        "not available: no CUDA; needed by fused, chunked, small_message; not needed by ring, wave_groups"
+        "not available: no CUDA; needed by fused, chunked, small_message; not needed by ring, wave_groups, early_start"
     )
 
 
