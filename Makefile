@@ -18,17 +18,19 @@ $(VENV)/ready: pyproject.toml
 demo: $(VENV)/ready
 	$(BIN)/overlap-inductor demo
 
-# Tests of kernels, numerics and models start a process for every rank. The last stage has three workers, because some of
-# its tests only wait for a deadline. Long tests come first. A worker that has none left takes tests of another one.
+# Tests of kernels, numerics and models start a process for every rank. In the first two stages, tests whose processes are
+# forked from a prepared process run in one worker (--dist loadgroup), so that only one such process is prepared. The
+# last stage has three workers, because some of its tests only wait for a deadline. Long tests come first. A worker that
+# has none left takes tests of another one.
 test: $(VENV)/ready
-	$(BIN)/python -m pytest tests/unit tests/compile -n 2 -m "not thorough"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -n 2 -m "not thorough"
+	$(BIN)/python -m pytest tests/unit tests/compile -n 2 --dist loadgroup -m "not thorough"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -n 2 --dist loadgroup -m "not thorough"
 	$(BIN)/python -m pytest tests/models tests/examples tests/numerics -n 3 --dist worksteal -m "not thorough"
 
 # The tests that repeat others with other ranks, sizes, parameters or spellings, with more programs, or for more steps.
 test-thorough: $(VENV)/ready
-	$(BIN)/python -m pytest tests/unit tests/compile -n 2 -m thorough
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -n 2 -m thorough
+	$(BIN)/python -m pytest tests/unit tests/compile -n 2 --dist loadgroup -m thorough
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -n 2 --dist loadgroup -m thorough
 	$(BIN)/python -m pytest tests/models tests/examples tests/numerics -n 3 --dist worksteal -m thorough
 
 lint: $(VENV)/ready

@@ -150,7 +150,7 @@ def save_llama(folder: str, layers: int) -> None:
 
 @contextmanager
 def sharded_llama(layers: int, world_size: int) -> Iterator[Any]:
-    """The model's shards of rank 0, under a fake default group."""
+    """Yields the model with the weights' shards of rank 0. The default group is a fake one."""
     rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     os.environ.update({name: str(value) for name, value in rank.items()})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -220,8 +220,8 @@ def measured(
 
 
 def with_ratios(found: dict[tuple[str, str], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows. ``ratio`` is the CPU time of a row over that of the plain compile of the same phase. A row has no
-    ``ratio`` if that plain compile was not measured."""
+    """Yields the rows. ``ratio`` is the CPU time of a row divided by that of the plain compile of the same phase. A row
+    has no ``ratio`` if that plain compile was not measured."""
     for (_, phase), row in found.items():
         plain = found.get(("plain", phase))
         yield row if plain is None else row | {"ratio": round(row["seconds"] / plain["seconds"], 3)}

@@ -13,7 +13,7 @@ A layer has one of two forms (``bench.support.experts``). Every expert has equal
 
 The result of each call is compared with the result of the uncompiled layer, before and after the calls are timed. A
 wrong result ends the benchmark. ``transfers`` are the collectives alone: the all-reduce, or the two all-to-alls. Each
-row holds two times of a call: one with the host hidden, and one with the host in the loop (``bench.timing``).
+JSON row holds two times of a call: one with the host hidden, and one with the host in the loop (``bench.timing``).
 """
 
 from __future__ import annotations

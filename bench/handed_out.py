@@ -14,9 +14,9 @@ k and v). These calls are timed in turn::
     fused, handed out      the op of fused; the gathered tensor is returned
     copy                   only a copy of the gathered tensor
 
-Before the timing, results are compared with those of ``keep``. Gathered tensors must be bitwise equal. Figures are
-microseconds of device time with the host hidden. Each rank takes the median of a call's samples. The figure is the
-maximum of these medians over ranks.
+Before the timing, results are compared with those of ``keep``. A returned gathered tensor must be bitwise equal to that
+of ``keep``. Figures are microseconds of device time with the host hidden. Each rank takes the median of a call's
+samples. The figure is the maximum of these medians over ranks.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ class Program:
 
 
 def saved(folder: Path, sizes: Sizes, dtype: torch.dtype, device: str) -> Path:
-    """The folder of a Llama with random weights (seed 0). The first rank writes it."""
+    """Rank 0 writes a Llama with random weights (seed 0) to ``folder``. All ranks call this together, and get
+    ``folder``."""
     from transformers import LlamaConfig
     from transformers import LlamaForCausalLM
 
@@ -118,7 +119,7 @@ def decode(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dty
 
 
 def training(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
-    """Forward, loss from labels and backward, without an optimizer."""
+    """The forward, the loss computed from labels, and the backward. There is no optimizer."""
     model, ids = _llama(folder, dtype), _ids(sizes.vocabulary, batch, tokens, device)
 
     def step(function: Any) -> Outputs:

@@ -3,7 +3,8 @@
 
 The kinds are waits for a peer, sends, collectives, matmuls, looping ops and the rest. ``bench.layers --trace FOLDER``
 profiles some steps of each variant. The profiler's ranges of overlap ops carry the site's id. A site is open from its
-first op to its last op. If several sites are open, a matmul counts for the site that was opened last.
+first op to its last op. The ranges of matmuls and of plain collectives carry no id. They count for the open site that
+was opened last.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ KINDS = {
     "aten::addmm": "matmul",
     "aten::bmm": "matmul",
 }
-"""The kind of time that an op takes, by the first word of the op's name. Looping ops (one op for a site) have the kind
-``loop``."""
+"""The kind of time that an op takes, by the first word of the name of its range. Looping ops (one op for a site) have
+the kind ``loop``."""
 OUTSIDE = "outside of sites"
 
 
@@ -52,8 +53,8 @@ class Span:
 def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
     """``{site: {kind: milliseconds}}``. ``OUTSIDE`` is the key for time outside all sites.
 
-    The key ``span`` holds the time from the site's first op to its last op. A kind's name plus ``s``, for example
-    ``waits``, is the key for the number of ranges of that kind. A range inside a counted range is not counted.
+    The key ``span`` of a site holds the time from the site's first op to its last op. A kind's name plus ``s``, for
+    example ``waits``, is the key for the number of ranges of that kind. A range inside a counted range is not counted.
     """
     ordered = sorted(spans, key=lambda s: (s.begin, -s.end))
     bounds: dict[str, list[float]] = {}

@@ -60,7 +60,7 @@ def variants(schedule: str, machine: str, switches: Mapping[str, str]) -> list[V
 
 
 def compiled(variant: Variant, model: Any, cuda_graphs: bool) -> Any:
-    """``model`` compiled as ``variant`` says. With ``cuda_graphs``, it also gets the options of
+    """``model`` compiled as ``variant`` says. With ``cuda_graphs``, the compile also gets the options of
     ``mode="reduce-overhead"``."""
     options: dict[str, Any] = dict(torch._inductor.list_mode_options("reduce-overhead")) if cuda_graphs else {}
     if variant.switches is not None:
@@ -102,12 +102,12 @@ _COLLECTIVE = re.compile(
 
 
 def counted(texts: Sequence[str]) -> dict[str, int]:
-    """Number of collectives of each kind in graphs' texts."""
+    """``{kind: number of collectives of that kind}`` in the texts of graphs."""
     return dict(Counter(name for text in texts for name in _COLLECTIVE.findall(text)))
 
 
 def sites(reports: Sequence[OverlapReport]) -> dict[str, int]:
-    """Number of sites of each phase, pattern and schedule."""
+    """``{"phase pattern: schedule": number of such sites}``."""
     return dict(Counter(f"{r.phase} {s.facts.pattern}: {s.decision.moving.schedule}" for r in reports for s in r.sites))
 
 

@@ -64,7 +64,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.layers", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks on a CPU (torchrun sets it on GPUs)"
+        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of CPU ranks (torchrun sets that of GPUs)"
     )
     parser.add_argument(
         "--megabits", type=int, nargs="+", default=[500, 750], help="link rate for each entry of --ranks"

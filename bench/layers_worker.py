@@ -106,7 +106,8 @@ def error(found: Outputs, reference: Outputs) -> float:
 
 def memory_of(program: Program, function: Any, device: str) -> tuple[float, float]:
     """``(most, more)`` in MiB. ``most`` is the peak memory of one step. ``more`` is this peak minus the memory before
-    the step. On GPUs, this is the memory of the allocator. On CPUs, it is the resident memory of the process."""
+    the step. On GPUs, the memory is what the allocator has allocated. On CPUs, it is the resident memory of the
+    process."""
     gc.collect()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

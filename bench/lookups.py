@@ -9,8 +9,8 @@ Before and after the calls are timed, each result is compared with sums in fp64.
 parts are timed alone: ``lookups`` is the plain graph without the exchange, and ``exchange`` is only the exchange. All
 calls except ``exchange`` are compiled.
 
-Each row holds two times of a call: one with the host hidden, and one with the host in the loop (``bench.timing``). It
-also holds the estimates of the cost model. Rows are appended to the file as soon as they are measured.
+Each JSON row holds two times of a call: one with the host hidden, and one with the host in the loop (``bench.timing``).
+It also holds the estimates of the cost model. JSON rows are appended to the file as soon as they are measured.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ Each GPU plays rank 0 of ``--world-size`` ranks. For each GPU, the other GPU pla
 sends and receives exactly what it would in the larger group, and uses the same NVLink. (The links of a GPU end in a
 switch, so one peer can use the GPU's whole bandwidth.)
 
-**Where rows are written.** Both GPUs count themselves as rank 0. Rank 0 sends rows to peer ``p``. From the point of
-view of that peer, the sender is rank ``world_size - p``. So the rows are written to the place of rank ``world_size -
-p`` in the other GPU's workspace.
+**Where rows are written.** Rank 0 sends rows to peer ``p``. The other GPU, which plays this peer, also counts itself as
+rank 0. All ranks are shifted by ``p`` in its count, so it counts the sender as rank ``world_size - p``. So the rows are
+written to the place of rank ``world_size - p`` in the other GPU's workspace.
 
 **What is missing.** Delays of single peers, contention at receivers, and NCCL's collective are missing. So there is no
 row for ``keep``, and times are compared with the matmul alone.

@@ -7,8 +7,9 @@ The model is an unchanged Hugging Face Llama with the layer shapes of llama3-70b
     bench/results/models.jsonl
 
 For each number in ``--tokens``, one sequence of this length runs (prefill), with the host in the loop. For each number
-in ``--batches``, that many sequences of one token run, as CUDA graphs (``triton.cudagraphs``). They have the matmuls
-and collectives of a decode step. Before a shape is timed, its logits are compared with those of the eager model.
+in ``--batches``, that many sequences of one token run, as CUDA graphs (``triton.cudagraphs``). Such a call has the
+matmuls and collectives of a decode step. Before a shape is timed, its logits are compared with those of the eager
+model.
 
 A sample is the mean of three calls. Each rank takes the median of its samples. The time in a row is the maximum of
 these medians over ranks, in milliseconds. ``graphs_made`` in a row is the number of CUDA graphs into which launches of

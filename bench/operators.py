@@ -152,7 +152,7 @@ def run(arguments: argparse.Namespace, device: torch.device, start: float) -> li
     for number, case in enumerate(all_cases):
         if case.why_not():
             continue
-        # All ranks must begin the same cases, so the clock of the slowest rank decides.
+        # All ranks must begin the same cases, so the longest of the ranks' times decides.
         before = greatest(time.monotonic() - start)
         if found and before + longest > arguments.budget_seconds:
             say(

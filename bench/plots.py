@@ -19,8 +19,8 @@ from bench.tables import row_efficiency
 
 def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw speed-up and overlap efficiency against the ratio of computation time to transfer time. There is a column of
-    panels for each world size, and a line for each program. The rows are stored in the file as its description, so that
-    a test can compare them."""
+    panels for each world size, and a line for each program. The drawn rows are stored in the file as its description.
+    A test compares them with the rows in ``bench/results``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -68,7 +68,7 @@ def _ratio(row: dict[str, Any]) -> float:
 def layers(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the speed-up of each variant over plain ``torch.compile``, in groups of bars. The line on a bar shows the
     speed-ups at the 80th and at the 20th percentile of the time. A mark shows the program without its collectives. The
-    rows are stored in the file as its description, so that a test can compare them."""
+    drawn rows are stored in the file as its description. A test compares them with the rows in ``bench/results``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -165,9 +165,9 @@ HEADLINE_NAMES = {"auto": "overlap_inductor (schedule auto)", "async_tp": "PyTor
 
 def headline(found: list[dict[str, Any]], path: Path) -> None:
     """Draw README's picture. It has a panel for each pattern. A panel has bars of the speed-up over plain
-    ``torch.compile`` by tokens, and a mark for the limit at each token count.
-    The rows (``summaries.headline_rows``) are stored in the file as its description, so that a test can compare
-    them."""
+    ``torch.compile`` by tokens, and a mark for the limit at each token count. The drawn rows
+    (``summaries.headline_rows``) are stored in the file as its description. A test compares them with the rows in
+    ``bench/results``."""
     import matplotlib
 
     matplotlib.use("Agg")

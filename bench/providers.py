@@ -75,7 +75,7 @@ class Provider:
     Attributes:
         call: computes the case.
         runs: what ``call`` runs: ``keep``, ``async_tp`` or the name of a schedule. For ``auto``, it is the name of the
-            schedule that was chosen.
+            schedule that the planner chose.
         parameters: the parameters of that schedule. If ``call`` is a compiled graph, they are those of the plan.
             Otherwise they are those that the op gets. Empty for the providers ``keep`` and ``async_tp``.
         held: bytes of symmetric memory on each rank that the call needs.
@@ -134,10 +134,10 @@ def why_not(name: str, case: Case, device: torch.device) -> str | None:
     kind, ranks = re.split("[/ ]", name)[0], tuple(range(case.world_size))
     if kind == "async_tp":
         if case.scaled:
-            return "its ops for fp8 are not measured here"
+            return "this benchmark does not measure the fp8 ops of async TP"
         if case.pattern not in ASYNC_TP:
-            return "async TP has no op for it"
-        return "its op needs GPUs" if device.type != "cuda" else symmetric.why_no_symmetric_memory(ranks, device)
+            return "async TP has no op for this pattern"
+        return "async TP needs GPUs" if device.type != "cuda" else symmetric.why_no_symmetric_memory(ranks, device)
     if kind in ("keep", "auto"):
         return None
     schedule = schedule_named(kind)

@@ -46,7 +46,7 @@ PICTURE = ROOT / "docs" / "assets" / "slow_link.png"
 
 
 def run(world_size: int, options: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
-    """The rows of one world size, as soon as each is measured. Standard error of all ranks is shown as it comes.
+    """Yields each row of one world size as soon as it is measured. Standard error of all ranks is shown as it comes.
 
     Raises:
         SystemExit: rank 0 fails, or still runs after ``timeout`` seconds.

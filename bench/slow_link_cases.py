@@ -149,7 +149,7 @@ def _received_uneven(of: Sizes) -> Case:
 
 
 def _looked_up(of: Sizes) -> Case:
-    """Tables of 64 columns, and bags of ``columns / 4`` rows."""
+    """Lookups in tables whose rows have 64 elements. A bag has ``of.columns / 4`` indices."""
     full = of.drawn(of.rows, of.inner)
     made = torch.Generator().manual_seed(of.rank)
     indices = torch.randint(10_000, (of.rows, of.columns // 4), generator=made)

@@ -73,7 +73,8 @@ def _measured(name: str, case: Case, options: dict[str, Any]) -> tuple[dict[str,
     """The times of a case, and the error of the ring relative to the plain program.
 
     Raises:
-        SystemExit: the results differ by more than the tolerance, or a site was not overlapped.
+        SystemExit: the results differ by more than the tolerance, or ``case.sites`` is not the number of overlapped
+            sites.
     """
     torch._dynamo.reset()
     plain, ring, compute = (_compiled(f) for f in (case.whole, case.whole, case.compute))
@@ -86,7 +87,10 @@ def _measured(name: str, case: Case, options: dict[str, Any]) -> tuple[dict[str,
         ((f - e).abs().max() / e.abs().max().clamp(min=1e-6)).item() for f, e in zip(found, expected, strict=True)
     )
     if not error <= case.tolerance or sites != case.sites:
-        raise SystemExit(f"{name}: relative error {error:.3g}, {sites} sites overlapped; nothing was timed")
+        raise SystemExit(
+            f"{name}: nothing was timed: relative error {error:.3g} (at most {case.tolerance:g} is allowed), {sites}"
+            f" sites overlapped (expected: {case.sites})"
+        )
     times = timed(
         {
             "serial": lambda: results(case, plain, case.whole),

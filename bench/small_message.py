@@ -131,8 +131,8 @@ class Site:
 
 
 def error(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], alike: bool) -> float:
-    """The largest relative error on any rank. For NaN, it is infinite. With ``alike``, it is also infinite if the
-    checksums of the ranks' results differ."""
+    """The largest relative error on any rank. For NaN, it is infinite. With ``alike``, it is also infinite if two
+    ranks' results have different checksums."""
     off = float(
         torch.stack([(f.float() - e).abs().max() / e.abs().max() for f, e in zip(found, expected, strict=True)]).max()
     )

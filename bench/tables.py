@@ -15,7 +15,7 @@ def overlap_efficiency(serial: float, overlapped: float, matmul: float, collecti
     ``serial`` is the time of matmul and collective one after the other. All times have the same unit.
 
     Raises:
-        ValueError: nothing can be hidden (``serial`` is not more than the longer of the two).
+        ValueError: nothing can be hidden (``serial`` is not more than the longer of ``matmul`` and ``collective``).
     """
     hideable = serial - max(matmul, collective)
     if hideable <= 0:
@@ -34,7 +34,7 @@ def row_efficiency(row: dict[str, Any]) -> float | None:
 
 
 def slow_link(rows: list[dict[str, Any]]) -> str:
-    """The slow-link table: milliseconds, speed-up and overlap efficiency by ratio of matmul to transfer."""
+    """A table of rows of ``bench.slow_link``, one line for each, in their order. Times are milliseconds."""
     lines = [
         (
             "| pattern | ranks | cores | matmul / transfer | matmul ms | collective ms | serial ms | ring ms |"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """overlap_inductor: a ``torch.compile`` pass that hides tensor-parallel collectives behind their matmuls.
 
-Importing this package imports neither ``torch._inductor``, ``torch._dynamo`` nor ``triton``. Every public name is
+Importing this package imports none of ``torch._inductor``, ``torch._dynamo`` and ``triton``. Every public name is
 resolved on first use (PEP 562), because the package may be imported from inside ``import torch``.
 """
 

@@ -43,7 +43,8 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def _named(name: str, value: Any, always: tuple[str, ...], known: names.Names) -> str:
-    """``value`` if it is one of ``always`` or of the ``known`` names, which are looked up only if they are needed."""
+    """``value`` if it is one of ``always`` or of the ``known`` names. The known names are looked up only if ``value``
+    is not one of ``always``."""
     return value if value in always else _choice(name, value, (*always, *known.known()))
 
 
@@ -121,8 +122,9 @@ class OverlapConfig:
     sub_chunks: int = _key(4)
     """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard. In a site of embedding tables,
     the ring sends groups of tables instead, at most ``4 * S`` of them. On CPUs, ``auto`` takes fewer sub-chunks if
-    their estimate is at most 5 % slower, because fewer steps compile faster. The cost model assumes that
-    ``1 / (world_size * S)`` of the shorter of matmul and transfer stays exposed."""
+    their estimate is at most 5 % slower, because fewer steps compile faster. The two sites of a seam that runs in
+    [bands](sequence-parallel.md) take as many sub-chunks as bands. The cost model assumes that ``1 / (world_size * S)``
+    of the shorter of matmul and transfer stays exposed."""
 
     step_node_budget: int = _key(3000)
     """The number of FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. Sites are unrolled
@@ -137,7 +139,7 @@ class OverlapConfig:
     written."""
 
     replay: str = _key("on")
-    """``on``: a site's launches are replayed as one CUDA graph if its tensors have the same addresses as before.
+    """``on``: a site's launches are replayed as one CUDA graph if its tensors have the addresses of an earlier call.
     ``off``: each call makes its launches one by one."""
 
     agreement_timeout: int = _key(300)
@@ -214,8 +216,9 @@ class OverlapConfig:
         return config
 
     def cache_key(self) -> tuple[tuple[str, Any], ...]:
-        """The fields that decide which code is generated, as ``(name, value)``. They are part of a pass's ``uuid`` and
-        of what the ranks compare."""
+        """The fields that decide which code is generated, as ``(name, value)``. They are part of a pass's ``uuid``. A
+        rank also publishes them with its plan. They do not decide whether two plans are equal. If the plans differ, the
+        message names the fields that differ, too."""
         return tuple((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata["cache_key"])
 
 

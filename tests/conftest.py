@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.cheap_compiles import compile_cheaply
-from tests.support.cheap_compiles import probe_vector_instructions
 from tests.support.cheap_compiles import set_environment
 from tests.support.fork_base import INDUCTOR
 from tests.support.fork_base import TORCH
@@ -28,10 +27,12 @@ def pytest_collection_finish() -> None:
         compile_cheaply()
 
 
-@pytest.fixture(scope="session")
-def known_vector_instructions() -> None:
-    """For tests that start processes which compile."""
-    probe_vector_instructions()
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup``, one worker runs all programs that are forked from a base, so only one base is made."""
+    for item in items:
+        if "torch_base" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("programs of the fork base"))
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +43,6 @@ def torch_base() -> Iterator[ForkBase]:
 
 
 @pytest.fixture(scope="session")
-def inductor_base() -> Iterator[ForkBase]:
+def inductor_base(torch_base: ForkBase) -> ForkBase:
     """For programs that compile. In a new interpreter, such a program would take five seconds."""
-    with ForkBase(INDUCTOR) as base:
-        yield base
+    return torch_base.grown(INDUCTOR)

@@ -38,7 +38,8 @@ _PROGRAM = re.compile(r"[;{}]\s*$|^\w*\((Tensor|SymInt).*\) -> ", re.MULTILINE)
 
 def paragraphs(text: str) -> Iterator[list[tuple[int, str]]]:
     """The paragraphs of prose in ``text``, each as a list of ``(line, text)``. Lines are counted from 0. A list item
-    and an entry of ``Args:`` are paragraphs of their own. The indentation that all lines share must be removed."""
+    and an entry of ``Args:`` are paragraphs of their own. The caller must already have removed the
+    indentation that all lines of ``text`` share."""
     found: list[tuple[int, str]] = []
     skip_above: int | None = None  # lines that are indented by more are code
     skip_to_blank = in_item = False
@@ -106,8 +107,9 @@ def is_program(text: str) -> bool:
 
 
 def _dedented(text: str) -> str:
-    """A docstring without the indentation that its lines share. The first line has no indentation. The line of the
-    closing quotes counts as a line."""
+    """A docstring without the indentation that its lines share. The shared indentation is that of the
+    lines after the first. Empty lines are ignored, except the last one: it holds the closing quotes, so its indentation
+    counts."""
     first, *rest = text.split("\n")
     shared = min((len(line) - len(line.lstrip()) for line in rest if line.strip() or line is rest[-1]), default=0)
     return "\n".join([first.lstrip(), *(line[shared:] for line in rest)])

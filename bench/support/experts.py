@@ -45,8 +45,8 @@ class Experts(torch.nn.Module):
     """``AllReduceEP`` and ``grouped_mm_experts_forward`` of ``transformers``. The rank is a constant of the graph.
 
     Args:
-        places: how the rows are brought back: ``put`` (as ``transformers`` does), ``argsort``, or ``negative`` (by
-            indices that count from the end).
+        places: how the rows are brought back into the order of the tokens: ``put`` (as ``transformers`` does),
+            ``argsort``, or ``negative`` (by indices that count from the end).
         late: whether the weights are applied after the rows were brought back.
         reduce: the collective.
     """
@@ -92,7 +92,7 @@ class Experts(torch.nn.Module):
     def _computed(
         self, rows: torch.Tensor, ids: torch.Tensor, weights: Weights, ends: torch.Tensor, masked: torch.Tensor
     ) -> torch.Tensor:
-        """The rows that this rank's experts compute from ``rows``, which are in the order of their experts ``ids``."""
+        """The rows that this rank's experts compute from ``rows``. ``ids``: the expert of each row, ascending."""
         up, down = weights
         gate, values = torch._grouped_mm(rows, up, offs=ends).masked_fill(masked, 0.0).chunk(2, -1)
         return torch._grouped_mm(F.silu(gate) * values, down, offs=ends)
@@ -113,7 +113,7 @@ class Experts(torch.nn.Module):
         return result
 
     def _expert(self, x: torch.Tensor, expert: int, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        """The rows that ``expert``, whose weights are ``up`` and ``down``, computes from ``x``."""
+        """The rows that ``expert`` computes from ``x``. Its weights are ``up`` and ``down``."""
         gate, values = (x @ up).chunk(2, -1)
         return (F.silu(gate) * values) @ down
 

@@ -39,7 +39,7 @@ class ScatterTokens(torch.autograd.Function):
 
 
 class Gathered(nn.Module):
-    """A module whose input is first gathered on the sequence."""
+    """A module whose input is first gathered along the sequence."""
 
     def __init__(self, module: nn.Module, dim: int, group: dist.ProcessGroup) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's block with the hidden size of Llama-3-8B, for an estimate of what it would gain on other machines. (Its
-MLP is a little wider: 4 times the hidden size.)
+MLP is a little wider than Llama-3-8B's: 4 times the hidden size.)
 
     overlap-inductor explain --machine h200 --ranks 8 --short demo_estimate.py
 
-``explain`` plans its graphs and runs none of them.
+``explain`` plans the graphs of this script and runs none of them.
 """
 
 from __future__ import annotations

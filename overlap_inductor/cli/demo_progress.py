@@ -25,7 +25,7 @@ class Progress:
         self._start("starting the ranks")
 
     def line(self, text: str) -> None:
-        """Take one line of rank 0's standard output. A line that is not the demo's own is passed on."""
+        """Take one line of rank 0's standard output. A line that is not a JSON object is shown."""
         try:
             record = json.loads(text)
         except ValueError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the demo. It runs each model eager, compiled without overlap, and compiled with overlap by ``auto`` and
+"""One rank of the demo. It runs each model eagerly, compiled without overlap, and compiled with overlap by ``auto`` and
 by each schedule that can run between these ranks. It compares the results, and times the model without overlap and the
 models in which a site is overlapped.
 

@@ -30,7 +30,7 @@ class Check:
     take effect. ``note``: neither good nor bad, for example something that is absent and not required.
 
     ``advice`` tells the user what to do. It is empty if there is nothing to do. If the check answers a question,
-    ``answer`` is ``yes``, ``no`` or a number, and ``value`` says why.
+    ``answer`` is ``yes``, ``no`` or a number, and ``value`` explains this answer.
     """
 
     section: str

@@ -18,8 +18,8 @@ SECTION = "Machine facts"
 
 
 def machine_facts() -> list[Check]:
-    """A line for each rate and fixed cost of ranks on the GPUs of this machine, or on its CPUs if it has no GPU. The
-    state is ``good`` if the switch ``machine`` sets the value, and ``note`` if the value is the package's default."""
+    """A line for each of ``FIELDS``, for ranks on the GPUs of this machine, or on its CPUs if it has no GPU. The state
+    is ``good`` if the switch ``machine`` sets the value, and ``note`` if the value is the package's default."""
     import torch
 
     from overlap_inductor.sites.sizes import machine_between
@@ -36,7 +36,7 @@ def machine_facts() -> list[Check]:
     told = json.loads(config.machine or "{}")
     checks = []
     for name in FIELDS:
-        source = "told by OVERLAP_INDUCTOR_MACHINE" if name in told else f"shipped for {machine.name}"
+        source = "set by OVERLAP_INDUCTOR_MACHINE" if name in told else f"shipped for {machine.name}"
         state = GOOD if name in told else NOTE
         checks.append(Check(SECTION, name, state, f"{_text(getattr(machine, name))} ({source})"))
     return checks

@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     explain.set_defaults(run=_explain)
 
     report = commands.add_parser(
-        "report", help="show the reports of a dump folder (equal ones once) and write its index.html"
+        "report", help="show the reports of a dump folder (equal reports once) and write its index.html"
     )
     report.add_argument("folder", help="the folder that OVERLAP_INDUCTOR_DUMP named")
     report.set_defaults(run=_report)

@@ -21,9 +21,9 @@ class Host:
     """A network namespace.
 
     Attributes:
-        name: as ``ip netns`` knows it.
-        address: its IPv4 address on the bridge.
-        interface: its end of the link.
+        name: the name by which ``ip netns`` knows the namespace.
+        address: the namespace's IPv4 address on the bridge.
+        interface: name of the namespace's network interface, which is linked to the bridge.
     """
 
     name: str

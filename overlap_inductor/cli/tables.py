@@ -25,7 +25,7 @@ def as_text(parts: Iterable[RenderableType], stream: TextIO | None = None) -> st
     if terminal:
         console = Console(file=out, force_terminal=True, highlight=False)
     else:
-        # With another color_system, rich would also color text for a pipe if FORCE_COLOR is set.
+        # With a color_system other than None, rich would also color text for a pipe if FORCE_COLOR is set.
         console = Console(file=out, force_terminal=False, color_system=None, width=_UNCUT, highlight=False)
     console.print(*parts, sep="\n")
     return out.getvalue() if terminal else "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())

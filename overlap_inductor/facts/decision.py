@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Decision`` holds what was decided for a site, as ``PlanPiece`` and ``Reason``. Plain data, no FX, no kernels."""
+"""``Decision`` holds what was decided for a site: ``PlanPiece`` objects and ``Reason`` objects. Plain data, no FX, no
+kernels."""
 
 from __future__ import annotations
 

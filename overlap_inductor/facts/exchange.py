@@ -36,7 +36,7 @@ class ExchangePlan:
             because they are a likely cause.
         groups: this rank's names of the process groups that the steps call g0, g1, ...; one tuple for each joined plan.
             Not in the digest.
-        parts: the plans that ``joined`` made this one from; empty for the plan of a single graph.
+        parts: the plans from which ``joined`` made this plan; empty for the plan of a single graph.
         inputs: ``{name of the graph's input: digest}`` of the parameters and buffers that must be the same on all ranks
             for this exchange to be right (``runtime.same_inputs``).
     """

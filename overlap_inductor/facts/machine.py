@@ -23,7 +23,7 @@ class Machine:
         overlapped_efficiency: FLOP/s of the matmuls of single chunks while transfers run, as a fraction of the FLOP/s
             of the whole matmul when it runs alone.
         least_tiles: the fewest output tiles (128 x 256 elements each) with which a schedule that cuts the matmul inside
-            one op pays. ``chunked`` may go lower if its launches are replayed.
+            one op pays. ``chunked`` may pay with fewer tiles if its launches are replayed.
         memory_bytes: B/s of a kernel that is limited by memory; bytes read and bytes written are added up. A kernel
             that sums partial results reached 2.72e12 on one H100. Lookups in tables are estimated with this rate, too.
         lookup_seconds: fixed cost of one lookup in a table as the program writes it. On an H100, 64 embedding_bags of

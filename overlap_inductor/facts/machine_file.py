@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the facts of a machine that a user states: a JSON object whose fields replace those of ``Machine``.
+"""Read the facts that a user states about a machine: a JSON object whose fields replace those of ``Machine``.
 
 The switch ``machine`` holds the path of a file with such an object, or the object's text. ``read`` turns both into one
 text, which is equal for equal facts. So caches and ranks compare the facts, and not where they are stored.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ComparedCall``: the callable of a compiled graph, which first compares plans with the other ranks
+"""``ComparedCall``: the callable of a compiled graph. It first compares plans with the other ranks
 (``runtime.agreement``).
 
 It takes the place of ``CompiledFxGraph.current_callable`` and calls the earlier callable, which may record CUDA graphs.
@@ -55,7 +55,7 @@ class PlainProgram:
     output_strides: Sequence[Any] | None
 
     def compile(self) -> Callable[[list[Any]], Any]:
-        """Compile the graph without overlap. Returns a boxed callable, as Inductor's own."""
+        """Compile the graph without overlap. Returns a boxed callable, like Inductor's own callables."""
         compiled, examples = plain_program.compile_plain(self.data, self.large, self.keywords, self.settings)
         return plain_program.guarded(plain_program.restrided(compiled, examples, self.output_strides), examples)
 
@@ -69,7 +69,7 @@ class ComparedCall:
         plain: compiles the plain program. ``None`` if the graph has no overlap, if it has no plain program, or if its
             plain program cannot be restored.
         on_accelerator: whether the graph runs on a device other than the CPU. If so, ranks that share no memory page
-            (``runtime.call_page``) compare its plans at first runs only.
+            (``runtime.call_page``) compare each of its plans only at the plan's first run.
         dump: the dump folder, or ``None``.
     """
 
@@ -102,7 +102,7 @@ class ComparedCall:
         self.by_inputs: ByStorage[agreement.Comparison] = ByStorage()
         """The comparison for each set of ``in_plan`` inputs that the graph was called with."""
         self.by_digest: dict[str, agreement.Comparison] = {}
-        """The same comparisons by their plan's digest. Sets of inputs with the same values share one."""
+        """The same comparisons by their plan's digest. Sets of inputs with the same values share one comparison."""
         self.overlaps = any(p.overlaps for p in self.plans)
         self.ready = not self.overlaps
         """True if ``overlapped`` may run as soon as all ranks agree: the graph has no overlap, or ``_prepare`` has
@@ -178,8 +178,8 @@ class ComparedCall:
         )
 
     def _prepare(self, inputs: Sequence[Any]) -> str:
-        """Make the workspace that the graph's sites share with their peers. All ranks of a group call this together.
-        Returns ``""``, or why it failed. The text is the same on all ranks of the group."""
+        """Make the workspace that the graph's sites need: memory that this rank shares with its peers. All ranks of a
+        group call this together. Returns ``""``, or why it failed. The text is the same on all ranks of the group."""
         for group in self.groups or ():
             for plan in self.plans:
                 agreement.accept(group, plan)

@@ -4,7 +4,7 @@ itself.
 
 The hash is part of the cache keys of Inductor and AOTAutograd. It covers all sources of the package, also those that
 change no code. It does not cover the dump folder. Reports are stored with the compiled graph, so a cache hit writes the
-same dump as the miss.
+same dump as the compile that filled the cache.
 """
 
 from __future__ import annotations

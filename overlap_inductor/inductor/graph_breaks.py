@@ -4,7 +4,7 @@ call, so no pass can find it.
 
 Dynamo appends every break, with its reason and the stack of the user's program, to a list before it compiles the graph
 that ends there. Each break is reported once, by the first graph that is compiled after it. This is the graph that ends
-at the break, or the next graph if that one was empty.
+at the break. If that graph is empty, it is the next graph.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def new_notices() -> list[str]:
     for i, reason in enumerate(reasons):
         if not hasattr(reason, _TOLD):
             setattr(reason, _TOLD, True)
-            # A break inside a function also breaks its caller's graph. It appears again when the function is compiled
-            # by itself.
+            # A break inside a function also breaks the graph of the function's caller. The break appears again when the
+            # function is compiled by itself.
             known = any(_ends_with(before, reason) for before in reasons[:i])
             found += [_sentence(reason)] if not known and _users_line(reason) is not None and _calls(reason) else []
     return found
@@ -55,16 +55,15 @@ def _sentence(reason: Any) -> str:
     how = "(async_op=True)" if reason.reason.startswith("async_op=True") else ""
     why = reason.reason.splitlines()[0]
     return (
-        f"torch.distributed.{_calls(reason)}{how} breaks the graph and is in no report: Dynamo does not trace it"
-        f" ({why}), at {line.filename}:{line.lineno} in {line.name}{': ' + line.line if line.line else ''}. Only a call"
-        " that Dynamo traces can be overlapped."
+        f"torch.distributed.{_calls(reason)}{how} breaks the graph at {line.filename}:{line.lineno} in"
+        f" {line.name}{': ' + line.line if line.line else ''}. Dynamo does not trace this call ({why}), so the call is"
+        " in no report. Only a call that Dynamo traces can be overlapped."
     )
 
 
 def _users_line(reason: Any) -> FrameSummary | None:
-    """The innermost frame of the stack that is outside torch, or ``None``. If Dynamo broke the caller's graph inside a
-    torch function, that function is compiled by itself afterwards, and the break appears again without the user's
-    frames."""
+    """The innermost frame that is outside torch, or ``None``. If Dynamo broke the caller's graph inside a torch
+    function, that function is compiled by itself afterwards, and the break appears again without the user's frames."""
     return next(
         (
             f

@@ -6,7 +6,7 @@ buffer into which its pieces are written. ``after``, ``gather_step`` and ``excha
 This process's rank is a symbol in the generated code (``rank_symbol``), defined before a group's first transfer. The
 slice of rank ``r + shift`` is a ``ReinterpretView`` whose offset contains this symbol. Inductor's own matmuls and
 pointwise kernels read such a view in place. They also write the pieces of a result straight to their places in the
-result. Inductor does the same for ``aten.cat``, but with constant offsets::
+result. In this way, Inductor also writes the inputs of ``aten.cat``, but at constant offsets::
 
     a = take(x, 0, 1, 4, 0, 4, "tp")               u0 = torch.ops.overlap_inductor.group_rank.default('tp')
     b = mm(a, w)                                   buf = empty_strided(...)
@@ -69,7 +69,7 @@ def _agree(group_name: str, *args: Any) -> Any:
     if (node := moved(V.graph.graph)) is not None:
         raise OverlapError(
             f"{node} is a step of a transfer in flight, but a pass that runs after overlap_inductor's has moved it past"
-            " a write to the same buffer. Put overlap_inductor's pass last, or set"
+            " a write to the transfer's buffer. Put overlap_inductor's pass last, or set"
             " OVERLAP_INDUCTOR_STEP_NODE_BUDGET=1, so that no ring is unrolled."
         )
     ops = torch.ops.overlap_inductor
@@ -103,8 +103,8 @@ def _packed(x: Any) -> Any:
 def _after(piece: Any, token: Any) -> Any:
     """Return ``piece``, and schedule the kernel that computes ``piece`` after the kernel that computes ``token``.
 
-    ``control_deps`` is not used here, because it lowers the matmul as the output of a subgraph. Inductor compares the
-    strides of such an output, and each comparison of symbolic sizes adds a guard.
+    ``control_deps`` is not used here, because it lowers the op that it wraps as the output of a subgraph. Inductor
+    compares the strides of such an output, and each comparison of symbolic sizes adds a guard.
     """
     piece.realize()
     token.realize()

@@ -57,7 +57,7 @@ def should_partition(original: Callable[..., Any], scheduler: Any, node: Any) ->
 
 
 def cut(partitions: Sequence[Iterable[Any]], uncaptured: Sequence[bool]) -> bool:
-    """Whether a transfer has nodes in several partitions and one of these is captured.
+    """Whether a transfer has nodes in several partitions and at least one of these partitions is captured.
 
     Args:
         partitions: the scheduled nodes of each partition.

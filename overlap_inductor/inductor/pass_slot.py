@@ -2,8 +2,8 @@
 """The settings of Inductor that hold custom passes, and our passes in the form that these settings expect.
 
 ``torch._inductor.config.post_grad_custom_post_pass`` holds one callable up to torch 2.12, and a callable or a list of
-callables from 2.13 on. The same holds for ``joint_custom_post_pass``. From 2.12 on, a value assigned on one thread is
-seen on that thread only; other threads see the default.
+callables from 2.13 on. So does ``joint_custom_post_pass``. From 2.12 on, a value assigned on one thread is seen on that
+thread only; other threads see the default.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from overlap_inductor.inductor import compile_scope
 from overlap_inductor.inductor.compile_scope import CompileScope
 
 LARGE = 1 << 20
-"""In bytes. A tensor of the graph with at least this size is not copied."""
+"""A number of bytes. A tensor of the graph with at least this size is not copied."""
 _META = ("unbacked_bindings", "eager_input_vals", "custom", "recompute", "partitioner_tag", "mutation_region_id")
 _OUTPUT_META = ("user_visible_output_idxs", "output_stack_traces")
 
@@ -117,7 +117,7 @@ def left_out(gm: fx.GraphModule | None, names: Sequence[str]) -> dict[str, torch
 
 
 def known_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of ``keywords`` that are parameters of Inductor's ``compile_fx_inner``."""
+    """The entries of ``keywords`` that are parameters of Inductor's ``compile_fx_inner``."""
     from torch._inductor.compile_fx import _CompileFxKwargs
 
     known = {*_CompileFxKwargs.__annotations__, "compile_region_name"}
@@ -211,7 +211,7 @@ def inductor_settings() -> dict[str, Any]:
 def compile_plain(
     data: bytes, large: Mapping[str, torch.Tensor], keywords: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[Any, list[Any]]:
-    """Compile a plain program by Inductor, without overlap.
+    """Compile a plain program with Inductor, without overlap.
 
     Args:
         data: ``Captured.data``.
@@ -299,9 +299,9 @@ def guarded(plain: Any, examples: Sequence[Any]) -> Any:
         if sizes not in passed:
             if not env.evaluate_guards_expression(expression, list(sizes)):
                 raise OverlapError(
-                    f"the ranks differ, and the plain program of this graph does not serve its sizes {list(sizes)}"
-                    f" (expected {expression}). Call torch._dynamo.reset(), or switch overlap off on all ranks"
-                    " (OVERLAP_INDUCTOR=off)."
+                    "the ranks differ, and the plain program of this graph does not serve the sizes"
+                    f" {list(sizes)} of this call (expected {expression}). Call torch._dynamo.reset(), or switch"
+                    " overlap off on all ranks (OVERLAP_INDUCTOR=off)."
                 )
             passed.add(sizes)
         return plain(inputs)

@@ -46,8 +46,8 @@ def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[A
     """A function that returns zeros with the shapes, strides, dtypes and devices of the outputs of ``gm``.
 
     It uses the boxed calling convention: it takes the inputs of ``gm`` as one list and clears the list. A symbolic size
-    gets its value from the inputs, or 1 if it depends on the data. An output that is not a tensor is returned as it is,
-    or as the value of its symbol.
+    gets its value from the inputs. A size that depends on the data gets the value 1. An output that is not a tensor is
+    returned as it is, or as the value of its symbol.
     """
     from torch.fx.experimental.symbolic_shapes import SymTypes
 

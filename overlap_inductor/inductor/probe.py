@@ -52,8 +52,8 @@ def slot_content() -> str:
 
 
 def config_in_slot() -> OverlapConfig | None:
-    """The configuration with which a plain ``torch.compile`` of this process would overlap now. ``None`` if it would
-    not overlap.
+    """The configuration with which the pass in Inductor's slot would run now, in a plain ``torch.compile`` of this
+    process. ``None`` if the slot does not hold the pass, or if nothing is switched on.
 
     Raises:
         ConfigError: a switch has a value that is not allowed.
@@ -65,7 +65,8 @@ def config_in_slot() -> OverlapConfig | None:
 
 
 def hindrances() -> list[tuple[str, str]]:
-    """Settings of Inductor and Dynamo that leave the pass without work: ``(setting, consequence and advice)``."""
+    """Settings of Inductor and Dynamo that leave the pass no sites or fewer sites: ``(setting, consequence and
+    advice)``."""
     from torch._dynamo import config as dynamo_config
     from torch._inductor import config as inductor_config
 

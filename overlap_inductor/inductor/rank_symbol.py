@@ -94,7 +94,8 @@ def compute_dependencies(original: Callable[..., Any], scheduler: Any) -> Any:
 
 
 def read_writes(original: Callable[..., Any], buffer: Any) -> Any:
-    """Around ``ComputedBuffer.get_read_writes``: what ``compute_dependencies`` noted."""
+    """Around ``ComputedBuffer.get_read_writes``: return what ``compute_dependencies`` noted for the buffer, if it noted
+    anything."""
     found = V.graph.__dict__.get(_ACCESSES, {}).get(id(buffer))
     return original(buffer) if found is None else found
 
@@ -115,8 +116,8 @@ def _needed(kernel: Any) -> Iterator[GroupRank]:
 
 
 def _views(kernel: Any) -> Iterator[Any]:
-    """The views that ``kernel`` reads as inputs, and those into which it writes. Reads of fused kernels are missing
-    here, because Inductor finds their symbols itself."""
+    """The views that ``kernel`` reads as inputs, and those into which it writes. The views that generated pointwise
+    kernels read are missing here, because Inductor itself finds the symbols in these views."""
     yield from (i for i in getattr(kernel, "inputs", ()) if isinstance(i, ir.ReinterpretView))
     layouts = [output.maybe_get_layout() for output in kernel.get_outputs()]
     yield from (layout.view for layout in layouts if isinstance(layout, ir.NonOwningLayout))

@@ -21,7 +21,8 @@ UNUSED = (
 def say_at_first_compile() -> None:
     """Log ``UNUSED`` once, on rank 0, if overlap is not switched on by the first call of Inductor's ``compile_fx``.
 
-    The import of Inductor would be too early: ``enable()`` or the backend may switch overlap on after it.
+    A warning at the import of Inductor would be too early: ``enable()`` or the backend may switch overlap on after the
+    import.
     """
     from torch._inductor import compile_fx
 

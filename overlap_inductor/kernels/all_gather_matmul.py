@@ -4,9 +4,9 @@ The all-to-all differs only in what a rank sends (``SCATTERED``): a different sh
 
 The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, part after part and to all peers in
 turn. All other blocks first multiply this rank's own shard, which is read in place. Then they multiply the peers'
-shards, in the order in which their parts arrive. Pushers join them when nothing is left to send. If a block's next rows
-have not arrived and there are pieces to push, the block pushes instead of waiting. Without ``SENDS`` no block pushes: a
-transport that needs no SM sends the shard (``copy_engine``).
+shards, in the order in which their parts arrive. Pushers also multiply tiles when nothing is left to send. If a block's
+next rows have not arrived and there are pieces to push, the block pushes instead of waiting. Without ``SENDS`` no block
+pushes: a transport that needs no SM sends the shard (``copy_engine``).
 
 Work is claimed from three queues (pieces to send, own tiles, tiles of peers), so no block has work that only it can do.
 
@@ -81,8 +81,8 @@ def all_gather_matmul(
         KEEP: the workspace holds the whole gathered tensor, including this rank's own shard, until the call is ended by
             ``signals.end_call`` or ``transfer.end_call_and_spoil``.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
-        flags: this rank's own flags. ``signal_flag(s, i)`` holds the number of the call whose part ``i`` has arrived
-            from rank ``s``.
+        flags: this rank's own flags. ``signal_flag(s, i)`` holds the number of the last call whose part ``i`` has
+            arrived from rank ``s``.
         queues: int32 ``[QUEUE_WORDS + WORLD * PARTS]`` in this rank's own memory, zero between calls. Words 0 to 3
             count claimed pieces, claimed own tiles, claimed tiles of peers, and finished blocks. Words from
             ``QUEUE_WORDS`` on count stored pieces.
@@ -93,7 +93,7 @@ def all_gather_matmul(
     """
     call = tl.load(calls)
     words = a.to(tl.pointer_type(tl.int32), bitcast=True)
-    # Written as products of four: so the compiler knows that masks end between 16-byte words.
+    # Both are written as products of four, so that the compiler knows that masks end between 16-byte words.
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
     weights = (

@@ -68,12 +68,14 @@ def _uneven(collective: CollectiveNode, given: Layout) -> tuple[Received | None,
     nodes = UnevenReceivedNodes(collective, given, consumers, follower.through)
     computed = next((c.operand_node for c in consumers if not nodes.only_views(c.operand_node)), None)
     if computed is not None:
-        text = f"{computed.name} is computed from parts of {Splits.of(collective.node)}; expected views only"
-        obstacles = [*obstacles, Reason("uneven_splits", text)]
+        text = f"{computed.name} is computed from parts of {collective.node.name}, which {Splits.of(collective.node)}"
+        obstacles = [*obstacles, Reason("uneven_splits", f"{text}; expected views only")]
     split = next((c for c in consumers if c.sharded.before or c.sharded.after), None)
     if split is not None:
-        text = f"{collective.node.name} {Splits.of(collective.node)}, and {split.matmul.node.name} reads a row in parts"
-        obstacles = [*obstacles, Reason("uneven_splits", f"{text}; expected each row to be a row of the matmul")]
+        sent = f"{collective.node.name} {Splits.of(collective.node)}"
+        text = f"{sent}, and {split.matmul.node.name} reads each received row as parts of several rows"
+        expected = "expected each received row to be one row of the matmul"
+        obstacles = [*obstacles, Reason("uneven_splits", f"{text}; {expected}")]
     return (nodes if consumers and computed is None and split is None else None), obstacles
 
 

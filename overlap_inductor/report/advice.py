@@ -18,11 +18,11 @@ ADVICE = {
     "few_tokens": "Nothing to do: with so few tokens, an all-reduce is faster than what could replace it.",
     "fsdp_weight_gather": "Nothing to do: Inductor moves the gathers of weights under earlier work.",
     "group_not_resolved": "Create the process group in this process before the model is compiled.",
-    "grouped_matmul": "Between two all-to-alls, compute each row by itself and return it to its place.",
+    "grouped_matmul": "Between two all-to-alls, compute each row by itself and return it to the rank that sent it.",
     "hoist": "Move the op that the reason names before the collective, if the model allows it.",
     "layout": "Gather or scatter along one whole dim, and leave reshapes across that dim to other places.",
-    "matmul_form": "Write the product as a matmul of matrices, for example with torch.nn.functional.linear, and a"
-    " causal mask as attn_mask.",
+    "matmul_form": "Write the product as a matmul of matrices, for example with torch.nn.functional.linear. Pass"
+    " a causal mask as attn_mask.",
     "moving_pass": "Switch off the option of torch._inductor.config that the reason names.",
     "mutation": "Move the in-place write that the reason names before or behind the site.",
     "no_matmul": "Nothing to do: no matmul beside this collective could hide it.",

@@ -19,7 +19,7 @@ def read_reports(folder: str) -> str:
     """All reports below ``folder``, one after the other. Each is headed by its graph and the ranks that wrote it.
 
     If several runs wrote to one dump folder, a line with the run's id and date precedes each run's reports. The oldest
-    run comes first. A report that a later run has overwritten belongs to the later run.
+    run comes first. If a later run has overwritten a report, the new report is listed under the later run.
 
     Raises:
         OverlapError: there is no such folder, or no report below it.

@@ -66,7 +66,7 @@ class OverlapReport:
         notices: facts for the user that belong to no site (another pass took the sites, a limit was hit...).
         failures: errors inside the pass, with their tracebacks; empty if all went well.
         same_inputs: ``[index, name, group, lasting]`` of each graph input that must be the same on all ranks of the
-            group, because a stretch that was rewritten reads it. ``lasting``: it is a parameter or buffer.
+            group, because a stretch that was rewritten reads it. ``lasting``: true for a parameter or buffer.
         stretches: what the sequence-parallel rewrite did, for each stretch that has a collective in the graph.
     """
 
@@ -168,7 +168,8 @@ class OverlapReport:
 
     @classmethod
     def from_json(cls, text: str) -> OverlapReport:
-        """The report that ``to_json(graphs=True)`` wrote. Raises ``ValueError`` if its schema version differs."""
+        """The report that ``to_json(graphs=True)`` wrote. Raises ``ValueError`` if the schema version in ``text`` is
+        not ``SCHEMA_VERSION``."""
         value = json.loads(text)
         if value.pop("schema_version") != SCHEMA_VERSION:
             raise ValueError("the stored overlap report has another schema version; clear Inductor's cache folder")

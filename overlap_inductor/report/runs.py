@@ -6,7 +6,8 @@ of three parts: the launcher's variables that are the same on all ranks, the lau
 and a number. The number counts the earlier processes that wrote for the same rank with the same variables and launching
 process. The number distinguishes runs whose variables are the same, as with the defaults of ``torchrun``.
 
-``run.json`` beside a graph's report holds the id, so a report that a later run overwrites belongs to the later run.
+``run.json`` beside a graph's report holds the id. A later run that overwrites the report also overwrites ``run.json``.
+The report then belongs to the later run.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Mark:
         date: when the process wrote its first report (UTC, ISO 8601).
         process: host, process id and start of the process.
         number: index of the report among the process's reports, from 0 on.
-        headline / estimate: as in the report's text; ``estimate`` is empty without one.
+        headline / estimate: the headline and the estimate in the report's text. ``estimate`` is empty if the text has
+            no estimate.
         text: digest of ``report.txt``, to find ranks that wrote the same text.
     """
 
@@ -64,7 +66,8 @@ class Mark:
 
 
 def read_mark(place: Path) -> Mark | None:
-    """The mark in a graph's folder; ``None`` without one, or if another version of the package wrote it."""
+    """The mark in a graph's folder. ``None`` if the folder has no mark, or if another version of the package wrote the
+    mark."""
     try:
         return Mark(**json.loads((place / MARK).read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):

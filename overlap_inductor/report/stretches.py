@@ -18,7 +18,7 @@ TITLE = "sequence-parallel rewrite: stretches between all-reduces"
 
 @dataclass(frozen=True)
 class Row:
-    """Stretches that have the same outcome.
+    """One stretch, or several refused stretches that have the same ranks and the same reason codes.
 
     Attributes:
         place: ``sequence_parallel-1a2b3c4d``, or the number of stretches if there are several.
@@ -72,10 +72,10 @@ def _outcome(stretch: StretchFacts) -> str:
         parts.append(words.count(stretch.sums, "all-reduce") + " of sums or extrema over tokens")
     text = f"rewritten: {', '.join(parts)}; {words.count(stretch.nodes, 'node')} on each rank's rows"
     if stretch.gathered_again:
-        verb, them = ("is", "it") if stretch.gathered_again == 1 else ("are", "them")
+        verb, tensors = ("is", "tensor") if stretch.gathered_again == 1 else ("are", "tensors")
         text += (
-            f"; {stretch.gathered_again} of the all-gathers {verb} repeated in the backward, so that only each rank's"
-            f" rows are saved for {them}"
+            f"; {stretch.gathered_again} of the all-gathers {verb} repeated in the backward, so each rank saves only"
+            f" its own rows of the gathered {tensors}"
         )
     return text
 

@@ -112,8 +112,8 @@ def added(times: Iterable[Times | None]) -> Times | None:
 
 
 def line(report: OverlapReport) -> str:
-    """``estimated 9.10 ms -> 7.90 ms, 1.15x (overlapped sites together, at the example's sizes)``; empty without
-    estimates."""
+    """``estimated 9.10 ms -> 7.90 ms, 1.15x (overlapped sites together, at the example's sizes)``. Empty if there
+    are no such sites, or if one of them has no estimate."""
     times = of_report(report)
     if times is None:
         return ""
@@ -124,8 +124,8 @@ def line(report: OverlapReport) -> str:
 def line_of_all(reports: Iterable[OverlapReport]) -> str:
     """``total of 161 sites of 2 graphs: estimated 214.72 ms -> 144.24 ms, 1.49x (32.8 % less)``; empty without sites.
 
-    Kept sites count with their time as written. If only some sites have an estimate, the line has the number of
-    the others, too.
+    Kept sites count with their time as written. If only some sites have an estimate, the line also gives the
+    number of sites without an estimate.
     """
     reports = list(reports)
     sites = [site for report in reports for site in report.sites]

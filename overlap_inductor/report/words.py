@@ -27,7 +27,7 @@ STATUSES = ("overlapped", WOULD, "kept", "refused", "failed")
 
 STATUS_MEANING = {
     "overlapped": "its transfers run in pieces under the matmuls, or in a faster kernel after them (small_message)",
-    WOULD: "runs as written, because mode report changes nothing; the plan shows how",
+    WOULD: "runs as written, because mode report changes nothing; the plan shows how mode on would overlap it",
     "kept": "runs as written: the estimated gain is too small, or the reason names what else keeps it",
     "refused": "runs as written: overlapping it is not supported, exceeds a limit, or could change the result",
     "failed": "runs as written: the rewrite raised an error, and the graph was restored",

@@ -11,8 +11,8 @@ other ranks' digests::
               equal = all digests of call n are mine
               for each round: publish equal; equal = all ranks with my digest say equal
               equal -> run the overlap ops
-              else  -> run the plain compile of the graph: at this call only if the plan was agreed before, else also at
-                       all later calls
+              else  -> run the plain compile of the graph. If the plan was agreed before, at this call alone. If not, at
+                       all later calls, too
 
 Each round passes a rejection on to the other groups of a rank. A graph with one group has one round. A graph with
 several groups has one round for each of them, and one more for a rank that was late. In the last round, the late rank
@@ -20,8 +20,8 @@ reads the verdict of the ranks whose wait for it timed out. So all ranks that th
 result. A rank whose plan was rejected at an earlier call runs the plain program without comparing. It publishes a
 refusal, so no rank waits for its verdicts.
 
-One rank alone may run a frame uncompiled, because Dynamo's recompile limit is reached there. Then it makes no call
-where the others make one. So ranks publish the place of each call in the sequence of the group's collectives
+One rank alone may run a frame uncompiled, because it has reached Dynamo's recompile limit. Then it makes no call where
+the others make one. So ranks publish the place of each call in the sequence of the group's collectives
 (``call_place``). The rank that made no call skips the number of that call, and all ranks compare the calls after it.
 The others run the plain program in that call. A report tells them that the rank does not join the call
 (``call_report``).
@@ -93,9 +93,9 @@ class Comparison:
         """True if this rank runs the plain program without comparing. It is set only if all ranks of the groups set
         it."""
         self.settled: list[tuple[GroupState, str, int]] | None = None
-        """The data of ``count``, or ``None`` if ``call`` must decide about the next call. For each group, it has the
-        group's state, the constant part of the values published for the group, and the number of the plan's
-        collectives in the group."""
+        """What ``count`` needs, or ``None`` if ``call`` must decide about the next call. For each group: the group's
+        state, the constant part of the values published for the group, and the number of the plan's collectives in the
+        group."""
         self.tied = False
         """True if a settled plan is compared at every call. Such a plan has one group."""
         self._states: list[GroupState] = []
@@ -164,7 +164,8 @@ class Comparison:
             call_board.publish(listening, self.plan, refused=True)
             if self.plan.mode == "strict":
                 raise StrictError(
-                    f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} and other ranks do not exchange the same: {why}"
+                    f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} and other ranks do not make the same transfers:"
+                    f" {why}"
                 )
             return NO
         if not all(digest in s.agreed for s in states):

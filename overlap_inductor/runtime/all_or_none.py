@@ -12,11 +12,11 @@ raise the same text::
     reads all results              writes "failed: out of memory"    writes "succeeded"
     verdict: "rank 1 cannot ..."   NotOnAllRanks("rank 1 ...")       NotOnAllRanks("rank 1 ...")
 
-Every wait has a deadline. A rank that has written nothing by then counts as failed. A rank that gets no verdict within
-twice the deadline raises a text of its own, even if the others go on. An attempt may itself be a collective. If one
-rank fails in it, this collective must also end on the other ranks, at the latest by its own timeout. All ranks must
-make the same attempts in the same order. Each attempt has its own keys in the store. This module uses no GPU; an
-attempt may use one.
+Every wait has a time limit. A rank that has written nothing within the limit counts as failed. A rank that gets no
+verdict within twice the limit raises a text of its own, even if the others go on. An attempt may itself be a
+collective. If one rank fails in it, this collective must also end on the other ranks, at the latest by its own timeout.
+All ranks must make the same attempts in the same order. Each attempt has its own keys in the store. This module uses no
+GPU; an attempt may use one.
 """
 
 from __future__ import annotations

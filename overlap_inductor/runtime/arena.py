@@ -74,11 +74,12 @@ class Slot:
     """Bytes and flags for one call at a time.
 
     Attributes:
-        nbytes, signals: bytes of ``data``, and flags for the signals of each rank.
+        nbytes, signals: number of bytes of ``data``, and number of signals that each rank can send in a call.
         data: uint8 ``[nbytes]`` on every rank.
         flags: int32 on every rank. ``credit_flag`` and ``signal_flag`` of ``kernels.signals`` say where each flag is.
             ``calls``, ``queues`` and ``tiles`` follow the flags in the same allocation, and no peer accesses these
-            three. One allocation serves all, because all ranks must agree on the success of each allocation.
+            three. All share one allocation, because the ranks must agree on the success of each allocation, so each
+            further allocation would cost one more agreement.
         calls: int32 ``[1]`` on the device, number of this rank's calls that have used the slot.
         queues: int32 on the device: words with which blocks of a kernel claim work and count. First come
             ``QUEUE_WORDS`` words, then one word per rank and signal. All words but ``ANNOUNCED`` are zero between
@@ -182,7 +183,7 @@ class WorkspaceArena:
             for alike in _by_protocol(requests):
                 self._prepare(alike, count)
         except BaseException:
-            # Sites of the first protocol may already have slots when the second fails.
+            # Sites of the first protocol may already have slots when no slots can be made for the second protocol.
             self.slots, self._of_site = slots, of_site
             raise
 

@@ -54,12 +54,12 @@ log = logging.getLogger("overlap_inductor")
 _COUNTS_CHARACTERS = 32
 """Characters of a value that are reserved for its last two numbers and the marks around them: for 14 digits each."""
 EQUAL, ONCE = "1", "2"
-"""The verdict of a rank that found no reason against the overlapped run, and of one that found a reason against this
-call alone."""
+"""Two verdicts. ``EQUAL``: the rank found no reason against the overlapped run. ``ONCE``: the rank found a reason that
+holds for this call alone."""
 _LONGEST_PAUSE = 0.25
 """Longest pause between two reads of the other ranks' values, in seconds. The first pauses are much shorter."""
 _SHORT = 2e-3
-"""Seconds. Once pauses are longer than this, a rank also looks at each other rank's key and at the ``apart`` key."""
+"""Seconds. Once pauses are longer than this, a rank also looks at every other rank's key and at the ``apart`` key."""
 _LOOKS = 20
 """Number of times that a rank reads a page in a row before it yields its time slice."""
 _SPIN = 2e-4
@@ -128,7 +128,8 @@ def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = Fa
 
 def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> None:
     """Publish that this rank ran uncompiled what the others run in the newest call, and go on to the call after it. The
-    other ranks run their plain programs in that call. ``found``: values that some of them published for it."""
+    other ranks run their plain programs in that call. ``found``: values that some of the other ranks published for the
+    newest call."""
     state.skipped = dict(found)
     state.mark = SKIPPED
     state.publish(value(state, plan).text)
@@ -142,7 +143,7 @@ def catch_up(states: Sequence[GroupState], plan: ExchangePlan) -> None:
     """Before a call that is not compared, skip the calls that this rank ran uncompiled. Does not wait: what other ranks
     have not published yet is skipped at a later call."""
     for state in states:
-        # Without a collective between its calls, the rank has skipped no call.
+        # A rank that issued no collective between its calls ran nothing uncompiled, so it has no call to skip.
         while state.between and (found := _earlier(state, plan, peers(state.group))):
             skip(state, plan, found)
 
@@ -255,7 +256,8 @@ def _skipped_by_mistake(state: GroupState, mine: ExchangePlan) -> bool:
     why = difference(mine, others) or f"rank {global_rank(state.group, stuck[0])} runs the same plan in another call"
     part(state, f"{why} (the ranks count different numbers of collectives of group {state.group.group_name!r})")
     log.warning(
-        "overlap_inductor: rank %d and other ranks do not exchange the same, so all of them run without overlap: %s",
+        "overlap_inductor: rank %d and other ranks do not make the same transfers, so all of them run without overlap:"
+        " %s",
         dist.get_rank(),
         state.apart,
     )

@@ -3,7 +3,7 @@
 runs into this memory.
 
 With a page, a rank sees in about a microsecond whether all others run the same plan. So plans are compared at every
-call, even for groups of GPUs. The group's store does the same in a fraction of a millisecond
+call, even for groups of GPUs. Through the group's store, a comparison takes a fraction of a millisecond
 (``call_store.CallStore``). The store is used until the page exists, and for groups whose ranks share no memory.
 
 ::
@@ -56,7 +56,7 @@ class CallPage:
     first_pause, growth = 0.0, 1.05
     """Seconds between the first two reads of a rank that waits, and the factor by which each pause grows."""
     looks_cheaply = True
-    """Whether a waiting rank reads the entry of each other rank every time that it looks."""
+    """Whether a waiting rank reads the entry of every other rank every time that it looks."""
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int) -> None:
         self._memory, self._rank, self._size = memory, rank, size

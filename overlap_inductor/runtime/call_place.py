@@ -16,8 +16,9 @@ Calls are published under the number of the call (``call_board``). Rank 0 finds 
 this number, and goes on to the next one. A rank that waits in B reads this, and runs its plain program.
 
 The backend's count is exact if it counts collectives only, as NCCL does. Gloo also counts sends and receives, so places
-of ranks may differ for no reason that matters here (``monitored_barrier``, or a pipeline on the same group). There,
-calls are the same if all else is equal: the plan, the number of the call, and the collectives in the calls before it.
+of ranks may differ for no reason that matters here (``monitored_barrier``, or a pipeline on the same group). With such
+a backend, calls at different places are still the same call if all else is equal. All else means the plan, the number
+of the call, and the number of collectives in the rank's earlier calls.
 """
 
 from __future__ import annotations

@@ -7,11 +7,12 @@ the collective waits for the peers, while the peers wait for its plan::
     rank 0   (uncompiled) all_reduce: waits for rank 1
     rank 1   the graph's call: waits for the plan of rank 0
 
-So each process has a thread that looks at its groups (``call_state``) again and again. It reports if two looks in a
-row find the thread that calls graphs inside a collective, outside of graphs, at the same count of the backend. A report
-writes the place that the rank has reached to the group's store, once for each place. A report is a promise: this rank
-joins no call that begins before the reported place. A waiting rank whose call begins before that place runs its plain
-program. The rank that has reported skips such a call (``call_board.skip``).
+So each process has a watching thread, which looks at the process's groups (``call_state``) again and again. Two looks
+in a row may find the thread that calls graphs inside a collective outside of graphs, at the same count of the backend.
+The watching thread then makes a report: it writes to the group's store which place the rank has reached. It does so
+once for each place. A report is a promise: this rank joins no call that begins before the reported place. A waiting
+rank whose call begins before that place runs its plain program. The rank that has reported skips such a call
+(``call_board.skip``).
 
 If two looks find the thread that calls graphs inside the same collective of a call, the call's number is written. A
 rank that has skipped this call, and waits for the next one, then knows that it skipped the call by mistake: the ranks

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GroupState``: what this rank knows of the calls and plans of a group (``agreement``). It counts the calls and their
-places (``call_place``)."""
+"""``GroupState``: what this rank knows of the calls and plans of a group (``agreement``). It counts this rank's calls,
+and the collectives before each call: the call's place (``call_place``)."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ class GroupState:
     Attributes:
         incarnation: see ``group_state.Owner``.
         calls: number of the newest call of a graph with a collective of the group. Numbers that this rank skipped
-            count, too. If ``exact``, the number is set to the call's place when the group's page is made
-            (``share_page``).
+            count, too. If ``exact``, ``share_page`` sets the number to the call's place.
         passed: number of the group's collectives in the graphs of all calls before the newest one.
         outside: number of the group's collectives that the backend counted between calls.
-        between: whether the backend counted any between the newest call and the call before it.
+        between: whether the backend counted a collective between the newest call and the call before it.
         exact: whether the backend counts collectives only (``call_place``).
         mark: the mark of this rank's value in the newest call.
         agreed: digests of plans that all ranks agreed to run.
@@ -48,7 +47,8 @@ class GroupState:
         parts: digests of the plans of subgraphs, which are parts of agreed plans.
         overlapped: for each agreed plan, its collectives.
         told: digests of plans whose text this rank has published. Also ``here`` if this rank has announced itself.
-        reported: tuples of digests of this rank and of other ranks whose difference was reported.
+        reported: the differences that were logged. Each is a tuple: the digest of this rank's plan, then the digests of
+            the other ranks' plans. The tuple ``("uncompiled",)`` stands for all calls that a rank ran uncompiled.
         newest: the plan that was agreed upon last; ``None`` before the first agreement.
         apart: why overlap is disabled for the group; ``""`` if it is not.
         page: the group's call page; ``None`` before the first agreement, or if the ranks share no memory.

@@ -7,9 +7,9 @@ an overlap op that copies to its peers makes fourteen copies or more. No bounds 
 prepares a transfer has compared the transfer's size with the size of the slot. A copy on a stream that is being
 captured becomes a node of the graph, as with ``copy_``.
 
-Graphs are not captured by ``torch.cuda.CUDAGraph``. If such a capture fails, torch's random number generator and its
-allocator behave as if the capture still ran, and the process ends (torch 2.11). If a capture through the driver
-fails, it leaves no state behind.
+This module does not capture graphs by ``torch.cuda.CUDAGraph``. If a capture by that class fails, torch's random number
+generator and its allocator behave as if the capture still ran, and the process ends (torch 2.11). If a capture through
+the driver fails, it leaves no state behind.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def beside_captures(device: torch.device) -> Iterator[None]:
     """In this context, this thread may query events of ``device`` while another thread captures a graph. The graph must
     not contain these events.
 
-    Without this context, a query while a capture runs in mode ``global``, torch's default, fails and ends the capture.
+    A capture in mode ``global``, which is torch's default, forbids such a query. Without this context, the query would
+    then fail and end the capture.
 
     Raises:
         RuntimeError: the driver refuses.

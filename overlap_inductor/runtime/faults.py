@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``FaultRecord`` reads the faults of a group: the records of kernels that gave up, because a wait timed out. It also
-makes every waiting kernel of the group stop.
+"""``FaultRecord`` reads the faults of a group: the records of kernels that gave up, because a wait timed out. It can
+also make every waiting kernel of the group stop.
 
 A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's board
 (``runtime.board``). It also sets the abort words of all ranks that share the board. Each abort word is in the memory of
@@ -84,8 +84,8 @@ class FaultRecord:
         board: the records of all ranks.
         stop: int32 ``[STOP_WORDS]`` on the device, an argument of every kernel that waits: the abort word, followed by
             ``stop_words``.
-        table: int64 on the device: the addresses of the abort words that this rank sets, of all ranks or only of
-            itself.
+        table: int64 on the device: the addresses of the abort words that this rank sets. These are the words of all
+            ranks, or only its own word.
         reachable: the values of ``table``, on the host.
         sites: names of this rank's sites, by the numbers under which kernels record them. A site has the same number on
             all ranks.

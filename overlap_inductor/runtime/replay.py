@@ -22,9 +22,10 @@ and on the allocations that hold the tensors in ``copied``. It may depend on not
 Why this is correct. A captured graph fixes only the values in its key. All other values are read at replay. The number
 of the call, which its signals carry, is read from device memory, as in a graph that a user captures. Kernels, slots and
 fault memory outlive the graph. The first call has loaded every kernel, so a capture waits for nothing on the device.
-Instantiating a graph may wait for earlier calls. Earlier calls end even if this call has not started on any rank. All
-graphs can share one workspace of the vendor's matmul library, because ``runtime.call_order`` runs a rank's calls one
-after the other on its GPU. For the same reason, no two threads use a site's graphs at the same time.
+Instantiating a graph may wait for earlier calls. This wait ends, because earlier calls end even if this call has not
+started on any rank. All graphs can share one workspace of the vendor's matmul library, because ``runtime.call_order``
+runs a rank's calls one after the other on its GPU. For the same reason, no two threads use a site's graphs at the same
+time.
 
 Why allocations are compared. A kernel in a graph uses plain addresses, whatever allocation these belong to. A copy in a
 graph is bound to the allocation with which it was captured. The program may free that allocation
@@ -212,8 +213,8 @@ class Recorder:
 
     def _captured(self, start: Start, inference: bool) -> Graph:
         torch.cuda.set_device(self._device)
-        # The caller's tensors need the caller's inference mode, which is set for each thread. Outside inference mode,
-        # a new thread records gradients, so that is turned off.
+        # The caller's tensors need the caller's inference mode, which is set for each thread. Outside inference mode, a
+        # new thread records gradients. ``no_grad`` turns this off.
         with torch.inference_mode(inference), torch.no_grad():
             if self._place is None:
                 self._place = self._prepared()

@@ -16,7 +16,7 @@ these inputs. There are two kinds:
   parameter may be the same on all ranks of one group, and differ between ranks of another group. ::
 
     rank 0                    rank 1                          rank 2
-    writes digests            reads them; all are its own     reads them; "primals_7" is not its own
+    writes digests            reads them; all equal its own   reads them; "primals_7" differs from its own
     verdict: "rank 2 cannot ..."   -> all ranks run the plain program
 
 Reading the inputs waits for the device. Later calls with the same parameters hash nothing.

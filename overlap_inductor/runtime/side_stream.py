@@ -48,7 +48,8 @@ class SideStream:
 
     def join(self) -> None:
         """Make the current stream wait for everything launched here. Does nothing if the side stream was not entered
-        since the last ``join``. (In a capture, the side stream would then not be part of the capture.)"""
+        since the last ``join``. (In a capture, the side stream would then not be part of the capture, and CUDA would
+        refuse the wait.)"""
         if not self._used:
             return
         self._used = False
@@ -66,9 +67,9 @@ class InOrder(nullcontext[None]):
 class WaitingStream:
     """A stream for kernels that wait. With it, the work that follows such a kernel starts as soon as the kernel ends.
 
-    A copy that follows a kernel on the same stream starts 12 us after the kernel's end. A copy that follows an event
-    that was reached long ago starts at once. Call ``follow`` first. Then ``before`` makes the work that is launched
-    next on the current stream wait for the kernel.
+    A copy that follows a kernel on the same stream starts 12 us after the kernel's end. A copy that waits for an event
+    instead starts at once if the event was reached long ago. Call ``follow`` first. Then ``before`` makes the work that
+    is launched next on the current stream wait for the kernel.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares one call of a plan among the ranks. In *rounds*, a rejection is passed on to the other groups of a rank
-(``agreement`` explains them). This module also finds the reasons of a rejection, and logs or raises them.
+(``agreement`` explains the rounds). This module also finds the reasons of a rejection, and logs or raises them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Outcome:
 
     Attributes:
         overlapped: True if every rank runs the plan with overlap.
-        difference: why the ranks do not do so. Empty if they do, if this rank's plan overlaps nothing, or if the reason
-            was reported before.
+        difference: why not every rank runs the plan with overlap. Empty if every rank does, if this rank's plan
+            overlaps nothing, or if the reason was reported before.
         fresh: True if all ranks agreed upon this plan in this call and not in an earlier one.
     """
 
@@ -94,9 +94,9 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
         ranks = ", ".join(map(str, sorted(set(absent))))
         verdict = (
             ONCE,
-            f"rank {ranks} issued collectives outside of graphs where rank {dist.get_rank()} calls this graph. It"
-            " probably ran the graph uncompiled, because Dynamo's recompile limit was reached. (TORCH_LOGS=recompiles"
-            " names the guards that differ.)",
+            f"rank {ranks} issued collectives outside of graphs where rank {dist.get_rank()} calls this graph."
+            f" Rank {ranks} probably ran the graph uncompiled, because Dynamo's recompile limit was reached there."
+            " (TORCH_LOGS=recompiles names the guards that differ.)",
         )
     if (
         off
@@ -189,8 +189,8 @@ def _check_reachable(
     odd = {global_rank(group, r): p for r, p in plans.items() if p.version != plan.version}
     if odd:
         raise AgreementError(
-            f"rank {mine} and other ranks of group {group.group_name!r} do not run the same version:"
-            f" {difference(plan, odd)}. No data was moved. Install the same version of overlap_inductor on every rank."
+            f"rank {mine} and other ranks of group {group.group_name!r} do not run the same version of"
+            f" overlap_inductor: {difference(plan, odd)}. No data was moved. Install the same version on every rank."
         )
     inside = {
         global_rank(group, r): p
@@ -199,11 +199,12 @@ def _check_reachable(
     }
     if inside:
         raise AgreementError(
-            f"rank {mine} and other ranks of group {group.group_name!r} do not run the same:"
+            f"rank {mine} and other ranks of group {group.group_name!r} do not run the same plan:"
             f" {difference(plan, inside)}. The other ranks' plan was agreed upon and is compared at its first run"
-            " only, because ranks of one of its groups share no memory. So they are inside its transfers, and this"
-            " rank cannot continue. This rank probably recompiled alone: make its guards equal to the other ranks'"
-            " (TORCH_LOGS=recompiles names them), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+            " only, because ranks of one of its groups share no memory. So the other ranks are inside the plan's"
+            " transfers, and this rank cannot continue. This rank probably recompiled alone: make its guards equal to"
+            " the other ranks' (TORCH_LOGS=recompiles names them), or switch overlap off on all ranks"
+            " (OVERLAP_INDUCTOR=off)."
         )
     # If this rank has skipped a call (``MOVED``), it waits for ranks that ran their plain programs in the skipped call.
     # So they are not inside the transfers of an agreed plan.
@@ -211,9 +212,9 @@ def _check_reachable(
         ranks = ", ".join(str(global_rank(group, r)) for r in missing)
         raise AgreementError(
             f"rank {mine} runs a graph of group {group.group_name!r} for which rank {ranks} published no plan. An"
-            " earlier plan was agreed upon. That rank may be inside its transfers, so this rank cannot continue. This"
-            " rank probably recompiled alone: make its guards equal to the other ranks' (TORCH_LOGS=recompiles names"
-            " them), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+            f" earlier plan was agreed upon. Rank {ranks} may be inside that plan's transfers, so this rank cannot"
+            " continue. This rank probably recompiled alone: make its guards equal to the other ranks'"
+            " (TORCH_LOGS=recompiles names them), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
         )
 
 
@@ -229,12 +230,12 @@ def _difference(
     if missing:
         ranks = ", ".join(str(global_rank(state.group, r)) for r in missing)
         parts.append(
-            f"rank {ranks} published no plan (is overlap_inductor switched off there, does it run uncompiled, or did it"
-            " die?)"
+            f"rank {ranks} published no plan (is overlap_inductor switched off there, did the rank run the graph"
+            " uncompiled, or did the rank die?)"
         )
     parts += [
         f"rank {global_rank(state.group, r)} has issued {there} collectives of group "
-        f"{state.group.group_name!r} before this call, and rank {dist.get_rank()} {state.place}: their "
+        f"{state.group.group_name!r} before this call, but rank {dist.get_rank()} has issued {state.place}: their "
         "graphs are broken at different places"
         for r, there in _astray(state, plan, values).items()
     ]
@@ -251,8 +252,9 @@ def _difference(
 
 
 def _astray(state: GroupState, plan: ExchangePlan, values: Mapping[int, str]) -> dict[int, int]:
-    """``{rank: place of its call}``, for the ranks whose call holds only some of the collectives of this rank's
-    call."""
+    """``{rank: place of its call}``, for the ranks whose call cannot be matched with this rank's call. Either the two
+    calls have some, but not all, of their collectives in common, or the other rank's call ended before this rank's call
+    began."""
     return {
         r: CallPlace.parsed(v).place
         for r, v in values.items()
@@ -296,9 +298,9 @@ def one_round(
                 text = None
             if text is None:
                 raise AgreementError(
-                    f"rank {global_rank(state.group, rank)} of group {state.group.group_name!r} published its plan and"
-                    f" then gave no verdict within {limit:.0f} s, or it went on without this rank. That rank or this"
-                    " rank's host probably stalled. See that rank's log first."
+                    f"rank {global_rank(state.group, rank)} of group {state.group.group_name!r} published its plan."
+                    f" But that rank gave no verdict within {(number + 2) * limit:.0f} s, or it went on without this"
+                    " rank. That rank or this rank's host probably stalled. See that rank's log first."
                 )
             said.append((text[0], text[1:]))
     return next(s for wanted in (APART, DIFFERENT, ONCE, EQUAL) for s in said if s[0] == wanted)
@@ -325,11 +327,11 @@ def _rejected(
             call_board.part(state, why)
     if plan.mode == "strict":
         raise StrictError(
-            f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} and other ranks do not exchange the same: {why}. Make"
-            " their models and switches alike."
+            f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} and other ranks do not make the same transfers:"
+            f" {why}. Make their models and switches alike."
         )
     text = (
-        f"rank {dist.get_rank()} and other ranks do not exchange the same, so all of them run this graph without"
+        f"rank {dist.get_rank()} and other ranks do not make the same transfers, so all of them run this graph without"
         f" overlap: {why}"
     )
     once = ("uncompiled",) if verdict[0] == ONCE else ()
@@ -346,7 +348,7 @@ def _rejected(
 
 
 def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, strict: bool) -> None:
-    """For a call of a graph without overlap, read the other ranks' plans, and raise if this rank may not go on.
+    """For a call of a graph without overlap, read the other ranks' plans, and raise if this rank must not go on.
 
     Raises:
         StrictError: another rank overlaps its graph, and ``strict`` is True.
@@ -364,7 +366,7 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
         others = {global_rank(state.group, r): p for r, p in plans.items() if p.overlaps}
         if strict and others:
             raise StrictError(
-                f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} overlaps nothing in a graph that others overlap:"
+                f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} overlaps nothing in a graph that other ranks overlap:"
                 f" {difference(plan, others)}"
             )
         if not strict:
@@ -373,8 +375,8 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
 
 
 def seconds_to_wait(group: dist.ProcessGroup, plan: ExchangePlan, known: bool) -> float:
-    """Seconds to wait for the other ranks. For a known plan, it is the group's timeout. For a new plan, it is the
-    configuration's ``agreement_timeout``, but at most half of the group's timeout. So the collectives of peers do not
-    time out first."""
+    """Seconds to wait for the other ranks. For a known plan: the group's timeout. For a new plan: the configuration's
+    ``agreement_timeout``, but at most half of the group's timeout. So the collectives of peers do not time out
+    first."""
     longest = call_board.timeout(group)
     return longest if known else min(float(plan.config.get("agreement_timeout", DEFAULT_TIMEOUT)), longest / 2)

@@ -8,8 +8,8 @@ elsewhere (in a collective whose peer is gone, in a stream wait). A fault is han
 
 1. Within ``POLL_SECONDS``, the watchdog of every rank that maps the fault's board (``runtime.board``) stops the group's
    waits on its own GPU. The rank that gave up may not have been able to stop these waits itself. The watchdog logs the
-   error if the program was not *told* of it. (Nothing else has to be stopped: in this package only kernels wait for
-   peers, and a clock bounds each wait.)
+   error if the program was not *told* of it. (Nothing else has to be stopped: in a call that uses the group's
+   workspace, only kernels wait for peers, and a clock bounds each wait.)
 2. A program that was told is not ended: ``check`` has raised the error to it, or this rank has aborted the group
    itself. A program that has destroyed the group also goes on, because it can start nothing more in the group. The
    destroyed group is watched until the calls that the program had started have ended. It is watched longer if there is
@@ -105,8 +105,8 @@ class Watchdog:
         self._closed = threading.Event()
 
     def watch(self, faults: Watched, alive: Callable[[], bool], in_flight: Callable[[], bool] = lambda: False) -> None:
-        """Also watch ``faults``, while its group is ``alive``. Afterwards, watch until no call is ``in_flight`` on its
-        device and no fault is untold. (A program that was told needs no watch after the group's destruction.)
+        """Also watch ``faults``, while its group is ``alive``. Afterwards, watch until no call is ``in_flight`` on the
+        group's device and there is no fault, or until the program was told of the fault.
 
         Args:
             alive: returns True while the group is not destroyed.

@@ -154,8 +154,8 @@ class GroupWorkspace:
         room for a slot.
 
         Args:
-            nbytes: bytes that peers write into.
-            signals: signals that each peer sends.
+            nbytes: number of bytes that peers write.
+            signals: number of signals that each peer sends.
 
         Raises:
             OverlapError: ``prepare`` was not called for the site.

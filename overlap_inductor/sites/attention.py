@@ -53,7 +53,7 @@ class _Kind:
 _CUT = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _Kind("attn_mask", mask_dims=2, hidden_is_zero=True),
     aten._scaled_dot_product_flash_attention.default: _Kind(None),
-    # Its kernels load rows of the mask in vectors of 16 bytes.
+    # The kernels of this op load rows of the mask in vectors of 16 bytes.
     aten._scaled_dot_product_efficient_attention.default: _Kind("attn_bias", mask_block=8, asks_for_sums=True),
     aten._scaled_dot_product_cudnn_attention.default: _Kind(None, unread="attn_bias", asks_for_sums=True),
 }
@@ -90,7 +90,7 @@ class AttentionNode(MatmulNode):
 
     @property
     def hides_keys(self) -> bool:
-        """Whether a query may not see some of the keys."""
+        """Whether some keys can be hidden from a query."""
         return self.is_causal or self.mask is not None
 
     @property

@@ -138,7 +138,8 @@ class AttentionNodes(SiteNodes):
         return True
 
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-        # CUDA's attention ops count as impure, because they can drop weights at random.
+        # CUDA's attention ops count as impure, because they can drop weights at random. So the rewrite erases them
+        # only if they are named here.
         return {self.attention.node, *self.attention.results()}
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:

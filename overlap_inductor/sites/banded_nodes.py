@@ -60,7 +60,7 @@ class BandedNodes(SentNodes):
 
     @property
     def in_bands(self) -> Layout:
-        """The layout of a band as it is sent: a part of each rank's slice, each of them one run of elements."""
+        """The layout of a band as it is sent: one part of each rank's slice. Each part is one run of elements."""
         others = [a for a in self.slice if a is not self.band]
         return Layout(((self.receivers,), (self.band, *others)))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give the reason why a collective leads to no site, if the finders gave no reason.
 
-If the nearest matmul is of a kind that cannot be cut, the reason names it. Such kinds are a grouped matmul, a
+If the nearest matmul is of a kind that cannot be cut, the reason names this matmul. Such kinds are a grouped matmul, a
 convolution, ``mv``, a product with a vector that Inductor wrote as ``mul`` and ``sum``, and any kind unknown to
 ``matmuls.parse``. If the matmul can be cut, the reason names an op between it and the collective. This is the first op
 that is not pointwise and does more than move elements, or else the first slice or ``cat``. If there is no such op, the

@@ -117,7 +117,7 @@ def kept_kind(node: fx.Node) -> str | None:
 
 
 def is_a_wait(node: fx.Node) -> bool:
-    """Whether ``node`` is the wait of a collective, or a view of one."""
+    """Whether ``node`` is the wait of a collective, or a view of such a wait."""
     while tools.is_reshape(node):
         node = node.args[0]
     return operators.is_wait(node)

@@ -132,7 +132,7 @@ class DispatchedNodes(SiteNodes):
         return sorted(found)
 
     def immovable(self) -> fx.Node | None:
-        """A node that would have to move down, but may not; ``None`` if there is none."""
+        """A node that would have to move down, but must not; ``None`` if there is none."""
         return next((n for n in self._readers() if n.is_impure() or operators.is_functional_collective(n)), None)
 
     def read_in_place(self) -> bool:

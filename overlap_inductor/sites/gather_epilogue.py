@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the epilogue of a gather, or of an all-to-all before matmuls. It consists of pointwise nodes after the matmuls
-that are computed on each piece, so that transfers hide them too.
+"""Find the epilogue of a gather, or of an all-to-all before matmuls. It consists of pointwise nodes that follow the
+matmuls. These nodes are computed on each piece, so transfers hide them, too.
 
 Before and after, for the usual case (``silu(gate) * up`` before a down-projection)::
 
@@ -117,7 +117,8 @@ class _Region:
 
 
 def _stored_for(user: fx.Node, depth: int = 8) -> bool:
-    """Whether ``user`` needs its input in memory. If it is a view: whether all nodes that read the view do."""
+    """Whether ``user`` needs its input in memory. If ``user`` is a view: whether all nodes that read the view need
+    their input in memory."""
     if user.op == "output" or matmuls.parse(user) is not None or operators.is_functional_collective(user):
         return True
     if depth and (tools.is_reshape(user) or tools.permutation(user) is not None):

@@ -51,7 +51,7 @@ class GatherConsumer:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Pointwise nodes after a gather's matmuls that are computed piece by piece.
+    """Pointwise nodes that follow a gather's matmuls and are computed piece by piece.
 
     Attributes:
         nodes: the pointwise nodes and the views among them, in graph order.

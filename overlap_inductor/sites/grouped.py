@@ -85,7 +85,7 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def places(self) -> fx.Node:
-        """For each row of the result, its row in the experts' order."""
+        """For each row of the result, the place of this row in the experts' order."""
         return self.index.args[1][0]
 
     @property
@@ -177,7 +177,7 @@ def _behind_views(node: fx.Node) -> fx.Node:
 def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
     """The nodes by which ``top`` is computed from one grouped matmul, row by row, in graph order. ``None`` if ``top``
     is not computed in this way, or if the search visits more than ``STEPS`` nodes. Also ``None`` if the nodes read
-    another tensor that can neither be cut by rows nor serves all rows."""
+    another tensor that can neither be cut by rows nor serve all rows."""
     found: dict[fx.Node, bool] = {}
     shape = tools.shape(top)
     if len(shape) != 2 or not _reaches(top, found) or len(found) > STEPS:

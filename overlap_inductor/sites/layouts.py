@@ -48,8 +48,8 @@ class Atom:
         rank: whether this is the rank atom.
         total: only for a rank atom: the number of indices of the rank atom and the next atom together. ``None`` if this
             number is the product of their sizes. It is set in two cases. First, the number is symbolic, and its symbols
-            may not show that the world size divides it (``D`` instead of ``R * (D // R)``). Second, the last shards are
-            short or empty (``Layout.cut_short``).
+            do not always show that the world size divides it (``D`` instead of ``R * (D // R)``). Second, the last
+            shards are short or empty (``Layout.cut_short``).
         chunk: only for a rank atom whose last shards are short: the atom of a full shard's rows.
         uneven: only for a rank atom: whether it counts the rows of all ranks in place of the ranks. It does so if the
             ranks have different numbers of rows.
@@ -121,7 +121,9 @@ class Layout:
         """The same layout, in which the parts of an atom that was split replace the atom. Raises ``LayoutError`` if
         short shards were split."""
         if any(atom.chunk is not None and atom.chunk.children for dim in self.dims for atom in dim):
-            raise LayoutError("a reshape splits the shards into smaller dims, but their padding was cut off here")
+            raise LayoutError(
+                "a reshape splits the shards into smaller dims, but this tensor lacks the shards' padding"
+            )
         return Layout(tuple(tuple(leaf for atom in dim for leaf in atom.leaves()) for dim in self.dims))
 
     def flat(self) -> list[Atom]:

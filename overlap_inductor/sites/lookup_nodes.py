@@ -4,8 +4,8 @@ tables``.
 
 Each rank has tables of its own and looks up the whole batch in them. The all-to-all gives each rank the results of all
 tables for its slice of the batch. An all-to-all in the backward graph returns the gradients. What is exchanged is a
-grid of blocks, one for each rank and table. Both kinds of nodes send the blocks in the order ``wire``: by rank, then by
-table.
+grid of blocks: one block for each pair of a rank and a table. Both kinds of nodes send the blocks in the order
+``wire``: by rank, then by table.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class LookupNode(MatmulNode):
     """A lookup or a gradient of a table. Its operands are read from ``node`` at each access, like the operands of a
     matmul.
 
-    ``dense``, ``selected``: the names of the arguments that hold the table or the gradient, and the indices.
+    ``dense``: the name of the argument that holds the table or the gradient. ``selected``: the name of the argument
+    that holds the indices.
     """
 
     dense: str

@@ -62,7 +62,7 @@ class CollectiveNode:
 class MatmulSizes:
     """Sizes of one matmul, ints or symbolic. ``own``: the dims (M, N, K) whose size may differ between ranks.
     ``memory``: for a lookup or a table's gradient, the bytes that it reads and writes; 0 for a matmul. ``causal``:
-    whether the op as written skips the keys (K) that come after a query (M). The pieces of a schedule compute these
+    whether the op as written skips the keys (K) that come after a query (M). The pieces of a schedule do not skip these
     keys."""
 
     batch: list[Size]
@@ -98,9 +98,9 @@ class SiteNodes(ABC):
     @property
     @abstractmethod
     def sharded_dims(self) -> list[ShardedDim]:
-        """For each matmul, the dim that is divided among the ranks. If an output is gathered, the dim that is cut into
-        bands. It is a dim of the gathered operand, of the result, of a region's layout (``ReduceNodes.region``) or of a
-        table's blocks (``TableNodes.block``)."""
+        """For each matmul, the dim that is divided among the ranks. If an output is gathered, this is the dim that is
+        cut into bands. It is a dim of the gathered operand, of the result, of a region's layout
+        (``ReduceNodes.region``) or of a table's blocks (``TableNodes.block``)."""
 
     @property
     @abstractmethod

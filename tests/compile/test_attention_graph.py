@@ -113,7 +113,7 @@ def test_other_readers_get_the_gathered_tensor() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_attention_runs_while_the_next_keys_travel(world_size: int) -> None:
     """In the generated code, the transfers of keys and of values start before the attention to the own keys. A shard is
     read directly after the wait for this shard, without a copy in between."""

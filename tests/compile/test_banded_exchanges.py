@@ -4,6 +4,7 @@ q and k, and rotary embeddings."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -33,9 +34,15 @@ def normed(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tenso
     return to_heads(y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6) * scale, dist.group.WORLD)
 
 
-@pytest.mark.parametrize("norm", ["heads", "rows"])
-@pytest.mark.parametrize("rotary", ["halves", "pairs", ""])
-@pytest.mark.parametrize("dynamic", [False, True])
+BLOCKS = list(itertools.product(("heads", "rows"), ("halves", "pairs", ""), (False, True)))
+QUICK = [("heads", "halves", True), ("rows", "pairs", False), ("rows", "", True), ("heads", "pairs", False)]
+"""Blocks in which each norm, each rotary embedding, and each kind of size occurs. The other blocks repeat them."""
+
+
+@pytest.mark.parametrize(
+    ("norm", "rotary", "dynamic"),
+    [pytest.param(*block, marks=[] if block in QUICK else [pytest.mark.thorough]) for block in BLOCKS],
+)
 def test_every_exchange_of_a_block_is_a_site(norm: str, rotary: str, dynamic: bool) -> None:
     with fake_group(4, 3), torch.no_grad():
         block = UlyssesAttention(64, 8, dist.group.WORLD, norm=norm, rotary=rotary)

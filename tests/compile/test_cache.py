@@ -38,7 +38,7 @@ from tests.compile.fake_pass import ours_of
 from tests.compile.fake_pass import start_again
 from tests.support.fork_base import ForkBase
 
-pytestmark = pytest.mark.usefixtures("fake", "known_vector_instructions")
+pytestmark = pytest.mark.usefixtures("fake")
 
 # The cache that is hit. ``aot``: AOTAutograd's, which holds the keys of both graphs in Inductor's cache. ``inductor``:
 # Inductor's alone. ``bundled``: AOTAutograd's, with the graphs stored inside.

@@ -4,6 +4,7 @@ planner chooses."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from tests.support.fake_group import fake_group
 from tests.support.fake_group import report_of
 from tests.support.fake_group import reports_of
 from tests.support.generated_code import events
+from tests.support.generated_code import without_kernels
 from tests.support.golden import check_golden
 from tests.support.golden import report_text
 from tests.support.graph_text import waste
@@ -64,10 +66,16 @@ def test_golden(spelling: tuple[str, str]) -> None:
     check_golden(text.rstrip() + "\n", FILES[spelling])
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-@pytest.mark.parametrize("kind", ["sum", "mean", "embedding"])
-@pytest.mark.parametrize("joined", ["cat", "stack", "tables first"])
-def test_every_exchange_of_a_model_is_a_site(world_size: int, kind: str, joined: str) -> None:
+MODELS = list(itertools.product(("cat", "stack", "tables first"), ("sum", "mean", "embedding"), (2, 4, 8)))
+QUICK = [("cat", "sum", 8), ("cat", "embedding", 4), ("stack", "mean", 2), ("tables first", "sum", 4)]
+"""Models in which each way to join tables, each kind of lookup, and each number of ranks occurs."""
+
+
+@pytest.mark.parametrize(
+    ("joined", "kind", "world_size"),
+    [pytest.param(*model, marks=[] if model in QUICK else [pytest.mark.thorough]) for model in MODELS],
+)
+def test_every_exchange_of_a_model_is_a_site(joined: str, kind: str, world_size: int) -> None:
     with fake_group(world_size, world_size - 1):
         forward, backward = _reports(kind, joined)
     looked_up = "embedding" if kind == "embedding" else "embedding_bag"
@@ -86,7 +94,7 @@ def _trained_code(kind: str, tables: int, **fields: Any) -> list[list[str]]:
         compiled(*batch.arguments()).sum().backward()
 
     with (
-        inductor_config.patch(fx_graph_cache=False),
+        without_kernels(),
         functorch_config.patch(enable_autograd_cache=False),
         overlap_inductor.overlap(schedule="ring", sequence_parallel="off", **fields),
     ):

@@ -3,13 +3,15 @@
 
 The files in ``golden/spellings`` are for the torch version below. For groups of two ranks, they hold reports and
 graphs. For larger groups, they hold reports only, except for spellings A and G, whose graphs they always hold. On every
-torch version, the text must be the same on the first and the last rank.
+torch version, the text must be the same on the first and the last rank. ``make test`` makes the texts for groups of 2
+and 8 ranks, and those of spellings A and G for groups of every size. ``make test-thorough`` makes the others.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -71,23 +73,50 @@ def text(found: list[OverlapReport], graphs: bool) -> str:
     return "\n".join(parts)
 
 
+def section(world_size: int, content: str) -> str:
+    return f"==== {world_size} ranks\n{content}"
+
+
+def of_sizes(file: str, sizes: Iterable[int]) -> str:
+    """The sections of a golden file for groups of ``sizes`` ranks."""
+    return "".join(
+        part for part in re.split("(?m)^(?====)", file) if part.startswith(tuple(section(s, "") for s in sizes))
+    )
+
+
+def check_sizes(name: str, sizes: dict[int, tuple[int, ...]]) -> None:
+    """Compare the texts of a graph among ranks and, with the golden files' torch version, with its golden file.
+
+    Args:
+        sizes: ``{number of ranks: ranks whose texts are made}``
+    """
+    if (broken := WITHOUT_OVERLAP_TOO.get(name)) and torch.__version__.startswith(broken):
+        pytest.skip(f"torch {broken} fails to trace it for backend eager, too")
+    pinned, accepted = torch.__version__.startswith(TORCH), os.environ.get("EXPECTTEST_ACCEPT")
+    sections = []
+    # A file is written whole.
+    for world_size, ranks in sorted({**ENDS, **MIDDLES}.items() if accepted else sizes.items()):
+        whole = world_size == 2 or name in WHOLE
+        of = ranks[-1:] if pinned and not accepted and world_size == 8 else ranks
+        texts = {text(reports(name, world_size, rank), whole) for rank in of}
+        assert len(texts) == 1, f"{world_size} ranks have {len(texts)} texts"
+        sections.append(section(world_size, texts.pop()))
+    if pinned:
+        found = "\n".join(sections).rstrip() + "\n"
+        check_golden(found, file_of(name), lambda file: of_sizes(file, sizes).rstrip() + "\n")
+
+
 @pytest.mark.parametrize("name", GRAPHS)
 def test_golden(name: str) -> None:
     """Catches any change of the sites, decisions, graphs and reports."""
-    if (broken := WITHOUT_OVERLAP_TOO.get(name)) and torch.__version__.startswith(broken):
-        pytest.skip(f"torch {broken} fails to trace it for backend eager, too")
-    pinned = torch.__version__.startswith(TORCH)
-    sections = []
-    compared = pinned and not os.environ.get("EXPECTTEST_ACCEPT")
-    for world_size, ranks in sorted({**ENDS, **(MIDDLES if pinned else {})}.items()):
-        whole = world_size == 2 or name in WHOLE
-        of = ranks[-1:] if compared and world_size == 8 else ranks
-        texts = {text(reports(name, world_size, rank), whole) for rank in of}
-        assert len(texts) == 1, f"{world_size} ranks have {len(texts)} texts"
-        sections.append(f"==== {world_size} ranks\n{texts.pop()}")
-    if not pinned:
-        return
-    check_golden("\n".join(sections).rstrip() + "\n", file_of(name))
+    check_sizes(name, {**ENDS, **MIDDLES} if name in WHOLE else ENDS)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not torch.__version__.startswith(TORCH), reason=f"golden files are for torch {TORCH}")
+@pytest.mark.parametrize("name", [name for name in GRAPHS if name not in WHOLE])
+def test_golden_of_other_sizes(name: str) -> None:
+    check_sizes(name, MIDDLES)
 
 
 def test_no_golden_file_is_left_over() -> None:

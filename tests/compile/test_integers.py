@@ -49,8 +49,9 @@ def _columns_gathered(rows: int) -> Callable[[HandGraph], fx.Node]:
     ids=["rows", "a row left over", "few rows", "rows scattered", "few scattered", "sub-chunks of rows", "of few rows"],
 )
 def test_pieces_are_large_enough(program: Callable[[HandGraph], fx.Node], status: str) -> None:
-    """Each rank's shard has two sub-chunks. The test catches a last row that is multiplied alone, because the number of
-    rows is not a multiple of two. It also catches sub-chunks of only 16 rows in a matmul with gathered columns."""
+    """Each rank's shard has two sub-chunks. With 129 rows on two ranks, one row is left over. The test
+    catches that this row is multiplied alone. It also catches sub-chunks of only 16 rows in a matmul with gathered
+    columns."""
     with fake_group(2):
         made = HandGraph()
         (site,) = made.output(program(made)).run(sub_chunks=2).sites

@@ -7,12 +7,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from tests.support.fork_base import ForkBase
 from tests.support.installed import pretend_installed
 
-pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 PROGRAM = """
 import sys
 import torch

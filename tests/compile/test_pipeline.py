@@ -39,6 +39,14 @@ class CosForSin:
             node.target = aten.cos.default
 
 
+@pytest.fixture(autouse=True)
+def _without_kernels() -> Iterator[None]:
+    """Generated code calls ATen for each op. The tests read graphs and values, and to build a C++ kernel takes a
+    second."""
+    with inductor_config.patch(fallback_by_default=True):
+        yield
+
+
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[CosForSin]:
     one = CosForSin()

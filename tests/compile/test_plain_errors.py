@@ -42,7 +42,10 @@ def of_compile(kind: type[OverlapError], **options: Any) -> OverlapError:
     [
         ("OVERLAP_INDUCTOR_SCHEDULE", "rinng", "is not a known value; expected one of: auto, keep, ring, ", "1"),
         ("OVERLAP_INDUCTOR_SUB_CHUNKS", "0", "is not allowed; expected a whole number of at least 1", "0"),
-        ("OVERLAP_INDUCTOR_SHEDULE", "ring", "is not a switch of overlap_inductor. Did you mean OVERLAP_", "1"),
+        pytest.param(
+            *("OVERLAP_INDUCTOR_SHEDULE", "ring", "is not a switch of overlap_inductor. Did you mean OVERLAP_", "1"),
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_a_bad_variable_is_the_last_line_of_a_script(

@@ -18,7 +18,6 @@ from tests.support.token_graph import check_rewrite
 
 H = 4
 SETTINGS = hypothesis.settings(
-    max_examples=60,
     deadline=None,
     derandomize=True,
     database=None,
@@ -174,11 +173,14 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 3])
-def test_the_rewritten_graph_computes_the_same(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "programs"),
+    [(3, 30), *(pytest.param(world_size, 60, marks=pytest.mark.thorough) for world_size in (2, 3))],
+)
+def test_the_rewritten_graph_computes_the_same(world_size: int, programs: int) -> None:
     rewritten = []
 
-    @SETTINGS
+    @hypothesis.settings(SETTINGS, max_examples=programs)
     @hypothesis.given(st.data())
     def check(draw: st.DataObject) -> None:
         with fake_group(world_size):

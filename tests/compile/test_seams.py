@@ -4,6 +4,7 @@ rule is not written in bands."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import getitem
@@ -23,6 +24,7 @@ from tests.support.hand_graph import aten
 
 TORCH = "2.13"
 """The golden file is for this torch version."""
+SLOW = json.dumps({"link_bytes": 2.93e5, "matmul_flops": {"4": 3.6e7}})
 
 
 def _residual_and_norm(made: HandGraph, scattered: fx.Node) -> fx.Node:
@@ -162,9 +164,27 @@ def test_a_forced_schedule_shows_what_bands_cost(monkeypatch: pytest.MonkeyPatch
     """The second band costs four steps of 100 us: a second wait of the scatter, one more piece of the own rows, and two
     launches."""
     banded = _estimates(Parts())
-    monkeypatch.setattr(check, "bands_of", lambda seam: None)
+    monkeypatch.setattr(check, "bands_of", lambda seam, counts: [])
     in_turn = _estimates(Parts())
     assert sum(banded) == pytest.approx(sum(in_turn) + 400, abs=20)
+
+
+def test_auto_gives_both_sites_the_sub_chunks_of_the_fastest_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this link, each transfer takes 28 ms, and the matmuls take 8 and 43 ms. Alone, the scatter takes 2 sub-chunks
+    and the gather 4. Their seam is fastest in 4 bands."""
+
+    def wide(made: HandGraph, gathered: fx.Node, scattered: fx.Node) -> fx.Node:
+        return made.mm(gathered, made.input(64, 176, name="up"))
+
+    def sub_chunks() -> list[Any]:
+        with fake_group(2):
+            report = Parts(multiply=wide).seam().run(mode="report", schedule="auto", machine=SLOW)
+        plans = [s.decision.moving.parameters for s in report.sites]
+        return [(p["sub_chunks"], p.get("bands")) for p in plans]
+
+    assert sub_chunks() == [(4, 4), (4, 4)]
+    monkeypatch.setattr(check, "bands_of", lambda seam, counts: [])
+    assert sub_chunks() == [(2, None), (4, None)]
 
 
 def test_copies_for_other_readers_count() -> None:

@@ -5,6 +5,7 @@ the same data in the same order."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -45,13 +46,34 @@ def exchange(report: OverlapReport) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"step_node_budget": 1}, {"step_node_budget": 60}], ids=["unrolled", "looping", "some of each"]
+BUDGETS: dict[str, dict[str, Any]] = {
+    "unrolled": {},
+    "looping": {"step_node_budget": 1},
+    "some of each": {"step_node_budget": 60},
+}
+WITH_EVERY_BUDGET = (
+    "head of a batch, with bias and activation",
+    "uneven K, a bias added on one rank",
+    "gather uneven rows, multiply and contract",
+    "scatter a sum of matmuls to an uneven sequence",
 )
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 3])
-@pytest.mark.parametrize("name", cases(0, 2))
-def test_ranks_exchange_alike(name: str, world_size: int, fields: dict[str, Any]) -> None:
+"""One case of each pattern. ``make test`` runs it with each budget, and the other cases with unrolled rings only."""
+
+
+def _is_quick(name: str, world_size: int, budget: str) -> bool:
+    return world_size == 3 and (budget == "unrolled" or name in WITH_EVERY_BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "budget"),
+    [
+        pytest.param(*case, marks=[] if _is_quick(*case) else [pytest.mark.thorough])
+        for case in itertools.product(cases(0, 2), (2, 3), BUDGETS)
+    ],
+)
+def test_ranks_exchange_alike(name: str, world_size: int, budget: str) -> None:
     """Catches bands, budgets or ids that depend on a property of one rank only."""
+    fields = BUDGETS[budget]
     found = []
     for rank in range(world_size):
         with fake_group(world_size, rank):

@@ -54,9 +54,9 @@ LINES: dict[str, list[str]] = {
     ],
 }
 
-WITH_KERNELS = ("dtensor_block", "functional_collectives")
-"""The examples for which Inductor builds C++ kernels. For the other examples it builds none, because building
-them would take most of the time."""
+WITH_KERNELS = ("functional_collectives",)
+"""The example for which Inductor builds C++ kernels. For the other examples it builds none, because building them would
+take most of the time."""
 
 
 def test_every_example_is_run_here_and_is_short() -> None:
@@ -80,7 +80,14 @@ def _as_torchrun_does(rank: int, world_size: int, path: str, environment: dict[s
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+# (``tests/models/test_hugging_face.py`` trains Llama, too. It interprets the graphs, which takes less time.)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem == "hugging_face_train"))
+        for path in EXAMPLES
+    ],
+)
 def test_example(path: Path, tmp_path: Path, cache: Path) -> None:
     """The ranks are processes that have already imported torch and compiled, because that takes most of an example's
     time."""

@@ -120,7 +120,7 @@ def main() -> int:
             start = time.monotonic()
             report(
                 f"block by_hand={by_hand} {checkpointing}",
-                block_problems.problems(rank, world_size, by_hand, checkpointing, "cuda"),
+                block_problems.problems(rank, world_size, by_hand, checkpointing, "cuda", pairs=True),
                 start,
             )
     for family in hugging_face_problems.FORWARD:

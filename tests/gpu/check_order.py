@@ -36,6 +36,7 @@ from overlap_inductor.runtime.workspace import prepare
 from overlap_inductor.runtime.workspace import workspace_of
 from overlap_inductor.torch_compat import symmetric
 from tests.gpu import stress_sites
+from tests.gpu import stress_variants
 from tests.gpu.repeated import Repeated
 from tests.gpu.signal_kernels import give
 from tests.gpu.signal_kernels import wait_for
@@ -51,7 +52,7 @@ class Place:
     """What the scenarios share: three sites of one variant in two slots, two streams, and a flag between ranks 0 and 1.
     (The first and the third site share a slot.)"""
 
-    def __init__(self, variant: stress_sites.Variant, rank: int) -> None:
+    def __init__(self, variant: stress_variants.Variant, rank: int) -> None:
         self.rank = rank
         made = stress_sites.sites(variant, dist.group.WORLD, ("a", "b", "c"), stress_sites.SHAPES[:1])
         self.sites = [stress_sites.first_results(calls) for calls in made]
@@ -188,7 +189,7 @@ def main() -> int:
     rank, _ = start_rank(ROW_SECONDS * 0.7, arguments.ranks_share_gpus)
     bad = 0
     for schedule, way in CHOSEN:
-        variant = next(v for v in stress_sites.variants([schedule]) if v.way == way)
+        variant = next(v for v in stress_variants.variants([schedule]) if v.way == way)
         faulthandler.dump_traceback_later(2 * ROW_SECONDS, exit=True)
         place = Place(variant, rank)
         for scenario in SCENARIOS:

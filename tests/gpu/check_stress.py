@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks all patterns of all schedules except ``ring`` under stress on GPUs.
+(``tests.gpu.check_tables`` checks lookups in tables.)
 
 Rank 0 prints one JSON row for each scenario and variant, with its own number of wrong results. Each other rank prints
 only the rows in which it had wrong results. The exit status is not 0 if any result on any rank was wrong.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_stress [--iterations 10000] [--only delays poison] \\
-        [--schedules fused chunked small_message wave_groups]
+        [--schedules fused chunked small_message wave_groups] [--patterns matmul_all_to_all all_to_all_matmul]
 
 The scenarios are in ``tests.gpu.stress_scenarios.SCENARIOS``. For each input, the first result is compared with fp64,
 and later results must be bitwise equal to the first. Set environment variables on the command line:
@@ -41,6 +42,7 @@ from bench.support.gpu_ranks import finish_rank
 from bench.support.gpu_ranks import start_rank
 from tests.gpu import stress_scenarios
 from tests.gpu import stress_sites
+from tests.gpu import stress_variants
 from tests.gpu.stress_scenarios import SCENARIOS
 from tests.gpu.stress_scenarios import Stress
 
@@ -64,6 +66,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         "--only", nargs="+", choices=SCENARIOS, help="default: all; if ranks share GPUs: lazy delays poison graphs"
     )
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
+    parser.add_argument("--patterns", nargs="+", choices=stress_variants.PATTERNS, default=stress_variants.PATTERNS)
     parser.add_argument("--ranks-share-gpus", action="store_true")
     parser.add_argument("--one-by-one", action="store_true", help="never replay a repeated call as a CUDA graph")
     parser.add_argument("--row-seconds", type=float, default=120.0)
@@ -82,7 +85,9 @@ def check(arguments: argparse.Namespace, rank: int, world_size: int) -> int:
     for name in arguments.only:
         scenario, part = SCENARIOS[name]
         calls = max(1, arguments.iterations // part)
-        for variant in stress_sites.variants(arguments.schedules, not arguments.one_by_one):
+        for variant in stress_variants.variants(arguments.schedules, not arguments.one_by_one):
+            if variant.pattern not in arguments.patterns:
+                continue
             if not stress_scenarios.applies(name, variant, arguments.ranks_share_gpus):
                 continue
             faulthandler.dump_traceback_later(arguments.row_seconds, exit=True)
@@ -125,7 +130,7 @@ def check(arguments: argparse.Namespace, rank: int, world_size: int) -> int:
     return bad
 
 
-def digest_of_all_ranks(stress: Stress, variant: stress_sites.Variant) -> str:
+def digest_of_all_ranks(stress: Stress, variant: stress_variants.Variant) -> str:
     mine = stress_sites.digest([first for calls in stress.sites(variant) for *_, first in calls])
     everyone: list[int] = [0] * stress.world_size
     dist.all_gather_object(everyone, mine)

@@ -24,9 +24,9 @@ from overlap_inductor.errors import TransferError
 from overlap_inductor.runtime import watchdog
 from overlap_inductor.runtime.workspace import workspace_of
 from tests.gpu.stress_sites import Shape
-from tests.gpu.stress_sites import Variant
 from tests.gpu.stress_sites import sites
-from tests.gpu.stress_sites import variants
+from tests.gpu.stress_variants import Variant
+from tests.gpu.stress_variants import variants
 
 TIMEOUT_SECONDS = 6.0
 """The time after which waits in the kernels of the site's group time out, in most scenarios."""
@@ -41,7 +41,7 @@ NAME = "faulty"
 
 @dataclass(frozen=True)
 class Kind:
-    """A site's schedule, pattern and way (``stress_sites.variants``). An empty ``way`` selects the first way."""
+    """A site's schedule, pattern and way (``stress_variants.variants``). An empty ``way`` selects the first way."""
 
     schedule: str
     pattern: str

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from bench.support.gpu_ranks import finish_rank
 from bench.support.gpu_ranks import start_rank
 from tests.gpu import stress_scenarios
-from tests.gpu import stress_sites
+from tests.gpu import stress_variants
 from tests.gpu.check_stress import SCHEDULES
 from tests.gpu.repeated import drawn_calls
 from tests.gpu.stress_scenarios import Stress
@@ -47,7 +47,7 @@ def main() -> int:
     rank, world_size = start_rank(PATIENCE_SECONDS, arguments.ranks_share_gpus)
     stress = Stress(rank, world_size, {"world": dist.group.WORLD}, SHAPES)
     bad = 0
-    for variant in stress_sites.variants(arguments.schedules):
+    for variant in stress_variants.variants(arguments.schedules):
         if not stress_scenarios.applies("", variant, arguments.ranks_share_gpus):
             continue
         start = time.monotonic()

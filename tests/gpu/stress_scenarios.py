@@ -28,7 +28,7 @@ from tests.gpu.repeated import replays
 from tests.gpu.stress_sites import INPUTS
 from tests.gpu.stress_sites import TOLERANCE
 from tests.gpu.stress_sites import Call
-from tests.gpu.stress_sites import Variant
+from tests.gpu.stress_variants import Variant
 
 LATE_SECONDS = 0.5
 POISON_EVERY = 20

@@ -11,10 +11,8 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
-from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +26,10 @@ from overlap_inductor.lowerings.small_message import parameters as small_plan
 from overlap_inductor.runtime import workspace
 from overlap_inductor.torch_compat import symmetric
 from tests.gpu.repeated import Repeated
+from tests.gpu.stress_patterns import Sizes
+from tests.gpu.stress_patterns import pattern_of
+from tests.gpu.stress_variants import REDUCE
+from tests.gpu.stress_variants import Variant
 
 define_ops()
 
@@ -37,71 +39,16 @@ half would always get the same operand, and stale rows would not be found."""
 LIMIT = 2**33
 TOLERANCE = 2e-2
 """Largest error that is allowed, relative to the largest element."""
-GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 POISON = 0xFF
 """If all bytes of a number in fp16, bf16, fp32 or fp8 have this value, the number is NaN."""
 dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A schedule's op for a pattern, in one of the ways in which it can run. ``way`` is the name of this way, for
-    example a transport."""
-
-    schedule: str
-    pattern: str
-    way: str
-    fixed: Mapping[str, Any]
-
-    def settings(self, rows: int) -> str:
-        """The op's settings for a call. ``rows``: rows of a shard; for an all-reduce, of the whole matmul."""
-        if self.schedule != "wave_groups":
-            return json.dumps(self.fixed, sort_keys=True)
-        # A fixed partition in place of a measured one. It has two groups of waves: the first band, and all other bands.
-        bands = -(-rows // self.fixed.get("block_m", 128))
-        return json.dumps({**self.fixed, "partition": [0, 1, bands] if bands > 1 else [0, 1]}, sort_keys=True)
-
-
-def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
-    """Every way of every pattern of these schedules. Most ways have more than one band, chunk or group of
-    waves if there are enough rows. ``replays``: repeated calls are replayed as CUDA graphs (``runtime.replay``)."""
-    banded = {"parts": 2, "parts_from": 0}
-    found = [Variant("fused", GATHER, "sm_push", {**fused_plan.TUNED[GATHER], **banded, "slices": 1})]
-    found += [Variant("fused", p, "", {**fused_plan.TUNED[p], **banded}) for p in (SCATTER, REDUCE)]
-    # By default, half of the blocks push if K is as small as at these sites (``pushers_of``). In the way ``few push``,
-    # four blocks push.
-    found.append(Variant("fused", REDUCE, "few push", {**fused_plan.TUNED[REDUCE], "parts": 0, "pushers": 4}))
-    found.append(Variant("fused", GATHER, "slices", {**fused_plan.TUNED[GATHER], "slices_tiles": fused_plan.NEVER}))
-    found.append(Variant("fused", GATHER, "copy_engine", {**fused_plan.TUNED[GATHER], "copies_from": 0}))
-    for transport in ("copy_engine", "sm_push"):
-        for pattern in (GATHER, SCATTER, REDUCE):
-            found.append(
-                Variant(
-                    "chunked",
-                    pattern,
-                    transport,
-                    {"transport": transport, "chunks": 3, "bands": 2 if pattern == REDUCE else 1},
-                )
-            )
-    found += [
-        Variant(
-            "chunked", p, "in turn", {"transport": "copy_engine", "bands": 2 if p == REDUCE else 1, "turns_from": 0}
-        )
-        for p in (GATHER, SCATTER, REDUCE)
-    ]
-    found += [
-        Variant("small_message", REDUCE, way, {"two_shot": way == "two_shot"}) for way in ("one_shot", "two_shot")
-    ]
-    found += [Variant("wave_groups", p, "", {"free": [16]}) for p in (SCATTER, REDUCE)]
-    if not replays:
-        found = [replace(v, fixed={**v.fixed, "replays": False}) if v.schedule != "wave_groups" else v for v in found]
-    return [v for v in found if v.schedule in schedules]
-
-
-@dataclass(frozen=True)
 class Shape:
-    """Sizes of one rank's whole matmul, ``[tokens, inner] @ [inner, columns]``. Schedule ``small_message`` uses ``few``
-    tokens in place of ``tokens``."""
+    """Sizes of a call. In most patterns, one rank's whole matmul is ``[tokens, inner] @ [inner, columns]``
+    (``tests.gpu.stress_patterns`` has the others). Schedule ``small_message`` uses ``few`` tokens in place of
+    ``tokens``."""
 
     tokens: int
     few: int
@@ -142,64 +89,54 @@ class _Site:
     def __init__(self, variant: Variant, group: dist.ProcessGroup, name: str, seed: object) -> None:
         self.variant, self.group, self.name, self.seed = variant, group, name, seed
         self.rank, self.world_size = group.rank(), group.size()
+        self.pattern = pattern_of(variant)
         self.op = getattr(torch.ops.overlap_inductor, f"{variant.schedule}_{variant.pattern}").default
         self.chain = torch.zeros(1, dtype=torch.uint8, device=gpu_ranks.device())
-        self.gathers = variant.pattern == GATHER
 
-    def tokens(self, shape: Shape) -> int:
-        return shape.few if self.variant.schedule == "small_message" else shape.tokens
+    def sizes(self, shape: Shape) -> Sizes:
+        tokens = shape.few if self.variant.schedule == "small_message" else shape.tokens
+        return Sizes(self.world_size, tokens, shape.inner, shape.columns)
 
     def request(self, shapes: Sequence[Shape]) -> list[Any]:
         """The workspace that the site needs for calls of all ``shapes``."""
         v, needs = self.variant, []
         for shape in shapes:
-            tokens, sizes = self.tokens(shape), (shape.inner, shape.columns, 2)
-            rows, settings = tokens // self.world_size, v.settings(0)
+            sizes, settings = self.sizes(shape), v.settings(0)
             if v.schedule == "small_message":
-                needs.append(small_plan.needed_up_to(settings, self.world_size, tokens, shape.columns, 2))
+                needs.append(small_plan.needed_up_to(settings, self.world_size, sizes.tokens, shape.columns, 2))
             else:
                 plan: Any = fused_plan if v.schedule == "fused" else chunked_plan
                 parameters = plan.parameters_of(settings, symmetric.multiprocessors(gpu_ranks.device()))
-                needs.append(plan.needed(v.pattern, self.world_size, rows, *sizes, parameters))
+                matmul = self.pattern.left(sizes)[1], self.pattern.right(sizes)[1]
+                rows = self.pattern.planned_rows(sizes)
+                needs.append(plan.needed(self.pattern.planned_as, self.world_size, rows, *matmul, 2, parameters))
         return [self.name, max(n[0] for n in needs), max(n[1] for n in needs), *needs[0][2:]]
 
     def left(self, rank: int, shape: Shape, number: int) -> torch.Tensor:
-        rows = self.tokens(shape) // (self.world_size if self.gathers else 1)
-        return _drawn(self.seed, "left", rank, rows, number, size=(rows, shape.inner))
+        size = self.pattern.left(self.sizes(shape))
+        return _drawn(self.seed, "left", rank, size[0], number, size=size)
 
     def right(self, rank: int, shape: Shape) -> torch.Tensor:
         """The weight, transposed as a layer holds it. It is scaled so that results are about 1."""
-        return (_drawn(self.seed, "right", rank, size=(shape.columns, shape.inner)) / shape.inner**0.5).t()
+        inner, columns = self.pattern.right(self.sizes(shape))
+        return (_drawn(self.seed, "right", rank, size=(columns, inner)) / inner**0.5).t()
 
     def call(self, shape: Shape, index: int, number: int, b: torch.Tensor) -> Call:
-        rows = self.tokens(shape) // (1 if self.variant.pattern == REDUCE else self.world_size)
-        a, settings, last = (
-            self.left(self.rank, shape, number),
-            self.variant.settings(rows),
-            (self.group.group_name, self.name),
-        )
-        # Calls of every second shape also return the gathered tensor. The kernel of such a call does not end the call,
-        # because the gathered tensor is copied after the kernel.
+        tokens = self.sizes(shape).tokens
+        settings = self.variant.settings(tokens // (1 if self.variant.pattern == REDUCE else self.world_size))
+        a, where = self.left(self.rank, shape, number), (self.group.group_name, self.name)
+        # If the ranks exchange before the matmul, calls of every second shape also return what was received. The kernel
+        # of such a call does not end the call, because the received tensor is copied after the kernel.
         used = index % 2 == 1
 
-        def gather() -> torch.Tensor:
-            outs, _ = self.op(self.chain, a, [b], [None], used, settings, *last)
-            return torch.cat(outs, 1) if used else outs[0]
-
-        def reduce() -> torch.Tensor:
-            return self.op(self.chain, a, b, None, settings, "sum", *last)[0]
+        def run() -> torch.Tensor:
+            return self.pattern.run(self.op, self.chain, a, b, used, settings, *where)
 
         def exact() -> torch.Tensor:
             lefts = [self.left(rank, shape, number).double() for rank in range(self.world_size)]
-            if self.gathers:
-                everyone = torch.cat(lefts)
-                product = everyone @ b.double()
-                return torch.cat([product, everyone], 1) if used else product
-            total = sum(left @ self.right(rank, shape).double() for rank, left in enumerate(lefts))
-            assert isinstance(total, torch.Tensor)
-            return total if self.variant.pattern == REDUCE else total.chunk(self.world_size)[self.rank]
+            return self.pattern.exact(lefts, lambda rank: self.right(rank, shape).double(), self.rank, used)
 
-        return Call(self.name, index, gather if self.gathers else reduce, exact)
+        return Call(self.name, index, run, exact)
 
 
 def sites(

@@ -9,16 +9,27 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import gloo_ranks
+
 HERE = Path(__file__).parent
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import tests.support.warm_kernels  # noqa: F401
-    from tests.support import gloo_ranks
 
     gloo_ranks.PRELOADED.append("tests.support.warm_kernels")
 
 
+def _starts_gloo_ranks(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and vars(item.module).get("run_ranks") is gloo_ranks.run_ranks
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup``, one worker runs all tests that start gloo ranks. So only one process is prepared from
+    which such ranks are forked."""
+    for item in items:
+        if HERE in item.path.parents and _starts_gloo_ranks(item):
+            item.add_marker(pytest.mark.xdist_group("gloo ranks"))
     if os.environ.get("TRITON_INTERPRET") != "1":
         for item in items:
             if HERE in item.path.parents:

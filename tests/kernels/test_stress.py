@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from bench.support import gpu_ranks
@@ -21,20 +22,38 @@ from overlap_inductor.transports.copy_engine import CopyEngine
 from tests.gpu import check_stress
 from tests.gpu import stress_scenarios
 from tests.gpu import stress_sites
+from tests.gpu import stress_variants
 from tests.gpu.repeated import Repeated
 from tests.gpu.stress_sites import Shape
+from tests.gpu.stress_variants import CONTRACTED
+from tests.gpu.stress_variants import RECEIVED
+from tests.gpu.stress_variants import REDUCE
+from tests.gpu.stress_variants import SCATTER
+from tests.gpu.stress_variants import SENT
 from tests.support.gloo_ranks import run_ranks
 from tests.support.shared_memory import SMALL
 from tests.support.shared_memory import SMALL_TILES
 from tests.support.shared_memory import use_shared_memory
 
 SHAPES = (Shape(32, 4, 16, 16), Shape(24, 2, 16, 24))
-QUICK = {"chunked": ("copy_engine", "matmul_reduce_scatter"), "small_message": ("one_shot", "matmul_all_reduce")}
-"""``{schedule: (way, pattern)}``: two variants that the interpreter runs quickly."""
-plain_variants, plain_results = stress_sites.variants, stress_sites.first_results
+Name = tuple[str, str, str]
+"""Schedule, pattern and way of a variant."""
+NAMES: list[Name] = [(v.schedule, v.pattern, v.way) for v in stress_variants.variants(check_stress.SCHEDULES)]
+QUICK: list[Name] = [("chunked", SCATTER, "copy_engine"), ("small_message", REDUCE, "one_shot")]
+"""Variants that the interpreter runs quickly."""
+QUICK_EXCHANGES: list[Name] = [
+    ("fused", SENT, "columns"),
+    ("fused", CONTRACTED, "copy_engine"),
+    ("chunked", SENT, "columns, copy_engine"),
+    ("chunked", RECEIVED, "in turn"),
+    ("chunked", CONTRACTED, "copy_engine"),
+]
+"""The same for the patterns with an all-to-all."""
+OTHER_EXCHANGES = [n for n in NAMES if n[1] in (SENT, RECEIVED, CONTRACTED) and n not in QUICK_EXCHANGES]
+plain_variants, plain_results = stress_variants.variants, stress_sites.first_results
 
 
-def _small_variants(schedules: Sequence[str], replays: bool) -> list[stress_sites.Variant]:
+def _small_variants(schedules: Sequence[str], replays: bool) -> list[stress_variants.Variant]:
     fixed: dict[str, Any] = {
         "fused": SMALL,
         "chunked": {"grain": 8, "pushers": 1},
@@ -44,8 +63,11 @@ def _small_variants(schedules: Sequence[str], replays: bool) -> list[stress_site
     return [replace(v, fixed={**v.fixed, **fixed[v.schedule]}) for v in plain_variants(schedules, replays)]
 
 
-def _quick_variants(schedules: Sequence[str], replays: bool) -> list[stress_sites.Variant]:
-    return [v for v in _small_variants(schedules, replays) if QUICK[v.schedule] == (v.way, v.pattern)]
+def _chosen_variants(
+    names: Sequence[Name], schedules: Sequence[str], replays: bool = True
+) -> list[stress_variants.Variant]:
+    named = {(v.schedule, v.pattern, v.way): v for v in _small_variants(schedules, replays)}
+    return [named[name] for name in names]
 
 
 class _NoStream:
@@ -85,11 +107,13 @@ def _capturable(calls: Sequence[stress_sites.Call]) -> list[Repeated]:
     return plain_results([replace(call, run=functools.partial(run, call)) for call in calls])
 
 
-def _run(rank: int, world_size: int, folder: str, options: list[str], quick: bool, broken: bool = False) -> int:
+def _run(
+    rank: int, world_size: int, folder: str, options: list[str], names: Sequence[Name], broken: bool = False
+) -> int:
     """Run ``check_stress`` with ``options`` as one rank, on the CPU. Returns the number of rows with wrong results.
 
     Args:
-        quick: run only the variants in ``QUICK``.
+        names: the variants to run.
         broken: leave out copies (``_break_copies``).
     """
     use_shared_memory(folder)
@@ -100,7 +124,7 @@ def _run(rank: int, world_size: int, folder: str, options: list[str], quick: boo
     torch.cuda.CUDAGraph, torch.cuda.graph, stress_sites.first_results = _Graph, _capture, _capturable
     gpu_ranks.device = lambda: torch.device("cpu")
     stress_sites.dtype, stress_sites.SHAPES = torch.float16, SHAPES
-    stress_sites.variants = _quick_variants if quick else _small_variants
+    stress_variants.variants = functools.partial(_chosen_variants, names)
     stress_scenarios.FOREIGN_SIZE, stress_scenarios.BESIDE_ELEMENTS, stress_scenarios.POISON_EVERY = 8, 64, 2
     if broken:
         _break_copies()
@@ -144,31 +168,46 @@ class _Elsewhere:
         self.peers = tuple(torch.empty_like(peer) for peer in buffer.peers)
 
 
-def test_every_scenario(tmp_path: Path) -> None:
-    options = ["--iterations", "10", "--schedules", *QUICK]
-    assert run_ranks(2, _run, str(tmp_path), options, True) == [0, 0]
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(QUICK, id="quick"),
+        pytest.param([("chunked", CONTRACTED, "copy_engine")], id="contraction", marks=pytest.mark.thorough),
+    ],
+)
+def test_every_scenario(names: list[Name], tmp_path: Path) -> None:
+    assert run_ranks(2, _run, str(tmp_path), ["--iterations", "10"], names) == [0, 0]
 
 
-def test_every_variant(tmp_path: Path) -> None:
-    assert run_ranks(2, _run, str(tmp_path), ["--iterations", "1", "--only", "poison"], False) == [0, 0]
+@pytest.mark.parametrize(
+    ("names", "world_size"),
+    [
+        pytest.param([n for n in NAMES if n not in OTHER_EXCHANGES], 2, id="most"),
+        pytest.param(OTHER_EXCHANGES, 2, id="other exchanges", marks=pytest.mark.thorough),
+        pytest.param(QUICK_EXCHANGES, 4, id="exchanges of four ranks", marks=pytest.mark.thorough),
+    ],
+)
+def test_every_variant(names: list[Name], world_size: int, tmp_path: Path) -> None:
+    options = ["--iterations", "1", "--only", "poison"]
+    assert run_ranks(world_size, _run, str(tmp_path), options, names) == [0] * world_size
 
 
 def test_groups_of_a_mesh(tmp_path: Path) -> None:
-    options = ["--iterations", "10", "--schedules", "chunked", "--only", "two_groups", "subgroup"]
-    assert run_ranks(4, _run, str(tmp_path), options, True) == [0] * 4
+    options = ["--iterations", "10", "--only", "two_groups", "subgroup"]
+    assert run_ranks(4, _run, str(tmp_path), options, QUICK[:1]) == [0] * 4
 
 
-def test_missing_transfers_are_reported(tmp_path: Path) -> None:
-    options = [
-        "--iterations",
-        "40",
-        "--schedules",
-        "chunked",
-        "--only",
-        "lazy",
-        "delays",
-        "poison",
-        "two_streams",
-        "graphs",
-    ]
-    assert run_ranks(2, _run, str(tmp_path), options, True, True) == [4, 4]
+@pytest.mark.parametrize(
+    "name",
+    [
+        QUICK[0],
+        *(
+            pytest.param(("chunked", p, "copy_engine"), marks=pytest.mark.thorough)
+            for p in (SENT, RECEIVED, CONTRACTED)
+        ),
+    ],
+    ids=lambda name: name[1],
+)
+def test_missing_transfers_are_reported(name: Name, tmp_path: Path) -> None:
+    options = ["--iterations", "40", "--only", "lazy", "delays", "poison", "two_streams", "graphs"]
+    assert run_ranks(2, _run, str(tmp_path), options, [name], True) == [4, 4]

@@ -53,7 +53,7 @@ def _check(rank: int, world_size: int, folder: str, schedule: str, variant: Vari
     ("schedule", "variant"),
     [
         ("chunked", Variant(1, 1, False, "none")),
-        ("chunked", Variant(0, 2, False, "none")),
+        pytest.param("chunked", Variant(0, 2, False, "none"), marks=pytest.mark.thorough),
         ("fused", Variant(1, 1, False, "none")),
     ],
 )

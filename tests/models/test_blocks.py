@@ -12,10 +12,10 @@ from tests.support.block_problems import TORCH
 from tests.support.block_problems import problems
 from tests.support.gloo_ranks import run_ranks
 
-REPEATED = ("none", "selective")
+REPEATED = ("none", "full", "selective, matmuls only")
 """Kinds of checkpointing with which ``test_block`` runs the hand-written block in thorough tests only. Without
-checkpointing, this block has the same sites as the DTensor block. With selective checkpointing, it also runs in
-generated code."""
+checkpointing, this block has the same sites as the DTensor block. With selective checkpointing, it runs in every test.
+The other kinds recompute more or fewer of the same collectives."""
 
 
 @pytest.mark.parametrize(
@@ -41,20 +41,17 @@ def test_block(by_hand: bool, checkpointing: str) -> None:
 
 
 @pytest.mark.thorough
-def test_every_pair_of_layouts() -> None:
-    for rank, found in enumerate(run_ranks(2, problems, False, "none", "cpu", False, True)):
+@pytest.mark.parametrize(("by_hand", "checkpointing"), [(False, "none"), *((True, c) for c in EXPECTED if c != "none")])
+def test_every_pair_of_layouts(by_hand: bool, checkpointing: str) -> None:
+    for rank, found in enumerate(run_ranks(2, problems, by_hand, checkpointing, "cpu", False, True)):
         assert not found, f"rank {rank}: {found}"
 
 
-@pytest.mark.parametrize(
-    ("by_hand", "checkpointing", "kernels"),
-    [
-        (True, "selective", False),
-        *(pytest.param(*key, True, marks=pytest.mark.thorough) for key in GENERATED),
-    ],
-)
-def test_block_in_generated_code(by_hand: bool, checkpointing: str, kernels: bool) -> None:
+# (``tests/examples`` trains a DTensor block in generated code.)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("by_hand", "checkpointing"), list(GENERATED))
+def test_block_in_generated_code(by_hand: bool, checkpointing: str) -> None:
     """Catches an error that only generated code can have: a buffer that is overwritten before the last hop has read
     it."""
-    for rank, found in enumerate(run_ranks(2, problems, by_hand, checkpointing, "cpu", True, False, kernels)):
+    for rank, found in enumerate(run_ranks(2, problems, by_hand, checkpointing, "cpu", True)):
         assert not found, f"rank {rank}: {found}"

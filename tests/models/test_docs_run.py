@@ -15,8 +15,6 @@ from tools.doc_parts import samples
 from tools.doc_parts.pages import DOCS
 from tools.doc_parts.pages import pages
 
-pytestmark = pytest.mark.usefixtures("known_vector_instructions")
-
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("paths", make_docs.page_runs(), ids=["README", "docs"])

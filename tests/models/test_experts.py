@@ -74,7 +74,7 @@ def _problems(
         ),
         ("mixtral, one layer", 2, False, {"sequence_parallel": "on"}, SCATTER),
         ("qwen2_moe, one layer", 2, False, {"sequence_parallel": "off"}, REDUCE),
-        ("qwen3_moe, one layer", 2, True, {"sequence_parallel": "off"}, REDUCE),
+        pytest.param("qwen3_moe, one layer", 2, True, {"sequence_parallel": "off"}, REDUCE, marks=pytest.mark.thorough),
     ],
     ids=["mixtral, generated code", "mixtral, 4 ranks", "looping ops", "sequence", "qwen2", "qwen3"],
 )
@@ -125,6 +125,8 @@ def _trained(
     return {"problems": problems, "warnings": heard.texts, "graphs": graphs, "counts": counts}
 
 
+# (``tests/numerics/test_uncompiled_frames.py`` and ``test_dispatched_experts.py`` train and recompile smaller layers.)
+@pytest.mark.thorough
 def test_training_where_routing_makes_graphs_differ(tmp_path: Path) -> None:
     """The graphs around the exchange of tokens hold how many tokens each expert got, so ranks recompile at different
     times. Catches ranks that take this for a difference of their plans."""
@@ -137,6 +139,8 @@ def test_training_where_routing_makes_graphs_differ(tmp_path: Path) -> None:
     assert first[0] == first[-1] and second[0] < second[-1], "rank 0 compiled as often as rank 1"
 
 
+# (``test_ranks_that_differ`` trains a smaller block on ranks that differ.)
+@pytest.mark.thorough
 def test_training_with_plans_that_differ(tmp_path: Path) -> None:
     """The plain program of a forward passes a ``DeviceMesh`` on to the backward. Catches a plain program that returns
     ``None`` in its place."""

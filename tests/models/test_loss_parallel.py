@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -77,6 +78,8 @@ def _row(rank: int, world_size: int, tp: int) -> dict[str, Any]:
     return with_and_without.compared(build, close=1e-5)
 
 
+# (``tests/numerics/test_sequence_parallel.py`` trains a model with the same plan on 1 x 2 ranks.)
+@pytest.mark.thorough
 def test_an_odd_vocabulary_on_a_2d_mesh() -> None:
     """The ranks' shards of the head have different numbers of columns. The gathered and scattered tensors have equal
     shapes on all ranks, so every rank overlaps."""

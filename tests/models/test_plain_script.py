@@ -14,7 +14,6 @@ import transformers  # noqa: F401  (if it is missing, the error must come from h
 from overlap_inductor.cli.local_ranks import rank_environment
 from overlap_inductor.cli.local_ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 SCRIPT = Path(__file__).with_name("plain_script.py")
 
 

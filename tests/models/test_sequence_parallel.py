@@ -21,6 +21,7 @@ from tests.support.rewritten_families import Case
 from tests.support.rewritten_families import problems
 
 CASES = {
+    "llama": Case("llama, one layer", 9, 10),
     "llama, generated code": Case("llama, one layer", 9, 10, generated=True),
     "starcoder2, 13 tokens": Case("starcoder2, one layer", 8, 8, (1, 13)),
     "cohere": Case("cohere, one layer", 3, 4, trains=False),
@@ -31,15 +32,19 @@ CASES = {
 }
 
 
-MORE_FAMILIES = ("starcoder2, 13 tokens", "gpt_neox")
+FEW = ("llama", "cohere")
+"""The families that run in every test. Cohere computes attention and MLP in parallel. (``tests/compile`` compares the
+graphs of blocks of the other families. ``tests/numerics/test_layers.py`` runs Llama's generated code.)"""
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        [name for name, case in CASES.items() if not case.generated and name not in MORE_FAMILIES],
-        [name for name, case in CASES.items() if case.generated],
-        pytest.param(MORE_FAMILIES, marks=pytest.mark.thorough),
+        FEW,
+        pytest.param([name for name, case in CASES.items() if case.generated], marks=pytest.mark.thorough),
+        pytest.param(
+            [name for name, case in CASES.items() if not case.generated and name not in FEW], marks=pytest.mark.thorough
+        ),
     ],
     ids=["interpreted", "generated code", "interpreted, more of them"],
 )

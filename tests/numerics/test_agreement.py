@@ -75,17 +75,19 @@ ROWS_LEFT = "all-reduce, rows no multiple of the ranks"
 GENERATED = [
     "gather rows, two matmuls, one with bias, gathered tensor read",
     "gather the contracted dim",
-    "dgrad and wgrad on one gather",
     "bmm",
     "gated MLP of a sequence, its halves kept",
-    "scatter sequence, batch 2",
     "scatter a sum of matmuls with bias",
-    "all-reduce of a baddbmm",
-    "scatter an average over a sequence",
     ROWS_LEFT,
-    "two all-reduces added",
     "scatter uneven columns",
     "gathered output",
+]
+MORE_GENERATED = [
+    "dgrad and wgrad on one gather",
+    "scatter sequence, batch 2",
+    "all-reduce of a baddbmm",
+    "scatter an average over a sequence",
+    "two all-reduces added",
 ]
 
 
@@ -128,24 +130,46 @@ an even number of ranks. (In such a ring both directions meet at one rank.)"""
     [
         pytest.param(2, {}, torch.float32, None, False, marks=pytest.mark.thorough),
         (2, {}, torch.float32, GENERATED, True),
+        pytest.param(2, {}, torch.float32, MORE_GENERATED, True, marks=pytest.mark.thorough),
         pytest.param(3, {}, torch.bfloat16, SAMPLE, False, marks=pytest.mark.thorough),
         (
             3,
             {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2},
             torch.float32,
-            None,
+            SAMPLE,
             False,
         ),
-        (3, {"step_node_budget": 1}, torch.float32, None, False),
-        (2, {"step_node_budget": 1}, torch.bfloat16, LOOPING_GATHERS, True),
-        (4, {"step_node_budget": 1, "ring_direction": "bidirectional"}, torch.bfloat16, LOOPING_GATHERS[::2], False),
-        (4, {"ring_direction": "bidirectional", "sub_chunks": 3}, torch.bfloat16, [*SAMPLE[::2], ROWS_LEFT], False),
+        pytest.param(
+            3,
+            {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2},
+            torch.float32,
+            None,
+            False,
+            marks=pytest.mark.thorough,
+        ),
+        (2, {"step_node_budget": 1}, torch.float32, None, False),
+        pytest.param(3, {"step_node_budget": 1}, torch.float32, None, False, marks=pytest.mark.thorough),
+        pytest.param(2, {"step_node_budget": 1}, torch.bfloat16, LOOPING_GATHERS, True, marks=pytest.mark.thorough),
+        pytest.param(
+            *(
+                4,
+                {"step_node_budget": 1, "ring_direction": "bidirectional"},
+                torch.bfloat16,
+                LOOPING_GATHERS[::2],
+                False,
+            ),
+            marks=pytest.mark.thorough,
+        ),
+        (4, {"ring_direction": "bidirectional", "sub_chunks": 3}, torch.bfloat16, [*SAMPLE[::4], ROWS_LEFT], False),
     ],
     ids=[
         "2 ranks",
         "2 ranks, generated code",
+        "2 ranks, generated code, more cases",
         "3 ranks, bf16",
         "3 ranks, hop rounding, bidirectional",
+        "3 ranks, hop rounding, bidirectional, all cases",
+        "2 ranks, looping ops",
         "3 ranks, looping ops",
         "2 ranks, looping gathers, generated code",
         "4 ranks, looping gathers, bf16",
@@ -169,9 +193,22 @@ DYNAMIC_GENERATED = {
 }
 
 
-def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool) -> list[str]:
-    """Compile each function once and call it with several token counts. Returns the problems found on this rank. (torch
-    itself compiles again for zero tokens and for one token.)"""
+HOPS = {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 3}
+
+
+def _is_generated(name: str) -> bool:
+    return name in DYNAMIC_GENERATED
+
+
+def _is_not_generated(name: str) -> bool:
+    return name not in DYNAMIC_GENERATED
+
+
+def _dynamic(
+    rank: int, world_size: int, fields: dict[str, Any], generated: bool, which: Callable[[str], bool]
+) -> list[str]:
+    """Compile each function whose name is accepted by ``which`` once, and call it with several token counts. Returns
+    the problems found on this rank. (torch itself compiles again for zero tokens and for one token.)"""
     import overlap_inductor
 
     g = dist.group.WORLD
@@ -195,7 +232,7 @@ def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool
     generator = torch.Generator().manual_seed(rank)
     weight, bias = torch.randn(16, 8, generator=generator), torch.randn(8, generator=generator)
     for name, function in functions.items():
-        if generated and name not in DYNAMIC_GENERATED:
+        if not which(name):
             continue
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -221,17 +258,20 @@ def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool
 
 
 @pytest.mark.parametrize(
-    ("world_size", "fields", "generated"),
+    ("world_size", "fields", "generated", "which"),
     [
-        (2, {}, True),
-        (3, {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 3}, False),
+        (2, {}, True, _is_generated),
+        (3, HOPS, False, _is_not_generated),
+        pytest.param(3, HOPS, False, _is_generated, marks=pytest.mark.thorough),
     ],
-    ids=["generated code", "3 ranks, hop rounding, bidirectional"],
+    ids=["generated code", "3 ranks, hop rounding, bidirectional", "3 ranks, functions of the generated code"],
 )
-def test_dynamic_token_counts_share_one_compile(world_size: int, fields: dict[str, Any], generated: bool) -> None:
+def test_dynamic_token_counts_share_one_compile(
+    world_size: int, fields: dict[str, Any], generated: bool, which: Callable[[str], bool]
+) -> None:
     """Catches a guard that the pass adds. Also catches rows that are lost if the token count is not a multiple of the
     number of ranks."""
-    for rank, problems in enumerate(run_ranks(world_size, _dynamic, fields, generated, timeout=500)):
+    for rank, problems in enumerate(run_ranks(world_size, _dynamic, fields, generated, which, timeout=500)):
         assert not problems, f"rank {rank}: {problems}"
 
 

@@ -73,7 +73,11 @@ def _every_load(
 
 @pytest.mark.parametrize(
     ("world_size", "tokens", "dtype", "shared", "sub_chunks"),
-    [(2, 13, torch.bfloat16, False, 3), (4, 6, torch.float32, True, 2), (2, 1, torch.float32, False, 1)],
+    [
+        (2, 13, torch.bfloat16, False, 3),
+        (4, 6, torch.float32, True, 2),
+        pytest.param(2, 1, torch.float32, False, 1, marks=pytest.mark.thorough),
+    ],
 )
 def test_every_load(world_size: int, tokens: int, dtype: torch.dtype, shared: bool, sub_chunks: int) -> None:
     """Catches rows that are computed by another expert, returned to a wrong rank or place, or saved in a wrong order
@@ -86,7 +90,7 @@ def test_every_load(world_size: int, tokens: int, dtype: torch.dtype, shared: bo
 
 def _generated(rank: int, world_size: int) -> tuple[list[list[str]], dict[str, float], list[str]]:
     """As ``_every_load``, with the sites of each graph, for two loads and Inductor's generated code."""
-    compile_anew()
+    compile_anew(kernels=False)
     torch._dynamo.config.capture_scalar_outputs = True
     layer = DispatchedExperts(rank, world_size, shared=True)
     options = {"schedule": "ring", "sequence_parallel": "off", "mode": "strict"}
@@ -109,7 +113,7 @@ def test_generated_code() -> None:
 
 def _looped(rank: int, world_size: int, tokens: int) -> tuple[dict[str, float], set[str], list[str]]:
     """``(errors that are too large, reasons that are given, problems)`` of the layer that loops over its experts."""
-    compile_anew()
+    compile_anew(kernels=False)
     torch._dynamo.config.capture_scalar_outputs = True
     layer = LoopedExperts(rank, world_size)
     options = {"schedule": "ring", "sequence_parallel": "off"}
@@ -123,6 +127,7 @@ def _looped(rank: int, world_size: int, tokens: int) -> tuple[dict[str, float], 
     return errors, reasons, [text for r in reports for text in (*waste(r), *r.notices)]
 
 
+@pytest.mark.thorough
 def test_a_loop_over_experts() -> None:
     """Experts without rows, and all tokens on one expert, give right results. Catches a site that takes an expert's
     rows for those of a rank."""

@@ -116,7 +116,9 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
     return count, problems
 
 
-@pytest.mark.parametrize(("world_size", "examples"), [(2, 8), pytest.param(3, 6, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("world_size", "examples"), [(2, 4), *(pytest.param(*p, marks=pytest.mark.thorough) for p in ((2, 8), (3, 6)))]
+)
 def test_random_tables_and_bags(world_size: int, examples: int) -> None:
     """The examples include empty bags, batches without rows, and tables without indices."""
     for rank, (count, problems) in enumerate(run_ranks(world_size, _draws, examples, timeout=500)):

@@ -35,6 +35,9 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "gate apart": {"kind": ApartExperts},
 }
 """Arguments of ``_every_load``: ``kind`` of experts and their ``spelling``."""
+REPEATED = ("argsort", "negative places", "late weights")
+"""Other spellings of ``put``. They run unrolled in thorough tests only. (``tests/compile/test_experts_graph.py``
+compares the graphs of all spellings.)"""
 
 
 def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -79,7 +82,10 @@ def _check(world_size: int, *arguments: Any, sites: list[tuple[str, bool]]) -> N
 
 @pytest.mark.parametrize(
     ("world_size", "spelling"),
-    [pytest.param(4, "put", marks=pytest.mark.thorough), *((2, spelling) for spelling in SPELLINGS)],
+    [
+        pytest.param(4, "put", marks=pytest.mark.thorough),
+        *(pytest.param(2, spelling, marks=[pytest.mark.thorough] * (spelling in REPEATED)) for spelling in SPELLINGS),
+    ],
 )
 def test_blocks_of_tokens(world_size: int, spelling: str) -> None:
     """Catches rows of a block that are multiplied by another expert's weights, weighted by another row's share, or
@@ -90,7 +96,13 @@ def test_blocks_of_tokens(world_size: int, spelling: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "spelling"), [(2, "put"), (4, "negative places"), (2, "biases"), (2, "gate apart")]
+    ("world_size", "spelling"),
+    [
+        pytest.param(2, "put", marks=pytest.mark.thorough),
+        (4, "negative places"),
+        (2, "biases"),
+        pytest.param(2, "gate apart", marks=pytest.mark.thorough),
+    ],
 )
 def test_looping_op(world_size: int, spelling: str) -> None:
     """Catches an op that computes something else than the unrolled steps."""
@@ -110,7 +122,7 @@ def test_fewer_tokens_than_ranks() -> None:
 
 def _generated(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[str], dict[int, float], int]:
     """``(status of each site, {tokens: relative error}, graphs)`` of generated code for any number of tokens."""
-    compile_anew()
+    compile_anew(kernels=False)
     experts = Experts(rank, world_size)
     options = {"schedule": "ring", "sequence_parallel": "off", **options}
     compiled = torch.compile(experts, backend="overlap_inductor", options=options, fullgraph=True)
@@ -124,7 +136,7 @@ def _generated(rank: int, world_size: int, options: dict[str, Any]) -> tuple[lis
     return [s.decision.status for r in all_reports() for s in r.sites], errors, len(all_reports())
 
 
-@pytest.mark.parametrize("budget", [3000, 1])
+@pytest.mark.parametrize("budget", [3000, pytest.param(1, marks=pytest.mark.thorough)])
 def test_any_number_of_tokens(budget: int) -> None:
     """Catches a block of the first call's size, and a guard that the pieces add."""
     for statuses, errors, graphs in run_ranks(2, _generated, {"step_node_budget": budget}, timeout=400):

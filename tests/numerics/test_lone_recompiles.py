@@ -104,7 +104,7 @@ def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, fol
         (2, {"mode": "report"}, False, "all_gather float32 kept there"),
         (2, {"patterns": ("all_gather_matmul",)}, True, "kept there"),
         pytest.param(4, {"sub_chunks": 2}, False, "sub_chunks is 4 here and 2 there", marks=pytest.mark.thorough),
-        (4, {"mode": "report"}, False, "kept there"),
+        pytest.param(4, {"mode": "report"}, False, "kept there", marks=pytest.mark.thorough),
     ],
     ids=["other pieces", "trained", "no site", "trained, one site less", "mesh", "mesh, no site"],
 )

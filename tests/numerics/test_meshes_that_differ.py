@@ -31,7 +31,7 @@ def _mesh(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str,
     return {"problems": problems, "warnings": heard.texts, "counts": counts()}
 
 
-@pytest.mark.parametrize("differs", [True, False])
+@pytest.mark.parametrize("differs", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_difference_reaches_all_ranks_of_a_mesh(differs: bool) -> None:
     results = run_ranks(4, _mesh, [{}, {}, {}, {"sub_chunks": 2} if differs else {}])
     assert all(r["problems"] == [] for r in results), results

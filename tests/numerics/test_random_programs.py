@@ -19,7 +19,7 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.program_checks import check
 from tests.support.random_programs import Program
 
-COUNT = 6
+COUNT = 4
 """The number of programs in each case. Most trained programs have no site. Of the 12 trained programs from seed 31 on,
 9 have a site. After a change to the finder or to a rewrite, run thousands of programs with
 ``python -m tests.numerics.test_random_programs``.
@@ -34,7 +34,8 @@ HOPS = {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "su
         *(pytest.param(first, 2, {}, False, marks=pytest.mark.thorough) for first in (0, COUNT)),
         (31, 2, {"step_node_budget": 1}, True),
         pytest.param(31 + COUNT, 2, {"step_node_budget": 1}, True, marks=pytest.mark.thorough),
-        (24, 3, HOPS, False),
+        # (``test_random_shapes`` draws these switches, too, on three ranks.)
+        pytest.param(24, 3, HOPS, False, marks=pytest.mark.thorough),
         pytest.param(24 + COUNT, 3, HOPS, False, marks=pytest.mark.thorough),
     ],
     ids=[
@@ -56,12 +57,13 @@ def test_overlap_does_not_change_a_programs_results(
         assert sum(overlapped.values()) >= COUNT // 2, f"too few sites are overlapped: {overlapped}"
 
 
-def test_overlap_does_not_change_the_results_of_programs_with_all_to_alls() -> None:
+@pytest.mark.parametrize("seeds", [(200, 204), pytest.param((204, 208), marks=pytest.mark.thorough)])
+def test_overlap_does_not_change_the_results_of_programs_with_all_to_alls(seeds: tuple[int, int]) -> None:
     for rank, (problems, overlapped) in enumerate(
-        run_ranks(2, check, ExchangeProgram, list(range(200, 208)), {}, True, timeout=500)
+        run_ranks(2, check, ExchangeProgram, list(range(*seeds)), {}, True, timeout=500)
     ):
         assert not problems, f"rank {rank}: " + "\n".join(problems)
-        assert min(overlapped.get(name, 0) for name in ("matmul_all_to_all", "all_to_all_matmul")) >= 2, overlapped
+        assert min(overlapped.get(name, 0) for name in ("matmul_all_to_all", "all_to_all_matmul")) >= 1, overlapped
 
 
 def main() -> int:

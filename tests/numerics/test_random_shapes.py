@@ -117,7 +117,12 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize(
     ("world_size", "examples"),
-    [pytest.param(2, 12, marks=pytest.mark.thorough), (3, 10), pytest.param(4, 4, marks=pytest.mark.thorough)],
+    [
+        pytest.param(2, 12, marks=pytest.mark.thorough),
+        (3, 5),
+        pytest.param(3, 10, marks=pytest.mark.thorough),
+        pytest.param(4, 4, marks=pytest.mark.thorough),
+    ],
 )
 def test_drawn_layers(world_size: int, examples: int) -> None:
     """Catches a shape, dtype or switch with a wrong slice, with rows that are lost, or with a gradient that is summed

@@ -56,9 +56,12 @@ EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     # One graph serves numbers of tokens that are multiples of the number of ranks. Another graph serves all other
     # numbers.
     "dynamic": (8, 4, 10, UNEVEN),
+    "dynamic, even": (4, 4, 6, set()),
 }
-REPEATED = "checkpointing, odd"
-"""This block runs in thorough tests only, because other blocks cover an odd number of tokens and checkpointing."""
+FAST = ("[B, S, H], odd, accumulated gradients", "DTensor")
+"""The blocks that run in every test. The others run in thorough tests only. They differ in the dtype, in the kind of
+checkpointing, in dropout, or in how many layers a graph holds. ``tests/compile`` compares their graphs. A block with
+a dynamic number of tokens runs on three ranks."""
 
 
 def _rows(
@@ -90,11 +93,12 @@ def _problems(rows: Mapping[str, dict[str, Any]], expected: Mapping[str, tuple[i
 @pytest.mark.parametrize(
     ("world_size", "names"),
     [
-        (2, tuple(n for n in CASES if n != REPEATED)),
-        (3, ("dynamic",)),
-        pytest.param(2, (REPEATED,), marks=pytest.mark.thorough),
+        (2, FAST),
+        (3, ("dynamic, even",)),
+        pytest.param(3, ("dynamic",), marks=pytest.mark.thorough),
+        pytest.param(2, tuple(n for n in CASES if n not in (*FAST, "dynamic, even")), marks=pytest.mark.thorough),
     ],
-    ids=["2 ranks", "3 ranks", "2 ranks, checkpointing"],
+    ids=["2 ranks", "3 ranks", "3 ranks, even and uneven", "2 ranks, more blocks"],
 )
 def test_blocks(world_size: int, names: tuple[str, ...]) -> None:
     """Catches a gradient that is summed twice or not at all, rows of the wrong rank, and padding rows in a sum. Also
@@ -163,7 +167,7 @@ def _on_a_mesh(plan: str, shards: bool = False) -> Computation:
 @pytest.mark.parametrize(
     ("world_size", "plan", "shards", "expected"),
     [
-        (2, "all-reduces", False, (4, 4, 6, set())),
+        pytest.param(2, "all-reduces", False, (4, 4, 6, set()), marks=pytest.mark.thorough),
         pytest.param(4, "all-reduces", False, (4, 4, 6, set()), marks=pytest.mark.thorough),
         # FSDP2's hooks break the model into several graphs, one of which holds only the embedding's all-reduce.
         (4, "all-reduces", True, (4, 3, 3, {"refused: no_token_wise_work"})),
@@ -199,6 +203,8 @@ def _other_weights(rank: int, world_size: int, trains: bool, schedule: str) -> t
     return with_and_without.off(found, exact), heard.texts, rewritten
 
 
+# (``test_same_inputs`` has the same differences between ranks, in layers that compile faster.)
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["ring", "auto"])
 def test_ranks_with_other_norms_run_the_plain_program(schedule: str) -> None:
     """As written, each rank scales all tokens by its own weights. After the rewrite, it would scale only its own rows.
@@ -215,6 +221,7 @@ def _error_of_training(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.thorough
 def test_training_ranks_with_other_norms_is_an_error() -> None:
     for text in run_ranks(2, _error_of_training, timeout=300):
         assert "OVERLAP_INDUCTOR_SEQUENCE_PARALLEL=off on all ranks" in text

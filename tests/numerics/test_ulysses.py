@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.publish import all_reports
+from overlap_inductor.report.report import OverlapReport
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 from tests.support.graph_text import waste
+from tests.support.interpreted import interpreted
 from tests.support.ulysses import UlyssesAttention
 from tests.support.ulysses import whole
 
@@ -23,11 +26,12 @@ BACKWARD = [SENT, RECEIVED, RECEIVED, RECEIVED]
 
 
 def _run(
-    rank: int, world_size: int, batch: int, trained: bool, plain: bool, options: dict[str, Any]
+    rank: int, world_size: int, batch: int, trained: bool, plain: bool, options: dict[str, Any], generated: bool = True
 ) -> tuple[list[list[str]], dict[str, float], list[str]]:
     """``(patterns of each graph's overlapped sites, {what: relative error against fp64}, problems)``. The patterns of a
-    graph also hold the status of sites that are not overlapped, and the reasons of near misses."""
-    compile_anew()
+    graph also hold the status of sites that are not overlapped, and the reasons of near misses. Only the code of
+    a ``plain`` attention has C++ kernels. Without ``generated``, the rewritten graphs are interpreted."""
+    compile_anew(kernels=plain)
     torch.manual_seed(0)
     hidden, own = 8 * world_size, 6
     block = UlyssesAttention(hidden, 2 * world_size, dist.group.WORLD, plain=plain)
@@ -39,7 +43,8 @@ def _run(
     x, y = tokens[:, mine].clone().requires_grad_(trained), tokens.double().requires_grad_(trained)
     options = {"schedule": "ring", "sequence_parallel": "off", **options}
     with torch.set_grad_enabled(trained):
-        found = torch.compile(block, backend="overlap_inductor", options=options)(x)
+        compiled, reports = _compiled(block, options, generated)
+        found = compiled(x)
         expected = whole(exact, y)
     errors = {"output": _error(found, expected[:, mine])}
     if trained:
@@ -50,7 +55,7 @@ def _run(
             # Each rank has the gradient of its own tokens.
             dist.all_reduce(parameter.grad)
             errors[name] = _error(parameter.grad, other.grad)
-    reports = all_reports()
+    reports = all_reports() if generated else reports
     patterns = [
         [s.facts.pattern if s.decision.status == "overlapped" else s.decision.status for s in r.sites]
         + [m.reason.text for m in r.near_misses]
@@ -58,6 +63,14 @@ def _run(
     ]
     problems = [text for r in reports for text in (*waste(r), *r.notices)]
     return patterns, errors, problems
+
+
+def _compiled(block: Any, options: dict[str, Any], generated: bool) -> tuple[Any, list[OverlapReport]]:
+    """The compiled block, and the reports of its interpreted graphs."""
+    reports: list[OverlapReport] = []
+    if generated:
+        return torch.compile(block, backend="overlap_inductor", options=options), reports
+    return torch.compile(block, backend=interpreted(OverlapConfig(**options), reports)), reports
 
 
 def _error(found: Any, expected: Any) -> float:
@@ -77,12 +90,14 @@ def test_inference(world_size: int, batch: int) -> None:
     _check(world_size, batch, False, False, {}, patterns=[FORWARD])
 
 
-def test_training() -> None:
+@pytest.mark.parametrize("generated", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_training(generated: bool) -> None:
     """Catches a gradient that is wrong or is exchanged outside of a site."""
-    _check(3, 2, True, False, {}, patterns=[FORWARD, BACKWARD])
+    _check(3, 2, True, False, {}, generated, patterns=[FORWARD, BACKWARD])
 
 
-@pytest.mark.parametrize("budget", [pytest.param(1, marks=pytest.mark.thorough), 100])
+@pytest.mark.thorough
+@pytest.mark.parametrize("budget", [1, 100])
 def test_looping_ops(budget: int) -> None:
     """Catches an op that computes something else than the unrolled steps. With a budget of 100 nodes, the wait of some
     unrolled steps comes after a looping op of the same group."""
@@ -94,14 +109,14 @@ def test_attention_of_plain_matmuls() -> None:
     _check(2, 1, False, True, {}, patterns=[FORWARD])
 
 
-def _lengths(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, dict[str, float]]:
+def _lengths(rank: int, world_size: int, options: dict[str, Any], generated: bool) -> tuple[int, dict[str, float]]:
     """``(graphs compiled, {sequence length: relative error})`` of one dynamic graph for several sequence lengths."""
-    compile_anew()
+    compile_anew(kernels=False)
     torch.manual_seed(0)
     block = UlyssesAttention(16, 4, dist.group.WORLD)
     exact = UlyssesAttention(16, 4, dist.group.WORLD).double()
     exact.load_state_dict(block.state_dict())
-    compiled = torch.compile(block, backend="overlap_inductor", options={"schedule": "ring", **options})
+    compiled, reports = _compiled(block, {"schedule": "ring", **options}, generated)
     errors = {}
     with torch.no_grad():
         for own in (5, 2, 9):
@@ -110,23 +125,31 @@ def _lengths(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, 
             torch._dynamo.mark_dynamic(x, 1)
             expected = whole(exact, tokens.double())[:, rank * own : (rank + 1) * own]
             errors[f"{own} tokens"] = _error(compiled(x), expected)
-    (report,) = all_reports()
+    (report,) = all_reports() if generated else reports
     assert [s.decision.status for s in report.sites] == ["overlapped"] * 4, report.sites
-    return len(all_reports()), errors
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], errors
 
 
-@pytest.mark.parametrize("options", [{}, {"step_node_budget": 1}], ids=["unrolled", "looping"])
-def test_a_dynamic_sequence(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "generated"),
+    [
+        ({}, False),
+        pytest.param({}, True, marks=pytest.mark.thorough),
+        pytest.param({"step_node_budget": 1}, True, marks=pytest.mark.thorough),
+    ],
+    ids=["unrolled", "unrolled, generated code", "looping"],
+)
+def test_a_dynamic_sequence(options: dict[str, Any], generated: bool) -> None:
     """Catches sizes of slices that are those of the first call."""
-    for graphs, errors in run_ranks(2, _lengths, options, timeout=300):
+    for graphs, errors in run_ranks(2, _lengths, options, generated, timeout=300):
         assert graphs == 1 and {what: error for what, error in errors.items() if error > 1e-5} == {}
 
 
 def _normed(
-    rank: int, world_size: int, batch: int, trained: bool, norm: str, rotary: str
+    rank: int, world_size: int, batch: int, trained: bool, norm: str, rotary: str, generated: bool
 ) -> tuple[list[list[str]], dict[str, float], list[str]]:
     """As ``_run``, for a block that norms and rotates q and k before it exchanges them."""
-    compile_anew()
+    compile_anew(kernels=False)
     torch.manual_seed(0)
     hidden, own, group = 8 * world_size, 6, dist.group.WORLD
     block = UlyssesAttention(hidden, 2 * world_size, group, norm=norm, rotary=rotary)
@@ -137,7 +160,8 @@ def _normed(
     x, y = tokens[:, mine].clone().requires_grad_(trained), tokens.double().requires_grad_(trained)
     options = {"schedule": "ring", "sequence_parallel": "off", "sub_chunks": 3}
     with torch.set_grad_enabled(trained):
-        found = torch.compile(block, backend="overlap_inductor", options=options)(x, places[mine].float())
+        compiled, reports = _compiled(block, options, generated)
+        found = compiled(x, places[mine].float())
         expected = whole(exact, y, places.double())
     errors = {"output": _error(found, expected[:, mine])}
     if trained:
@@ -148,19 +172,26 @@ def _normed(
         for (name, parameter), other in zip(block.named_parameters(), exact.parameters(), strict=True):
             dist.all_reduce(parameter.grad)
             errors[name] = _error(parameter.grad, other.grad)
-    reports = all_reports()
+    reports = all_reports() if generated else reports
     patterns = [[s.facts.pattern for s in r.sites if s.decision.status == "overlapped"] for r in reports]
     return patterns, errors, [text for r in reports for text in (*waste(r), *r.notices)]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "batch", "trained", "norm", "rotary"),
-    [(2, 1, True, "heads", "pairs"), (3, 2, False, "rows", "halves"), (2, 2, True, "rows", "")],
+    ("world_size", "batch", "trained", "norm", "rotary", "generated"),
+    [
+        (2, 1, True, "heads", "pairs", False),
+        pytest.param(2, 1, True, "heads", "pairs", True, marks=pytest.mark.thorough),
+        pytest.param(3, 2, False, "rows", "halves", True, marks=pytest.mark.thorough),
+        pytest.param(2, 2, True, "rows", "", True, marks=pytest.mark.thorough),
+    ],
 )
-def test_norms_and_rotary_embeddings(world_size: int, batch: int, trained: bool, norm: str, rotary: str) -> None:
+def test_norms_and_rotary_embeddings(
+    world_size: int, batch: int, trained: bool, norm: str, rotary: str, generated: bool
+) -> None:
     """The projections are computed in bands of tokens. Catches a band that is rotated by the places of another band, is
     sent to a wrong place, or is missing in what the backward reads."""
-    arguments = (batch, trained, norm, rotary)
+    arguments = (batch, trained, norm, rotary, generated)
     for patterns, errors, problems in run_ranks(world_size, _normed, *arguments, timeout=500):
         assert patterns[0] == FORWARD and problems == []
         assert {what: error for what, error in errors.items() if error > 1e-5} == {}

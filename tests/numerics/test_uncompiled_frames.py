@@ -23,7 +23,7 @@ from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 from tests.support.heard import Heard
 
-STEPS = 5
+STEPS = 4
 
 
 def _compare_as_on_gpus() -> None:
@@ -97,7 +97,11 @@ def _limited(rank: int, world_size: int, limited: tuple[int, ...], as_on_gpus: b
 
 @pytest.mark.parametrize(
     ("world_size", "limited", "as_on_gpus"),
-    [(2, (0,), False), (2, (1,), True), (3, (0, 2), False)],
+    [
+        (2, (0,), False),
+        pytest.param(2, (1,), True, marks=pytest.mark.thorough),
+        pytest.param(3, (0, 2), False, marks=pytest.mark.thorough),
+    ],
     ids=["store", "page", "two of three ranks"],
 )
 def test_a_frame_without_sites_runs_uncompiled_on_some_ranks(
@@ -137,8 +141,13 @@ def _site_uncompiled(rank: int, world_size: int, as_on_gpus: bool, known: bool) 
 
 @pytest.mark.parametrize(
     ("world_size", "as_on_gpus", "known"),
-    [(2, False, True), (2, True, True), (3, False, False)],
-    ids=["store", "page", "three ranks, new plans"],
+    [
+        pytest.param(2, False, True, marks=pytest.mark.thorough),
+        (2, True, True),
+        (2, False, False),
+        pytest.param(3, False, False, marks=pytest.mark.thorough),
+    ],
+    ids=["store", "page", "new plans", "three ranks, new plans"],
 )
 def test_a_site_runs_uncompiled_on_one_rank(world_size: int, as_on_gpus: bool, known: bool) -> None:
     """Rank 0 is in a collective that waits for the other ranks. Catches other ranks that wait for rank 0's plan until

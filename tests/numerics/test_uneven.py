@@ -30,6 +30,22 @@ WITHOUT_LOOPING_OP = {
     "bmm of uneven rows",
     "bmm of an uneven contraction",
 }
+BIDIRECTIONAL = {"ring_direction": "bidirectional", "sub_chunks": 3}
+SAMPLE = [
+    "head of a batch, with bias and activation",
+    "head of uneven rows of a batch",
+    "uneven K, a bias of rows on one rank",
+    "uneven K, scattered",
+    "uneven K into a column-wise gradient",
+    "gather uneven rows, multiply and contract",
+    "gather uneven rows, padded with NaN",
+    "gather uneven columns and contract",
+    "bmm of uneven batches, padded with NaN",
+    "scatter uneven batches",
+    "bmm of an uneven contraction",
+    "scatter a sum of matmuls to an uneven sequence",
+]
+"""Some cases of each pattern and of each dim that is uneven."""
 GENERATED = [
     "head",
     "head of a batch, with bias and activation",
@@ -46,7 +62,7 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
     ``generated``: run Inductor's code. Otherwise the rewritten graph is interpreted.
     """
     problems = []
-    compile_anew()
+    compile_anew(kernels=False)
     named = cases(rank, world_size)
     # Sites without a looping op are refused. Of the cases with such a site, only the first runs.
     refused = sorted(WITHOUT_LOOPING_OP)[1:] if "step_node_budget" in fields else []
@@ -78,10 +94,19 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
     [
         pytest.param(2, {}, None, False, marks=pytest.mark.thorough),
         (2, {"sub_chunks": 2}, GENERATED, True),
-        (3, {"ring_direction": "bidirectional", "sub_chunks": 3}, None, False),
-        (3, {"step_node_budget": 1}, None, False),
+        (3, BIDIRECTIONAL, SAMPLE, False),
+        pytest.param(3, BIDIRECTIONAL, None, False, marks=pytest.mark.thorough),
+        (2, {"step_node_budget": 1}, None, False),
+        pytest.param(3, {"step_node_budget": 1}, None, False, marks=pytest.mark.thorough),
     ],
-    ids=["2 ranks", "2 ranks, generated code", "3 ranks", "3 ranks, looping ops"],
+    ids=[
+        "2 ranks",
+        "2 ranks, generated code",
+        "3 ranks",
+        "3 ranks, all cases",
+        "2 ranks, looping ops",
+        "3 ranks, looping ops",
+    ],
 )
 def test_uneven_shards_are_overlapped(
     world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool

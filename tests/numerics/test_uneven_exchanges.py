@@ -99,7 +99,12 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize(
     ("world_size", "examples"),
-    [pytest.param(2, 12, marks=pytest.mark.thorough), (3, 12), pytest.param(4, 4, marks=pytest.mark.thorough)],
+    [
+        pytest.param(2, 12, marks=pytest.mark.thorough),
+        (3, 6),
+        pytest.param(3, 12, marks=pytest.mark.thorough),
+        pytest.param(4, 4, marks=pytest.mark.thorough),
+    ],
 )
 def test_drawn_parts(world_size: int, examples: int) -> None:
     """Catches rows that are sent to a wrong rank or place, and a rank that waits for an empty piece. Also catches plans

@@ -39,10 +39,12 @@ def expected(by_hand: bool, checkpointing: str) -> dict[str, tuple[int, int]]:
 
 
 def variants(by_hand: bool, checkpointing: str, pairs: bool = False) -> list[Variant]:
-    """Variants of the block: the order of batch and sequence, the batch size, and whether there are biases. The two
-    variants together have every value of each of these three. With ``pairs``, four variants together have every pair of
-    values of any two of these three."""
-    layouts = [(0, 1, False), (0, 2, True), (1, 1, True), (1, 2, False)] if pairs else [(0, 1, False), (1, 2, True)]
+    """Variants of the block: the order of batch and sequence, the batch size, and whether there are biases. Without
+    ``pairs``, there is one variant, whose values differ for the two kinds of blocks. With ``pairs``, four variants
+    together have every pair of values of any two of these three."""
+    layouts = [(0, 1, False), (0, 2, True), (1, 1, True), (1, 2, False)]
+    if not pairs:
+        layouts = [(0, 1, False) if by_hand else (1, 2, True)]
     return [Variant(*rest, checkpointing, by_hand) for rest in layouts]
 
 
@@ -62,14 +64,13 @@ def problems(
     device: str = "cpu",
     generated: bool = False,
     pairs: bool = False,
-    kernels: bool = True,
 ) -> list[str]:
-    """The problems on this rank. With ``generated``, the variants in ``GENERATED`` run as Inductor's code, with or
-    without C++ ``kernels``. Otherwise an interpreter runs the rewritten graphs of all ``variants``."""
+    """The problems on this rank. With ``generated``, the variants in ``GENERATED`` run as Inductor's code.
+    Otherwise an interpreter runs the rewritten graphs of all ``variants``."""
     import overlap_inductor
     from overlap_inductor.report import publish as reporting
 
-    compile_anew(kernels)
+    compile_anew()
     mesh = dist.init_device_mesh(device, (world_size,), mesh_dim_names=("tp",))
     found = []
     for variant in GENERATED[by_hand, checkpointing] if generated else variants(by_hand, checkpointing, pairs):

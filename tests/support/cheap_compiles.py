@@ -11,10 +11,13 @@ ENVIRONMENT = {
     "TORCH_WARM_POOL": "0",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "ATEN_CPU_CAPABILITY": "default",
+    "TORCHINDUCTOR_VEC_ISA_OK": "0",
     "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE": "0",
 }
 """For Inductor: no pool of processes that compile Triton kernels for a GPU. Each pool imports torch once more. C++
 kernels use no vector instructions, so each takes a quarter less time to build. (The package reads and writes no C++.)
+Inductor does not ask the compiler which vector instructions it knows. To ask takes a second in each process. With an
+empty cache folder, the process also builds a library for each kind of vector instructions, which takes some seconds.
 For Dynamo: no garbage collection after each compile.
 """
 
@@ -36,20 +39,3 @@ def compile_cheaply() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-
-
-def probe_vector_instructions() -> None:
-    """Ask the C++ compiler which vector instructions it knows. This takes a second in each process, and eight with an
-    empty cache. If the compiler knows all instructions that the machine has, the processes that this process starts
-    need not ask again."""
-    from torch._inductor import cpu_vec_isa
-
-    known = cpu_vec_isa.valid_vec_isa_list()
-    supported = [
-        isa
-        for isa in cpu_vec_isa.supported_vec_isa_list
-        if all(flag in cpu_vec_isa.x86_isa_checker() for flag in str(isa).split())
-    ]
-    # If the variable is set, a process assumes that the compiler knows all instructions of the machine.
-    if known == supported:
-        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

@@ -10,7 +10,6 @@ import torch.testing._internal.distributed.fake_pg
 import tqdm
 
 from tests.support.cheap_compiles import compile_cheaply
-from tests.support.cheap_compiles import probe_vector_instructions
 
 
 def compile_once() -> None:
@@ -29,6 +28,5 @@ def compile_once() -> None:
     torch._dynamo.utils.counters.clear()
 
 
-probe_vector_instructions()
 compile_once()
 compile_cheaply()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Python programs in forks of one process that has imported torch already.
 
-``import torch`` takes 1.6 s of processor time, and Inductor three more. A *base* is a process that imports torch and
-Inductor once. It does not import the package, nor anything that environment variables switch on. ``ForkBase.run`` forks
-the base for a command line of Python, and gives the fork an environment of its own.
+``import torch`` takes 1.6 s of processor time, and Inductor three more. A *base* is a process that imports torch once.
+It does not import the package, nor anything that environment variables switch on. ``ForkBase.run`` forks the base for a
+command line of Python, and gives the fork an environment of its own. ``ForkBase.grown`` gives a base that has imported
+Inductor, too. It is a fork of the first base, so torch is imported once for both.
 
 In the fork, ``import torch`` brings torch's modules back and does what the last lines of ``torch/__init__.py`` do: they
 read the environment and call the entry points of ``torch.backends``. Until then ``sys.modules`` has no module of torch,
@@ -12,6 +13,7 @@ as in a new interpreter. Other packages' modules that torch imports are there fr
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import importlib.abc
@@ -21,26 +23,34 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from types import TracebackType
+from typing import IO
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+HASH_SEED = "1"
+"""The hash seed of all programs. The process of the tests has a seed of its own."""
 TORCH = ("torch", "torch.distributed.fsdp", "sympy")
 """torch, and what ``import torch._inductor.config`` imports besides Inductor, Dynamo and Triton."""
-INDUCTOR = ("torch", "tests.support.first_compile")
+INDUCTOR = ("tests.support.first_compile",)
+"""What a base with torch imports besides, for programs that compile."""
 
 
 class ForkBase:
-    """A process that has imported ``modules``, from which programs are forked."""
+    """A process that has imported ``modules``, from which programs are forked. ``more``: modules that a fork of this
+    process imports before programs are forked from it."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
+        self.more: tuple[str, ...] = ()
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("OVERLAP_INDUCTOR", "TORCH_LOGS"))}
-        environment |= {"PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        environment |= {"PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONHASHSEED": HASH_SEED}
         # A session of its own, so that ``__exit__`` also ends a program that runs too long.
         self.process = subprocess.Popen(
             [sys.executable, "-m", __name__, *modules],
@@ -51,13 +61,19 @@ class ForkBase:
             start_new_session=True,
         )
 
+    def grown(self, modules: tuple[str, ...]) -> ForkBase:
+        """A base that has also imported ``modules``. It ends with this one. Programs of both run one at a time."""
+        base = copy.copy(self)
+        base.more = (*self.more, *modules)
+        return base
+
     def run(self, *arguments: str, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Like ``python ARGUMENTS``, where the arguments start with ``-c CODE``, ``-m MODULE`` or a script. The base
         starts Python, so ``PYTHON*`` variables other than ``PYTHONPATH`` have no effect."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
-            request = {"arguments": arguments, "env": env, "cwd": str(cwd or os.getcwd()), "folder": folder}
-            self.process.stdin.write(json.dumps(request) + "\n")
+            program = {"arguments": arguments, "env": env, "cwd": str(cwd or os.getcwd()), "folder": folder}
+            self.process.stdin.write(json.dumps([self.more, program]) + "\n")
             self.process.stdin.flush()
             answer = self.process.stdout.readline()
             if not answer:
@@ -98,19 +114,44 @@ class _Torch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _serve(modules: list[str]) -> dict[str, Any]:
     """Fork a process for each request. Returns the request in the forked process."""
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    _load(modules)
+    requests: IO[str] = sys.stdin
+    grown: dict[tuple[str, ...], IO[str]] = {}
+    while line := requests.readline():
+        names, program = json.loads(line)
+        if more := tuple(names):
+            if more not in grown:
+                ours, theirs = socket.socketpair()
+                if not os.fork():
+                    ours.close()
+                    requests, answers, grown = theirs.makefile("r"), os.dup(theirs.fileno()), {}
+                    _load(more)
+                    continue
+                theirs.close()
+                grown[more] = ours.makefile("rw")
+            grown[more].write(json.dumps([[], program]) + "\n")
+            grown[more].flush()
+            answer = grown[more].readline()
+            if not answer:
+                sys.exit(f"the base with {', '.join(more)} ended")
+            os.write(answers, answer.encode())
+            continue
+        if not (child := os.fork()):
+            os.close(answers)
+            return program
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.write(answers, f"{status}\n".encode())
+    sys.exit()
+
+
+def _load(modules: Iterable[str]) -> None:
+    """Import ``modules``. Garbage collections of forks do not visit what they made."""
     for name in modules:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    answers = os.dup(1)
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        if not (child := os.fork()):
-            os.close(answers)
-            return json.loads(line)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        os.write(answers, f"{status}\n".encode())
-    sys.exit()
 
 
 def _become(arguments: list[str], env: dict[str, str], cwd: str, folder: str) -> None:

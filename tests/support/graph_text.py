@@ -33,8 +33,8 @@ def waste(report: OverlapReport) -> list[str]:
     # Waits do not count, because a wait may belong to a collective that the forward graph started.
     collective = re.compile(r"_c10d_functional\.(?!wait)|= control_deps\((?!.*subgraph_wait)")
     left = sum(bool(collective.search(line)) for line in lines.values())
-    # Two all-reduces that are added are one site. If such a site is kept, both all-reduces stay in the graph, so the
-    # numbers can only be compared if all sites are overlapped.
+    # Two all-reduces that are added are one site. If such a site is kept, both all-reduces stay in the graph, but
+    # ``kept`` counts one. So ``left`` and ``kept`` are compared only if all sites are overlapped.
     if all(s.decision.status == "overlapped" for s in report.sites) and left > kept:
         found.append(f"{left} collectives are left, but only {kept} were kept")
     return found

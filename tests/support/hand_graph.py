@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds post-grad graphs node by node. This takes milliseconds. It can also build graphs that tracing would not
-produce."""
+"""Builds post-grad graphs node by node. Building a graph takes milliseconds. Tests can also build graphs that tracing
+would not produce."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ c10d = torch.ops._c10d_functional
 
 
 class HandGraph:
-    """Builds one graph; ``group`` is the default process group's name, ``world_size`` its size."""
+    """Builds one graph. ``group`` is the name of the default process group, and ``world_size`` is the number of its
+    ranks."""
 
     def __init__(self) -> None:
         group = torch.distributed.group.WORLD
@@ -107,7 +108,8 @@ class HandGraph:
 
     def output(self, *values: fx.Node) -> HandGraph:
         self.graph.output(values)
-        # The pass stores the subgraphs of its ordering edges in the module that owns the graph, so the graph needs one.
+        # The pass stores the subgraphs of its ordering edges in the module that owns the graph. So the graph needs a
+        # module.
         self.module = fx.GraphModule(torch.nn.Module(), self.graph)
         return self
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face models with small configurations and random weights. ``load`` shards a model over the ranks of the job
-by the model's own ``tp_plan``, and divides experts by its plan for experts."""
+by the model's own ``tp_plan``, and divides experts by the model's own plan for experts."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def load(family: str, folder: str, device: str, experts: int = 1) -> Any:
 
 
 def whole(family: str, folder: str, device: str, **options: Any) -> Any:
-    """The same weights unsharded, in fp64: the reference for every rank's result. ``options`` of
-    ``from_pretrained``."""
+    """The model that ``load`` saved, unsharded and in fp64: the reference for every rank's result. ``options`` are
+    passed to ``from_pretrained``."""
     import transformers
 
     path = Path(folder) / family

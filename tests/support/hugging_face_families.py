@@ -43,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def families() -> list[str]:
-    """Causal language models whose configuration has a plan."""
+    """Names of the families of causal language models whose configuration has a ``tp_plan``."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles a Hugging Face model that is sharded by its own plan, and compares it with fp64."""
+"""Compiles a Hugging Face model that is sharded by its own plan. Compares its results with those of the whole model in
+fp64."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ from tests.support.hugging_face import LAYERS
 from tests.support.interpreted import interpreted
 
 REDUCE, HEAD = "matmul_all_reduce", "matmul_all_gather"
-# Sites that must be found and overlapped. Forward: o_proj and down_proj of each layer, and the head. Olmo2 also gathers
-# q and k for their norms, and v. Backward: the gradients of the inputs of q, k and v, of gate and up, and of the head.
-# All-reduces whose results are only added to each other are one site. The embedding's all-reduce has no matmul.
+# The numbers of sites that must be found and overlapped, by pattern. Forward: o_proj and down_proj of each layer, and
+# the head. Olmo2 also gathers q and k for their norms, and v. Backward: the gradients of the inputs of q, k and v, of
+# gate and up, and of the head. All-reduces whose results are only added to each other are one site. The embedding's
+# all-reduce has no matmul.
 FORWARD: dict[str, dict[str, int]] = {
     "llama": {REDUCE: 2 * LAYERS, HEAD: 1},
     "starcoder2, one layer": {REDUCE: 2, HEAD: 1},
@@ -52,7 +54,7 @@ def problems(
     model = hugging_face.load(family, folder, device)
     reference = hugging_face.whole(family, folder, device)
     ids = hugging_face.ids(device)
-    compile_anew()
+    compile_anew(kernels=device != "cpu")
     reports: list[OverlapReport] = []
     reporting.forget_reports()
     torch._dynamo.utils.counters.clear()

@@ -114,8 +114,9 @@ def _run(
 
 
 def _subgraph_of(before: Any, subgraph: torch.fx.GraphModule, *operands: Any) -> Any:
-    """Takes the place of a ``control_deps`` node. The interpreter already runs nodes in the order that ``control_deps``
-    demands. Some torch versions have no kernel for ``control_deps``."""
+    """Run the subgraph of a ``control_deps`` node. The interpreter calls this function instead of ``control_deps``,
+    because some torch versions have no kernel for ``control_deps``. The order that ``control_deps`` demands is the
+    order of the nodes, in which the interpreter runs them anyway."""
     nodes = list(subgraph.graph.nodes)
     return _run(subgraph, nodes, _read_last(nodes), iter(operands))
 

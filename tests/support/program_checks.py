@@ -49,8 +49,8 @@ def problems_of(program: Program, rank: int, backend: Any) -> list[str]:
         assert e.isfinite().all(), f"{name} has results that are not finite: {program.text}"
         if e.shape != f.shape or e.numel() and not (e - f).abs().max() <= 1e-9 * max(1, e.abs().max()):
             problems.append(
-                f"{name}, result {i}: {tuple(f.shape)} beside {tuple(e.shape)}, off by"
-                f" {(e - f).abs().max() if e.shape == f.shape else '?'}\n{program.text}"
+                f"{name}, result {i}: shape {tuple(f.shape)}, expected {tuple(e.shape)}; largest difference"
+                f" {(e - f).abs().max() if e.shape == f.shape else 'unknown'}\n{program.text}"
             )
     return problems
 

@@ -51,7 +51,7 @@ class Program:
     inputs: list[Shape] = field(default_factory=list)
     made: list[tuple[str, Shape]] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
-    """Results that no step reads."""
+    """Names of results that the program returns and that no step may read."""
     anything: ClassVar[list[str]] = ANYTHING
     """Names of the steps to draw from by default."""
     behind: ClassVar[dict[str, list[str]]] = BEHIND

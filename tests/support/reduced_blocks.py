@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel blocks with an all-reduce after their last matmul, written by hand or with DTensor. They are compiled
-and trained as users do it. ``CASES`` names them.
+"""Tensor-parallel blocks with an all-reduce after their last matmul, written by hand or with DTensor. The cases compile
+and train the blocks as users do. ``CASES`` names the cases.
 
 A case builds a computation for ``with_and_without.compared``. The computation takes a backend and returns named
 results: outputs, losses and gradients.
@@ -180,12 +180,12 @@ def _dtensor() -> Computation:
     return computation
 
 
-def _dynamic() -> Computation:
-    """Calls with several numbers of tokens. Some are multiples of the number of ranks."""
+def _dynamic(*lengths: int) -> Computation:
+    """One call after the other, with each number of tokens in ``lengths``."""
 
     def computation(backend: Any) -> dict[str, torch.Tensor]:
         model = Layers(2)
-        inputs = [input_of(tokens, HIDDEN, seed=tokens) for tokens in (TOKENS, TOKENS + 1, 2 * TOKENS, TOKENS + 5)]
+        inputs = [input_of(tokens, HIDDEN, seed=tokens) for tokens in lengths]
         return _step(_compiled(model, backend, dynamic=True), model, *inputs)
 
     return computation
@@ -201,5 +201,7 @@ CASES: dict[str, Callable[[], Computation]] = {
         _checkpointed, TOKENS, context_fn=partial(create_selective_checkpoint_contexts, _policy)
     ),
     "DTensor": _dtensor,
-    "dynamic": _dynamic,
+    # Some numbers of tokens are multiples of the number of ranks.
+    "dynamic": partial(_dynamic, TOKENS, TOKENS + 1, 2 * TOKENS, TOKENS + 5),
+    "dynamic, even": partial(_dynamic, TOKENS, 2 * TOKENS),
 }

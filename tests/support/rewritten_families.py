@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Hugging Face models whose all-reduces the sequence-parallel rewrite replaces, and compares them with fp64.
-One job checks several models."""
+"""Compiles Hugging Face models whose all-reduces the sequence-parallel rewrite replaces, and compares their results
+with those of the whole models in fp64. One job checks several models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.graph_text import waste
 from tests.support.interpreted import interpreted
 
 LIMIT = 1e-5
-"""The largest error of logits and gradients, relative to the largest element."""
+"""The largest allowed error of logits and gradients, relative to the largest element of the exact tensor."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Case:
 
     Attributes:
         family: a key of ``hugging_face.FAMILIES``.
-        all_reduces: all-reduces of its graphs as written. All of them must be rewritten.
-        overlapped: sites that must be overlapped.
+        all_reduces: the number of all-reduces in the model's graphs as written. All of them must be rewritten.
+        overlapped: the number of sites that must be overlapped.
         shape: batch and tokens.
         trains: compare gradients, too.
-        generated: run Inductor's code, without C++ kernels; otherwise the rewritten graphs are interpreted.
+        generated: run Inductor's code, without C++ kernels. If not set, an interpreter runs the rewritten graphs.
     """
 
     family: str

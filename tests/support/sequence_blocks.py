@@ -54,7 +54,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def attention(x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
-    """The rank's part of the result, before the all-reduce."""
+    """The rank's partial sum of the attention layer's result. The caller all-reduces it."""
     batch, length, _ = x.shape
     heads = [(x @ w).view(batch, length, HEADS, OWN // HEADS).transpose(1, 2) for w in (q, k, v)]
     scores = (heads[0] @ heads[1].transpose(2, 3)).softmax(-1)

@@ -50,6 +50,6 @@ def use_shared_memory(folder: str) -> None:
 
     symmetric.allocate = allocate
     symmetric.why_no_symmetric_memory = reachable
-    # (Tiles have 16 rows here, and 128 on GPUs.)
+    # (The smallest tile here is 16 rows of 8 elements of two bytes. On GPUs, it has 128 rows.)
     arena.TILE_BYTES = 256
     fused_plan.TUNED = dict.fromkeys(fused_plan.TUNED, SMALL)

@@ -23,7 +23,8 @@ D. As B, but sizes are known at run time only (unbacked), so torch writes slices
 
        gather(x) -> wait -> W slices -> cat on dim d [-> slice] -> mm
 
-E. Shards of different sizes, as DTensor writes them: each rank pads its shard, and all ranks drop the padding. ::
+E. Shards of different sizes, as DTensor writes them: ranks pad the shards that are too small, and all ranks drop the
+   padding. ::
 
        constant_pad_nd -> gather -> wait -> slice -> mm
 
@@ -292,7 +293,7 @@ SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, li
     "P all_reduce": (in_place_reduce, (x2, weight), (REDUCE, None, ["mm M"])),
 }
 
-# The collective of each of these spellings is a refused site or a near miss, so the graph stays unchanged.
+# In each of these spellings, the site is refused or the collective is a near miss, so the graph stays unchanged.
 KEPT: dict[str, tuple[Function, tuple[Make, ...]]] = {
     "D of unbacked sizes": (
         lambda x, w: all_gather(x, 0, world()) @ w,

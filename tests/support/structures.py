@@ -51,7 +51,7 @@ class GatheredWeight(torch.nn.Module):
 
 
 def matmuls_saved() -> Any:
-    """Selective checkpointing: backward keeps the results of matmuls and recomputes everything else."""
+    """Selective checkpointing: forward saves the results of matmuls, and backward recomputes everything else."""
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
@@ -87,8 +87,8 @@ def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, b: torch.Tensor
 
 
 def sum_of_experts(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """What a rank computes for the tokens of its own experts. Ids above the last own expert's id belong to experts of
-    other ranks."""
+    """A mixture of experts: each rank computes the part of its own experts, and an all-reduce sums the parts. Ids above
+    the last own expert's id belong to experts of other ranks."""
     experts, chosen = w.shape[0], ids.shape[1]
     ordered, order = torch.sort(ids.reshape(-1))
     ends = torch.histc(ordered.float(), bins=experts, min=0, max=experts - 1).cumsum(0, dtype=torch.int32)
@@ -100,7 +100,8 @@ def sum_of_experts(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, shares: 
 
 
 def uneven_parts(rows: int) -> tuple[list[int], list[int]]:
-    """Sizes of parts that an all-to-all receives and sends: all rows to and from the first rank."""
+    """``(sizes of the parts that a rank receives, sizes of the parts that it sends)`` in an all-to-all. The rank
+    receives all rows from the first rank and sends all rows to the first rank."""
     sizes = [rows] + [0] * (dist.get_world_size() - 1)
     return sizes, sizes
 

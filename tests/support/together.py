@@ -31,9 +31,9 @@ def batches(names: Iterable[str]) -> Iterator[list[str]]:
 def run_together(
     functions: Sequence[Callable[..., Any]], inputs: Sequence[Sequence[torch.Tensor]], generated: bool, **fields: Any
 ) -> tuple[list[Any], OverlapReport]:
-    """The result of each function for its inputs, by schedule ``ring``, and the report of the graph of all functions.
-    With ``generated``, Inductor's code runs. Otherwise the rewritten graph is interpreted. ``fields`` are fields of
-    ``OverlapConfig``."""
+    """Returns the result of each function for its inputs, computed with schedule ``ring``, and the report of the graph
+    that holds all functions. With ``generated``, Inductor's code runs. Otherwise the rewritten graph is interpreted.
+    ``fields`` are fields of ``OverlapConfig``."""
     import overlap_inductor
 
     torch._dynamo.reset()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds graphs in which token-wise ops follow all-reduces. Checks that such a graph has the same
-results on every rank before and after the sequence-parallel rewrite."""
+"""Builds graphs in which token-wise ops follow all-reduces. Checks, rank by rank, that the
+sequence-parallel rewrite of such a graph does not change its results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TokenGraph(HandGraph):
         return self.input(*shape, dtype=dtype, name=f"same_{self._count}", dynamic=dynamic)
 
     def shard(self, *shape: int, dtype: torch.dtype = F64, dynamic: Any = ()) -> fx.Node:
-        """An input that differs between the ranks, as a shard of a weight or a partial sum does."""
+        """An input that differs between the ranks, as a partial sum or a shard of a weight does."""
         self._count += 1
         node = self.input(*shape, dtype=dtype, name=f"own_{self._count}", dynamic=dynamic)
         self.own.add(node)
@@ -54,8 +54,8 @@ class TokenGraph(HandGraph):
         return RowFinder(self.graph).run()
 
     def values(self, seed: int = 0, sizes: dict[int, int] | None = None) -> list[list[torch.Tensor]]:
-        """Random values of the inputs for each rank. ``sizes`` maps the example size of a dynamic dim to the size that
-        it gets."""
+        """Random values of the inputs for each rank. ``sizes`` maps the example size of a dynamic dim to the dim's
+        size in these values."""
         chance = torch.Generator().manual_seed(seed)
         feeds: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
         for node in self.graph.find_nodes(op="placeholder"):
@@ -83,8 +83,10 @@ def check_rewrite(made: TokenGraph, seed: int = 0, sizes: dict[int, int] | None 
 def compare(found: Results, expected: Results, limit: float = 1e-6) -> None:
     for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         for number, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            assert a.shape == b.shape and a.dtype == b.dtype, f"result {number} of rank {rank}: {a.shape} {b.shape}"
+            assert a.shape == b.shape and a.dtype == b.dtype, (
+                f"result {number} of rank {rank}: {a.dtype} {tuple(a.shape)}, expected {b.dtype} {tuple(b.shape)}"
+            )
             a, b = a.double(), b.double()
             scale = b.abs().max().clamp(min=1.0) if b.numel() else 1.0
             worst = ((a - b).abs() / scale).max() if b.numel() else 0.0
-            assert worst <= limit, f"result {number} of rank {rank} differs by {worst} of its largest value"
+            assert worst <= limit, f"result {number} of rank {rank} has a relative error of {worst}"

@@ -84,9 +84,10 @@ def _classes(name: str) -> tuple[Any, Any]:
 def row_of(
     rank: int, world_size: int, name: str, tp: int, per_block: bool, parallel_loss: bool, mlp: str, generated: bool
 ) -> dict[str, Any]:
-    """One rank's row of the sweep's table. Loss and gradients are compared between eager, compiled without overlap, and
-    compiled with overlap. Groups of ``tp`` ranks are tensor parallel. The other dim of the mesh is data parallel (FSDP
-    if blocks are compiled). ``per_block``: compile each block, as torchtitan does, instead of the whole model."""
+    """One rank's row of the sweep's table. The model runs eagerly, compiled without overlap, and compiled with overlap,
+    and the losses and gradients are compared. Groups of ``tp`` ranks are tensor parallel. The other dim of the mesh is
+    data parallel (FSDP, if ``per_block``). ``per_block``: compile each block, as torchtitan does, instead of the whole
+    model."""
 
     def build() -> Callable[[Any], dict[str, torch.Tensor]]:
         from torchtitan.config import JobConfig

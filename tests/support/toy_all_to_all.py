@@ -60,7 +60,7 @@ PATTERN, SCHEDULE = "cumsum_all_to_all", "pairs"
 
 @dataclass
 class ExchangeNodes(SiteNodes):
-    """matmul -> cumsum -> all-to-all over its rows."""
+    """matmul -> cumsum -> all-to-all over the result's rows."""
 
     collective: CollectiveNode
     matmul: MatmulNode
@@ -129,8 +129,8 @@ def _exchanged(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class CumsumAllToAll:
-    """See ``Pattern``: an all-to-all of equal parts of a matmul's running sums. Nothing else may read the running
-    sums."""
+    """See ``Pattern``: an all-to-all of equal parts of a matmul's running sums. No other op may read the
+    matmul's result or the running sums."""
 
     name, kind, early = PATTERN, "all_to_all", False
     example = Example(
@@ -149,7 +149,9 @@ class CumsumAllToAll:
         if matmul is None:
             return Miss()
         if matmul.kind != "mm" or len(matmul.node.users) > 1 or len(summed.users) > 1:
-            return Miss([Reason("toy", f"{matmul.node.name} is read elsewhere, or is no plain matmul")])
+            return Miss(
+                [Reason("toy", f"{matmul.node.name} is not an mm, or other ops read its result or running sums")]
+            )
         rows = tools.shape(matmul.node)[0]
         splits = [split for argument in collective.node.args[1:3] for split in argument]  # type: ignore[union-attr]
         if any(split * collective.world_size != rows for split in splits):

@@ -21,8 +21,8 @@ def _padded(x: torch.Tensor, dim: int, size: int, value: float = 0.0) -> torch.T
 
 
 def cases(rank: int, world_size: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """``name: (function, input shapes, sites that must be overlapped)`` for ``rank``. ``total`` rows or columns are cut
-    into shards of ``chunk`` rows or columns. The rank's own shard has ``mine`` of them."""
+    """``name: (function, input shapes, number of sites that must be overlapped)`` for ``rank``. ``total`` rows or
+    columns are cut into shards of ``chunk`` rows or columns. The rank's own shard has ``mine`` of them."""
     g, w = dist.group.WORLD, world_size
     chunk, total = 5, 5 * w - 2
     mine = total - chunk * (w - 1) if rank == w - 1 else chunk

@@ -42,7 +42,7 @@ class UnevenProgram(Program):
         )
 
     def _piece(self, total: int) -> tuple[int, int]:
-        """The piece's size on this rank and on rank 0."""
+        """The sizes of this rank's piece and of rank 0's piece, if ``total`` is split."""
         full = -(-total // self.world_size)
         return min(full, max(0, total - full * self.rank)), full
 
@@ -53,7 +53,7 @@ class UnevenProgram(Program):
         )
 
     def _joined(self, x: str, shape: Shape, dim: int) -> None:
-        """Add lines that gather the ranks' pieces ``x`` of ``dim`` to ``shape``."""
+        """Add lines that gather ``x``, the ranks' pieces along ``dim``, into a tensor of shape ``shape``."""
         own, full = self._piece(shape[dim])
         padded = self._padded(x, len(shape), dim, full - own)
         gathered = self._line(f"all_gather({padded}, {dim}, g)")

@@ -16,7 +16,6 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report import publish
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from tests.support.cheap_compiles import compile_cheaply
-from tests.support.cheap_compiles import probe_vector_instructions
 from tests.support.fake_group import fake_group
 from tests.support.interpreted import interpreted
 
@@ -49,6 +48,5 @@ def compile_once() -> None:
     publish.forget_reports()
 
 
-probe_vector_instructions()
 compile_once()
 compile_cheaply()

@@ -33,7 +33,7 @@ Computation = Callable[[Any], Mapping[str, torch.Tensor]]
 
 LIMIT = 1e-4
 """The largest error of an fp32 result, relative to the result's largest element. If ten times the rounding error of the
-plain compile is larger, that is the limit instead."""
+plain compile is larger, ten times the rounding error is the limit."""
 COMPARABLE = 1e-2
 """If a result's rounding error in the plain compile is larger than this, the result counts as rounding errors only."""
 TIMEOUT = 100.0
@@ -113,7 +113,7 @@ def _figures(results: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any
     eager, plain, overlapped = (results[s] for s in STAGES[1:])
     missing = sorted(set(plain) ^ set(overlapped))
     if missing:
-        return {"error": float("inf"), "rounding": 0.0, "worst": f"only on one side: {missing}"}
+        return {"error": float("inf"), "rounding": 0.0, "worst": f"results in only one of the two compiles: {missing}"}
     rows = [
         {"error": off(overlapped[name], plain[name]), "rounding": off(plain[name], eager[name]), "worst": name}
         for name in plain

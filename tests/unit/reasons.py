@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers graphs for reason codes, and builds the sites that several of them use."""
+"""Registers graphs for reason codes, and builds the graphs that several reason codes use."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ WORLD_SIZES = {"world_size_one": 1}
 
 def case(code: str, status: str, name: str = "") -> Callable[[Case], Case]:
     """Register a graph for ``code``. ``status`` is the site's status, or ``near_miss`` if there is no site. For the
-    sequence-parallel rewrite, ``status`` is ``stretch`` and the status of the stretch. A stretch is a set of
-    all-reduces and of token-wise work that is rewritten as a whole or not at all."""
+    sequence-parallel rewrite, ``status`` is the word ``stretch`` followed by the status of the stretch, for example
+    ``stretch kept``. A stretch is a set of all-reduces and of token-wise work that is rewritten as a whole or not at
+    all."""
 
     def register(function: Case) -> Case:
         CASES[f"{code} {name}".strip()] = (code, status, function)

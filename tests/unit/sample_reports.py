@@ -77,8 +77,8 @@ def llama(layers: int) -> OverlapReport:
 
 
 def block() -> OverlapReport:
-    """One block that was compiled by itself. Its only site is kept: a gather before two matmuls. Its module has no
-    layer number, and all sizes are ints."""
+    """One block that was compiled by itself. The block's only site is kept: a gather before two matmuls. The name of
+    the site's module has no layer number, and all sizes are ints."""
     matmul = Matmul("mm", 2048, 3584, 8192, "float32", role="M")
     gather = SiteFacts("agmm-1", "all_gather_matmul", "feed_forward.w1", ALL_GATHER, (matmul, matmul))
     cost = Reason("too_small", "estimated 140 us as a ring against 95 us as it is (matmul 60, collective 35)")
@@ -130,8 +130,8 @@ PIECES = {
         _piece("small_message", "sm_push", 655.0, False, settings="{}"),
     ),
 }
-"""``{name: (pattern, kind of its collective, piece)}``. There is at least one piece for every schedule (except
-``keep``) and for every route of the ring that these patterns use. One piece is slower than the plain graph."""
+"""``{name: (pattern, kind of the pattern's collective, piece)}``. There is at least one piece for every schedule
+(except ``keep``) and for every route of the ring that these patterns use. One piece is slower than the plain graph."""
 
 
 def every_schedule() -> OverlapReport:
@@ -153,7 +153,7 @@ def hostile() -> OverlapReport:
 
 
 def broken() -> OverlapReport:
-    """The pass failed on this graph."""
+    """The report of a graph on which the pass failed."""
     try:
         raise KeyError("made up")
     except KeyError as error:

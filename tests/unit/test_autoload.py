@@ -3,8 +3,8 @@
 asks for it.
 
 Each test runs programs. Some run in a new interpreter, and most in a fork of a process that has imported torch already.
-The fixture ``installed`` makes a small ``dist-info`` folder. Programs that have it on their path find the two entry
-points.
+The fixture ``installed`` makes a folder with the metadata of an installed package. Programs that have this folder on
+their path find the package's two entry points.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import pytest
 from tests.support.fork_base import ForkBase
 from tests.support.installed import pretend_installed
 
-pytestmark = pytest.mark.usefixtures("known_vector_instructions")
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch._inductor", "torch._dynamo", "triton")
 
@@ -50,7 +49,8 @@ def value(base: ForkBase | None, code: str, *path: Path, **variables: str) -> di
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# Measures the CPU time of the first call of ``autoload`` with its imports. ``import torch`` must not have called it.
+# Measures the CPU time of the first call of ``autoload``, with the imports that the call needs. ``import torch`` must
+# not have called ``autoload`` before.
 COST = """
 import torch, time, json
 start = time.process_time()
@@ -72,15 +72,18 @@ print(json.dumps(dict(found=[f.name for f in found], left=[f.name for f in left]
 """
 
 
-@pytest.mark.parametrize("variables", [{}, {"OVERLAP_INDUCTOR": "0"}, {"OVERLAP_INDUCTOR": "off"}])
+@pytest.mark.parametrize(
+    "variables", [{}, pytest.param({"OVERLAP_INDUCTOR": "0"}, marks=pytest.mark.thorough), {"OVERLAP_INDUCTOR": "off"}]
+)
 def test_switched_off_it_does_nothing(torch_base: ForkBase, installed: Path, variables: dict[str, str]) -> None:
     got = value(torch_base, AFTER_IMPORT, installed, **variables)
     assert got["found"] == [] and got["slot"] == "NoneType"
 
 
 def test_switched_on_it_waits_for_the_config_module(installed: Path) -> None:
-    """The pass is put into the slot as soon as Inductor's config module exists. No heavy module is imported. New
-    interpreters show what torch itself imports and calls."""
+    """The pass is put into the slot as soon as Inductor's config module exists. No heavy module is imported. The
+    programs run in new interpreters. In a fork, ``ForkBase`` does the work of ``import torch``, so a fork cannot show
+    what torch itself imports and calls."""
     got = value(None, AFTER_IMPORT, installed, OVERLAP_INDUCTOR="1")
     assert got["found"] == ["torch._inductor.config"]
     assert got["left"] == ["torch._inductor.compile_fx"]
@@ -142,15 +145,16 @@ TWICE = COMPILE + "torch.compile(lambda x: x @ x @ x)(torch.ones(2, 2))\n"
 @pytest.mark.parametrize(
     ("base", "first", "variables", "said"),
     [
-        ("torch_base", "", {}, 1),
-        ("inductor_base", "", {"OVERLAP_INDUCTOR": "off"}, 0),
-        ("inductor_base", "", {"RANK": "1"}, 0),
-        ("inductor_base", "import torch._inductor.compile_fx, overlap_inductor; overlap_inductor.enable()", {}, 0),
+        ("torch", "", {}, 1),
+        ("inductor", "", {"OVERLAP_INDUCTOR": "off"}, 0),
+        ("inductor", "", {"RANK": "1"}, 0),
+        ("inductor", "import torch._inductor.compile_fx, overlap_inductor; overlap_inductor.enable()", {}, 0),
     ],
     ids=["alone", "switched off", "another rank", "enable"],
 )
 def test_a_dump_folder_without_overlap_is_a_warning_at_the_first_compile(
-    request: pytest.FixtureRequest,
+    torch_base: ForkBase,
+    inductor_base: ForkBase,
     installed: Path,
     base: str,
     first: str,
@@ -161,7 +165,9 @@ def test_a_dump_folder_without_overlap_is_a_warning_at_the_first_compile(
     """The warning appears once, on rank 0 only. It does not appear if the variable ``OVERLAP_INDUCTOR`` switches
     overlap off, or if the program switches overlap on."""
     folders = {"OVERLAP_INDUCTOR_DUMP": str(tmp_path / "dump"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = run(request.getfixturevalue(base), f"{first}\n{TWICE}", installed, **folders, **variables)
+    done = run(
+        {"torch": torch_base, "inductor": inductor_base}[base], f"{first}\n{TWICE}", installed, **folders, **variables
+    )
     assert done.returncode == 0 and done.stderr.count(UNUSED) == said, done.stderr
 
 
@@ -236,8 +242,8 @@ def test_the_log_name_is_known(installed: Path) -> None:
     "first",
     [
         "overlap_inductor.inductor.pass_slot",
-        "overlap_inductor.inductor.probe",
-        "overlap_inductor.switch.install",
+        pytest.param("overlap_inductor.inductor.probe", marks=pytest.mark.thorough),
+        pytest.param("overlap_inductor.switch.install", marks=pytest.mark.thorough),
         "torch._inductor.config",
     ],
 )

@@ -76,7 +76,7 @@ def played(monkeypatch: pytest.MonkeyPatch, *programs: Callable[[Rank], None]) -
 
 def test_work_queued_behind_a_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Call B waits for call A, and not for the receive that follows A on the same stream. If B waited for the receive,
-    the ranks would deadlock: rank 1 sends only after its own B."""
+    the ranks would deadlock: rank 1 sends only after its own B, and B ends only when every rank has begun it."""
 
     def receives(rank: Rank) -> None:
         rank.call("A", rank.first)
@@ -104,7 +104,7 @@ def test_calls_on_two_streams_begin_in_one_order_on_all_ranks(monkeypatch: pytes
 
         return program
 
-    # On each rank, one stream is delayed, so the other one could begin first.
+    # The two ranks delay different streams. Without an order, rank 0 would begin with B, and rank 1 with A.
     assert played(monkeypatch, delayed("first"), delayed("second")) == [[], []]
 
 
@@ -186,10 +186,10 @@ def test_calls_in_a_capture_wait_only_for_each_other(rank: Rank) -> None:
         "mark",
     ]
     marks = [what for kind, what in graph.queue if kind == "mark"]
-    assert [what for kind, what in graph.queue if kind == "wait"] == [marks[1], marks[0]], "C waits for B's end"
+    assert [what for kind, what in graph.queue if kind == "wait"] == [marks[1], marks[0]], "C must wait for B's end"
     rank.call("D", rank.second)
     assert rank.kinds(rank.second) == ["wait", "D", "mark"] and rank.second.queue[0][1] is rank.first.queue[-1][1], (
-        "D waits for A's end"
+        "D must wait for A's end"
     )
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call has a place in the sequence of its group's collectives. Places tell whether calls of two ranks are the same
-call."""
+"""A call's place is the number of the group's collectives that the rank issued before the call. Places tell whether
+calls of two ranks are the same call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def test_a_value_is_read_as_it_was_written(mark: str) -> None:
         (_call(4), _call(2, count=3, plan="other"), True, Order.UNKNOWN),
         (_call(4, count=2), _call(6), True, Order.LATER),
         (_call(4, count=3), _call(6), True, Order.UNKNOWN),
-        # Gloo's count may differ for another reason. NCCL's may not.
+        # Gloo also counts sends and receives, so places may differ although the calls are the same. NCCL counts
+        # collectives only.
         (_call(4), _call(5), False, Order.SAME),
         (_call(4), _call(5), True, Order.LATER),
         (_call(4, passed=2), _call(5, passed=3), False, Order.LATER),

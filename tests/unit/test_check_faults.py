@@ -32,7 +32,7 @@ class Ended:
 
 
 def errors_of(first: int, call: int = 4, peer: int = 2) -> list[str]:
-    """Each rank's error after rank ``first`` timed out waiting for ``call`` of rank ``peer``."""
+    """Each rank's error after rank ``first`` timed out in its wait for call number ``call`` of rank ``peer``."""
     texts = []
     for rank in range(3):
         faults = FaultRecord.of("1", [0, 1, 2], torch.device("cpu"), rank)

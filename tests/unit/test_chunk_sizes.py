@@ -11,8 +11,8 @@ import pytest
 from overlap_inductor.lowerings.chunked import sizes as chunk_sizes
 
 SHORT = [i / 50 for i in range(1, 51)]
-"""Ratios of a transfer's time to its matmul's time. All are at most 1, so the matmul takes at least as long as the
-transfer."""
+"""Ratios of the time of a shard's transfer to the time of the shard's matmul. All are at most 1, so the matmul takes at
+least as long as the transfer."""
 
 
 def _compositions(shards: int) -> Iterator[tuple[int, ...]]:

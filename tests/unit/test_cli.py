@@ -122,7 +122,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_a_missing_module_of_our_own_is_not_reported_as_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an error that advises to install a package although the installation of this package is broken."""
+    """Catches advice to install a missing package if the installation of overlap_inductor itself is broken."""
 
     def missing(as_json: bool) -> int:
         raise ModuleNotFoundError("No module named 'overlap_inductor.x'", name="overlap_inductor.x")
@@ -147,10 +147,10 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def test_explain_runs_the_script_and_shows_its_graphs(torch_base: ForkBase, tmp_path: Path) -> None:
+def test_explain_runs_the_script_and_shows_its_graphs(inductor_base: ForkBase, tmp_path: Path) -> None:
     script = tmp_path / "user.py"
     script.write_text(SCRIPT)
-    done = python("-m", "overlap_inductor", "explain", str(script), "3", "--steps", "2", base=torch_base)
+    done = python("-m", "overlap_inductor", "explain", str(script), "3", "--steps", "2", base=inductor_base)
     assert "arguments ['3', '--steps', '2']" in done.stdout, done.stderr
     assert "matmul_all_reduce  mm [64 x 16 x 32] fp32" in done.stdout
     assert "mode report" in done.stdout
@@ -245,7 +245,7 @@ def launched(tmp_path: Path) -> Path:
 
 
 def test_explain_for_another_machine(inductor_base: ForkBase, launched: Path) -> None:
-    """The whole command needs no GPU. It plans a script that torchrun would start, as if it ran on 8 GPUs."""
+    """The whole command needs no GPU. It plans a script that torchrun would start, as if the script ran on 8 GPUs."""
     command = ("-m", "overlap_inductor", "explain", "--machine", "h200", "--ranks", "8", str(launched))
     done = python(*command, base=inductor_base)
     assert done.returncode == 0, done.stderr

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.config import variables
 from overlap_inductor.errors import ConfigError
 from overlap_inductor.facts import names
+from tests.support.fork_base import ForkBase
 
 SCHEDULES = ("auto", "keep", "ring", "chunked", "fused", "wave_groups", "small_message", "early_start")
 TRANSPORTS = ("auto", "p2p", "copy_engine", "sm_push", "nccl")
@@ -190,13 +189,14 @@ def test_a_name_that_is_added_is_accepted_until_it_is_removed(variable: str, kin
         OverlapConfig.from_environment(environment)
 
 
-def test_a_switch_is_validated_before_anything_else_is_imported() -> None:
-    """A new process that has imported only the configuration must know the names of schedules and transports."""
+def test_a_switch_is_validated_before_anything_else_is_imported(torch_base: ForkBase) -> None:
+    """A process that has imported only the configuration must know the names of schedules and transports."""
     code = (
         "from overlap_inductor.config import OverlapConfig\n"
         "config = OverlapConfig.from_environment()\n"
         "print(config.schedule, config.transport)\n"
     )
     environment = {**os.environ, "OVERLAP_INDUCTOR_SCHEDULE": "chunked", "OVERLAP_INDUCTOR_TRANSPORT": "sm_push"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    done = torch_base.run("-c", code, env=environment)
     assert done.stdout == "chunked sm_push\n", done.stderr

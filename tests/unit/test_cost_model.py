@@ -103,8 +103,8 @@ def test_fewest_sub_chunks() -> None:
 
 
 def test_fewest_sub_chunks_pay_if_more_do() -> None:
-    """If a ring pays with the largest allowed number of sub-chunks, it also pays with the number that is found. If the
-    ring does not pay with the largest number, the largest number is kept."""
+    """If a ring pays with the largest allowed number of sub-chunks, it also pays with the number that ``fewest_parts``
+    returns. If the ring does not pay with the largest number, ``fewest_parts`` returns the largest number."""
     for exponent in range(-40, 6):
         sizes = dataclasses.replace(BALANCED, flops=BALANCED.flops * 1.5**exponent, world_size=2)
         machine = dataclasses.replace(FREE, step_seconds=1e-4)
@@ -186,7 +186,7 @@ def test_fused_kernels_need_enough_tiles_and_a_clear_gain() -> None:
 @pytest.mark.parametrize("cost", [chunked_cost, fused_cost])
 def test_margins_of_exchanges(cost: ModuleType) -> None:
     """All-to-alls of rows were measured on 2 ranks, so the small margin is enough there. All-to-alls on more ranks were
-    not measured, and neither were matmuls that contract the exchanged tensor. They need the large margin."""
+    not measured, and neither were matmuls that contract the exchanged tensor. These two kinds need the large margin."""
     machine, small, large = machine_for("cuda"), cost_model.MARGIN, cost_model.MARGIN_UNMEASURED
     sent = 4e8
     gains = []
@@ -228,7 +228,7 @@ MEASURED_AT_8 = {
 @pytest.mark.parametrize("pattern", MEASURED_AT_8)
 def test_chunks_of_eight_ranks_are_taken_where_they_gained(pattern: str) -> None:
     """Each leg of a transfer costs more with more peers. At 1024 tokens, chunks were slower than the plain graph, so
-    they must not be taken. They must be taken where they gained more than 10 %."""
+    chunks must not be taken there. Chunks must be taken where they gained more than 10 %."""
     machine = machine_for("cuda")
     for tokens, (keep, chunked) in MEASURED_AT_8[pattern].items():
         sizes = dataclasses.replace(mlp(pattern, tokens, 8), replays=True)

@@ -118,7 +118,7 @@ def test_machine_facts_are_named_with_their_source(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OVERLAP_INDUCTOR_MACHINE", '{"link_bytes": 6.25e7, "matmul_flops": {"4": 4e10}}')
     found = machine_facts()
     assert named(found, "link_bytes") == Check(
-        MACHINE_FACTS, "link_bytes", GOOD, "6.25e+07 (told by OVERLAP_INDUCTOR_MACHINE)"
+        MACHINE_FACTS, "link_bytes", GOOD, "6.25e+07 (set by OVERLAP_INDUCTOR_MACHINE)"
     )
     assert named(found, "matmul_flops").value.startswith("2e+10 for 8 B, 4e+10 for 4 B, 5e+10 for 2 B")
     assert named(found, "step_seconds").state == NOTE
@@ -414,13 +414,13 @@ def test_json_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert "n  v" in capsys.readouterr().out
 
 
-def test_this_machine_in_a_process_of_its_own(torch_base: ForkBase) -> None:
+def test_this_machine_in_a_process_of_its_own(inductor_base: ForkBase) -> None:
     """The whole command, without mocks: the doctor ends and prints JSON on any machine."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OVERLAP_INDUCTOR")}
     environment.update(
         OVERLAP_INDUCTOR="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONPATH=str(Path(__file__).parents[2])
     )
-    done = torch_base.run("-m", "overlap_inductor", "doctor", "--json", env=environment)
+    done = inductor_base.run("-m", "overlap_inductor", "doctor", "--json", env=environment)
     assert done.returncode == 1, done.stderr
     value = json.loads(done.stdout)
     assert "by environment" in [check["name"] for check in value["checks"] if check["state"] == BAD]

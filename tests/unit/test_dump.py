@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from overlap_inductor.report.dump import write_dump
 from overlap_inductor.report.read_folder import read_reports
 from overlap_inductor.report.runs import MARK
 from overlap_inductor.report.text import render_text
+from tests.support.fork_base import ForkBase
 from tests.unit import sample_reports as samples
 
 
@@ -56,18 +55,18 @@ def test_the_same_report_again_gives_the_same_bytes(tmp_path: Path) -> None:
     assert contents(tmp_path) == first
 
 
-def test_another_process_writes_the_same_bytes(tmp_path: Path) -> None:
+def test_another_process_writes_the_same_bytes(torch_base: ForkBase, tmp_path: Path) -> None:
     """Catches a time, a process number, an address, or an order that depends on the hash seed."""
     script = (
         "import sys; from overlap_inductor.report.dump import write_dump; from tests.unit import sample_reports as s\n"
         "for r in (s.llama(3), s.block(), s.llama(2)): write_dump(r, sys.argv[1], 0)"
     )
-    # This process has a hash seed of its own.
+    # (The hash seed of this process is not that of the fork.)
     here, there = tmp_path / "here", tmp_path / "there"
     for report in (samples.llama(3), samples.block(), samples.llama(2)):
         write_dump(report, here, 0)
-    environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, "-c", script, str(there)], check=True, env=environment)
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    torch_base.run("-c", script, str(there), env=environment).check_returncode()
     assert contents(here) == contents(there)
     assert len(contents(here)) == 3 * len(FILES)
 

@@ -244,6 +244,7 @@ EXCHANGE = {**SCATTER, "EXCHANGES": True, "EARLY": 7, "COPY": 8192}
             all_gather_matmul,
             {**GATHER, "SCATTERED": True, "KEEP": False, "HALVES": False, "BIASES": 1},
             id="all_to_all_matmul",
+            marks=pytest.mark.thorough,
         ),
         pytest.param(
             all_gather_matmul_slices,

@@ -166,8 +166,16 @@ def stretch(**fields: Any) -> StretchFacts:
 @pytest.mark.parametrize(
     ("gathered_again", "words"),
     [
-        (1, "1 of the all-gathers is repeated in the backward, so that only each rank's rows are saved for it"),
-        (2, "2 of the all-gathers are repeated in the backward, so that only each rank's rows are saved for them"),
+        (
+            1,
+            "1 of the all-gathers is repeated in the backward,"
+            " so each rank saves only its own rows of the gathered tensor",
+        ),
+        (
+            2,
+            "2 of the all-gathers are repeated in the backward,"
+            " so each rank saves only its own rows of the gathered tensors",
+        ),
     ],
 )
 def test_a_rewritten_stretch_says_what_was_written(gathered_again: int, words: str) -> None:

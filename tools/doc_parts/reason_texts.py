@@ -9,14 +9,14 @@ from __future__ import annotations
 GROUPS: dict[str, dict[str, str]] = {
     "You asked for it": {
         "switched_off": "The pattern is not in `OVERLAP_INDUCTOR_PATTERNS`, or the schedule is `keep`.",
-        "report_mode": "Mode `report` finds and plans, and leaves the graph as it is.",
+        "report_mode": "Mode `report` finds and plans sites, and leaves the graph as it is.",
         "schedule_not_available": (
             "The schedule or transport that you forced does not compute this site, or no schedule computes it. The text"
             " says why."
         ),
     },
     "It does not pay, or does not fit": {
-        "too_small": "No schedule is estimated to be fast enough. The text has the estimate of each.",
+        "too_small": "No schedule is estimated to be fast enough. The text has the estimate of each schedule.",
         "workspace": (
             "The sites of the group would hold more symmetric memory than `OVERLAP_INDUCTOR_WORKSPACE_LIMIT`. So sites"
             " are left as written, those with the largest requests first, until the others fit."
@@ -100,8 +100,9 @@ GROUPS: dict[str, dict[str, str]] = {
         "dtype": "The matmul or the collective has a dtype that is not supported, or partial sums would be in fp8.",
         "strides": "The collective's input is not a strided tensor.",
         "uneven_splits": (
-            "The parts that an all-to-all sends are not known to have equal sizes. They must then be rows of a matmul,"
-            " with only views, casts and sums between the matmul and the all-to-all. Or an exchange of shard dims is"
+            "The parts that an all-to-all sends are not known to have equal sizes. Each row that is sent or received"
+            " must then be one row of a matmul. Between a matmul and a later all-to-all, only views, casts and sums may"
+            " stand. Between an all-to-all and a later matmul, only views may stand. Or an exchange of shard dims is"
             " uneven."
         ),
         "not_divisible": "The number of rows of a reduce-scatter is not a multiple of the number of ranks.",
@@ -119,7 +120,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "backend_not_supported": (
             "The graph is compiled ahead of time (AOTInductor) or with `cpp_wrapper`. Or a copy of the graph cannot be"
             " kept for a run without overlap. The sequence-parallel rewrite also leaves nested compile regions as"
-            " written. If Inductor's freezing is on, it leaves every graph as written."
+            " written. If Inductor's freezing is on, the rewrite leaves every graph as written."
         ),
     },
     "A bug": {

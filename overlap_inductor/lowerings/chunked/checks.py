@@ -32,6 +32,23 @@ def check(
     launch.check_room(nbytes, signals)
 
 
+def check_sent(sent: torch.Tensor) -> None:
+    """Raise ``UnsupportedError`` if no transport can read ``sent`` in place."""
+    if not sent.is_contiguous() or sent.data_ptr() % 16:
+        raise UnsupportedError(
+            f"what is sent, of shape {list(sent.shape)} and strides {list(sent.stride())}, is not contiguous and"
+            " aligned to 16 bytes"
+        )
+
+
+def slice_size(size: int, what: str, ranks: int) -> int:
+    """The size of each rank's slice of ``size`` rows or columns. Raises ``UnsupportedError`` if the slices are not
+    equal. ``what``: ``rows`` or ``columns``."""
+    if size % ranks:
+        raise UnsupportedError(f"{size} {what} cannot be cut into {ranks} equal slices")
+    return size // ranks
+
+
 def check_matmuls(a: torch.Tensor, matmuls: Sequence[VendorMatmul]) -> None:
     """The part of ``check`` that concerns dtypes, sizes and layouts. ``a``: left operand."""
     for matmul in matmuls:

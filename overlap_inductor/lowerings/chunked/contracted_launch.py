@@ -32,15 +32,15 @@ from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.layout import WAIT_PART
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
 from overlap_inductor.lowerings.chunked.checks import check_matmuls
+from overlap_inductor.lowerings.chunked.checks import slice_size
 from overlap_inductor.lowerings.chunked.gather_launch import End
+from overlap_inductor.lowerings.chunked.gather_launch import multiplied
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.chunked.parameters import Range
 from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
-from overlap_inductor.runtime.replay import launched
 from overlap_inductor.runtime.side_stream import one_call
 from overlap_inductor.runtime.side_stream import side_stream
 from overlap_inductor.runtime.workspace import Launch
-from overlap_inductor.torch_compat import blas
 from overlap_inductor.torch_compat.memory import rows_like
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.arrivals import wait_kernel
@@ -99,26 +99,15 @@ def contracted_all_to_all_matmul(
     Raises:
         UnsupportedError, TransferError: as ``gather_launch.all_gather_matmul``.
     """
-    launch.faults.check()
     (all_rows, width), ranks = sent.shape, launch.world_size
-    if all_rows % ranks:
-        raise UnsupportedError(f"{all_rows} rows cannot be cut into {ranks} equal slices")
-    if not sent.is_contiguous() or sent.data_ptr() % 16:
-        raise UnsupportedError(
-            f"what is sent, of shape {list(sent.shape)} and strides {list(sent.stride())}, is not contiguous and"
-            " aligned to 16 bytes"
-        )
-    operand = rows_like(sent, all_rows // ranks, ranks * width, sent.dtype)
-    outs = [rows_like(sent, all_rows // ranks, m.columns, m.dtype(sent)) for m in matmuls]
-    tensors = [sent, operand, *outs, *(t for m in matmuls for t in m.operands)]
-    launched(
-        launch,
-        ("chunked", "contracted", parameters, operand_used, blas.switches()),
-        tensors,
-        lambda: _multiplied_into(sent, matmuls, launch, parameters, operand, outs, operand_used),
-        parameters.replays,
-        tensors,
-    )
+    rows = slice_size(all_rows, "rows", ranks)
+    operand = rows_like(sent, rows, ranks * width, sent.dtype)
+
+    def start(outs: Sequence[torch.Tensor]) -> None:
+        _multiplied_into(sent, matmuls, launch, parameters, operand, outs, operand_used)
+
+    what = "contracted, operand used" if operand_used else "contracted"
+    outs = multiplied(what, sent, rows, matmuls, [operand], launch, parameters, start)
     return [*outs, operand] if operand_used else outs
 
 

@@ -27,10 +27,11 @@ from itertools import pairwise
 
 import torch
 
-from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.layout import WAIT_PART
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
 from overlap_inductor.lowerings.chunked.checks import check
+from overlap_inductor.lowerings.chunked.checks import check_sent
+from overlap_inductor.lowerings.chunked.checks import slice_size
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.chunked.parameters import Range
 from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
@@ -103,9 +104,7 @@ def all_to_all_matmul(
 ) -> list[torch.Tensor]:
     """``all_to_all(sent) @ b + bias`` for each matmul: as ``all_gather_matmul``, but ``sent [world_size * rows, K]``
     has a slice of its own for each rank."""
-    rows = len(sent) // launch.world_size
-    if len(sent) % launch.world_size:
-        raise UnsupportedError(f"{len(sent)} rows cannot be cut into {launch.world_size} equal slices")
+    rows = slice_size(len(sent), "rows", launch.world_size)
     return _gather("all_to_all_matmul", sent, rows, matmuls, launch, parameters, received_used)
 
 
@@ -118,26 +117,49 @@ def _gather(
     parameters: ChunkedParameters,
     gathered_used: bool,
 ) -> list[torch.Tensor]:
-    launch.faults.check()
-    if not source.is_contiguous() or source.data_ptr() % 16:
-        raise UnsupportedError(
-            f"the shard of shape {list(source.shape)}, strides {list(source.stride())} is not contiguous and"
-            " aligned to 16 bytes"
-        )
     all_rows = launch.world_size * rows
-    outs = [rows_like(source, all_rows, m.columns, m.dtype(source)) for m in matmuls]
     gathered = rows_like(source, all_rows, source.shape[1], source.dtype) if gathered_used else None
-    tensors = [source, gathered, *outs, *(t for m in matmuls for t in m.operands)]
-    what = ("chunked", pattern, parameters, blas.switches(), *(m.fast for m in matmuls))
-    launched(
-        launch,
-        what,
-        tensors,
-        lambda: _gather_into(pattern, source, rows, matmuls, launch, parameters, outs, gathered),
-        parameters.replays,
-        tensors,
-    )
+
+    def start(outs: Sequence[torch.Tensor]) -> None:
+        _gather_into(pattern, source, rows, matmuls, launch, parameters, outs, gathered)
+
+    outs = multiplied(pattern, source, all_rows, matmuls, [gathered], launch, parameters, start)
     return outs if gathered is None else [*outs, gathered]
+
+
+def multiplied(
+    what: str,
+    sent: torch.Tensor,
+    rows: int,
+    matmuls: Sequence[VendorMatmul],
+    others: Sequence[torch.Tensor | None],
+    launch: Launch,
+    parameters: ChunkedParameters,
+    start: Callable[[Sequence[torch.Tensor]], None],
+) -> list[torch.Tensor]:
+    """Run a call whose matmuls follow a transfer, or replay its launches.
+
+    Args:
+        what: everything that the launches depend on besides tensors and ``parameters``.
+        sent: what is sent to the peers.
+        rows: rows of each matmul's result.
+        others: other tensors that the launches write. ``None`` for an absent tensor.
+        start: ``start(outs)`` queues the launches on the current stream. ``outs``: the results to write.
+
+    Returns:
+        ``outs``: ``[rows, N]`` for each matmul.
+
+    Raises:
+        UnsupportedError: ``sent`` cannot be read in place, or what ``start`` raises.
+        TransferError: an earlier call of the group gave up waiting, or was aborted.
+    """
+    launch.faults.check()
+    check_sent(sent)
+    outs = [rows_like(sent, rows, m.columns, m.dtype(sent)) for m in matmuls]
+    tensors = [sent, *others, *outs, *(t for m in matmuls for t in m.operands)]
+    key = ("chunked", what, parameters, blas.switches(), *(m.fast for m in matmuls))
+    launched(launch, key, tensors, lambda: start(outs), parameters.replays, tensors)
+    return outs
 
 
 def _gather_into(

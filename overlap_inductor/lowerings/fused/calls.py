@@ -10,38 +10,28 @@ group that was aborted it launches nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence
 
 import torch
 
-from overlap_inductor.lowerings.fused.gather import gathered
-from overlap_inductor.lowerings.fused.gather import operands
-from overlap_inductor.lowerings.fused.gather import own_shard
 from overlap_inductor.lowerings.fused.gather import prepare_gather
 from overlap_inductor.lowerings.fused.launch import NO_TAIL
 from overlap_inductor.lowerings.fused.launch import Tail
 from overlap_inductor.lowerings.fused.launch import key_of
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
-from overlap_inductor.lowerings.fused.parameters import copiers
-from overlap_inductor.lowerings.fused.parameters import slices_of
+from overlap_inductor.lowerings.fused.received import Received
+from overlap_inductor.lowerings.fused.received import gathered as gathered
+from overlap_inductor.lowerings.fused.received import multiply
+from overlap_inductor.lowerings.fused.received import own_shard as own_shard
 from overlap_inductor.lowerings.fused.reduce import prepare_all_reduce
 from overlap_inductor.lowerings.fused.reduce import prepare_all_to_all
 from overlap_inductor.lowerings.fused.reduce import prepare_reduce_scatter
 from overlap_inductor.lowerings.fused.reduce import product_rows
 from overlap_inductor.runtime.replay import launched
-from overlap_inductor.runtime.side_stream import one_call
-from overlap_inductor.runtime.side_stream import side_stream
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat.memory import rows_like
-from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
-from overlap_inductor.transports.credits import spoil_kernel
 from overlap_inductor.transports.credits import spoiling_end
-from overlap_inductor.transports.registry import transport_named
-from overlap_inductor.transports.transfer import Transfer
-from overlap_inductor.transports.transport import PeerCopies
-from overlap_inductor.transports.transport import Share
 
 
 def all_gather_matmul(
@@ -123,83 +113,8 @@ def _multiplied(
     launch.faults.check()
     own = own_shard(pattern, a, launch)
     results = [rows_like(a, launch.world_size * own.shape[0], b.shape[1], a.dtype) for b in rhs]
-    # (Results are contiguous, and the operands determine their sizes: only their addresses may change.)
-    what = ("fused", pattern, parameters, keep, tail.epilogues, *[r.data_ptr() for r in results])
-    copied = [a] if own.nbytes >= parameters.copies_from else []
-    launched(
-        launch,
-        what,
-        [a, *rhs, *biases, *tail.extras],
-        lambda: _gather(pattern, a, own, rhs, results, launch, parameters, biases, keep, tail),
-        parameters.replays,
-        copied,
-    )
+    multiply(Received(pattern, a, own, rhs, biases, results, keep, tail), launch, parameters, prepare_gather)
     return results
-
-
-def _gather(
-    pattern: str,
-    a: torch.Tensor,
-    own: torch.Tensor,
-    rhs: Sequence[torch.Tensor],
-    results: Sequence[torch.Tensor],
-    launch: Launch,
-    parameters: FusedParameters,
-    biases: Sequence[torch.Tensor | None],
-    keep: bool,
-    tail: Tail,
-) -> None:
-    """The launches of one call, into ``results``, each ``[world_size * rows, N]``. Raises ``UnsupportedError``."""
-    slices = slices_of(launch.world_size, own, rhs, parameters)
-    copied = slices == 1 and own.nbytes >= parameters.copies_from
-    key = key_of(pattern, a, rhs, biases, tail, parameters, keep)
-    kernel = launch.prepared.get(key)
-    if kernel is None:
-        kernel = prepare_gather(pattern, a, own, rhs, results, launch, parameters, biases, keep, tail, copied, slices)
-        if keep:
-            end_kernel(launch)
-        launch.remember(key, kernel)
-    given = operands(a, own, rhs, results, biases, tail)
-    if not copied:
-        kernel(*given)
-    else:
-        with_copies(a, own, len(own), launch, parameters, lambda: kernel(*given), keep)
-        # (With ``keep``, ``end`` does this once all of the call's results exist.)
-        for result in results if not keep else ():
-            spoil_kernel(launch, result)(result)
-
-
-def with_copies(
-    a: torch.Tensor,
-    own: torch.Tensor,
-    part_rows: int,
-    launch: Launch,
-    p: FusedParameters,
-    multiply: Callable[[], None],
-    keep: bool,
-) -> None:
-    """A transport of ``copiers`` sends the shard (in an all-to-all: each peer's shard) in bands of ``part_rows`` rows.
-    In the meantime, ``multiply`` multiplies the rows that have arrived.
-
-    The kernel of ``multiply`` occupies every SM, so nothing that the copies wait for may need an SM while it runs. The
-    wait for permission to write therefore ends before that kernel starts, on the current stream, and the flags are
-    written by copies, too. So a rank's shard is sent whatever its kernel waits for.
-    """
-    side, key = side_stream(a.device), ("send", p.copier, a.shape, a.dtype, part_rows)
-    send = launch.prepared.get(key)
-    if send is None:
-        transport = transport_named(PeerCopies, p.copier or copiers()[0].name)
-        exchanged = own is not a
-        transfer = Transfer(len(own), own.shape[1], part_rows, scattered=exchanged, read_in_order=exchanged)
-        send = transport.prepare(launch, transfer, range((launch.world_size - 1) * transfer.parts), a, Share())
-        launch.remember(key, send)
-    credit_kernel(launch)()
-    with one_call(launch, side):
-        with side:
-            send(a)
-            if keep:
-                gathered(own, launch)[launch.rank * len(own) : (launch.rank + 1) * len(own)].copy_(own)
-        multiply()
 
 
 def end(launch: Launch, results: Sequence[torch.Tensor] = ()) -> None:

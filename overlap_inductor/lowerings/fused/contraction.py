@@ -11,25 +11,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.all_to_all_contraction import all_to_all_contraction
-from overlap_inductor.lowerings.fused.calls import with_copies
 from overlap_inductor.lowerings.fused.gather import COPY_WORDS
-from overlap_inductor.lowerings.fused.gather import gathered
-from overlap_inductor.lowerings.fused.gather import own_shard
-from overlap_inductor.lowerings.fused.launch import NO_TAIL
-from overlap_inductor.lowerings.fused.launch import key_of
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.fused.parameters import band_rows
 from overlap_inductor.lowerings.fused.parameters import needed
+from overlap_inductor.lowerings.fused.received import Kernel
+from overlap_inductor.lowerings.fused.received import Received
+from overlap_inductor.lowerings.fused.received import gathered
+from overlap_inductor.lowerings.fused.received import multiply
+from overlap_inductor.lowerings.fused.received import own_shard
 from overlap_inductor.lowerings.one_op.descriptors import TILES_A_BATCH
 from overlap_inductor.lowerings.one_op.descriptors import right_descriptor
 from overlap_inductor.lowerings.one_op.operands import check_operands
-from overlap_inductor.runtime.replay import launched
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat.memory import rows_like
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.call_arguments import call_arguments
-from overlap_inductor.transports.credits import end_kernel
-from overlap_inductor.transports.credits import spoil_kernel
 
 PATTERN = "all_to_all_matmul"
 
@@ -49,7 +46,7 @@ def contracted_all_to_all_matmul(
         b: ``[world_size * k, N]``, its rows in the order of ranks. Row-major or column-major, with rows or columns of
             whole 16-byte words.
         bias: ``[N]``.
-        keep: as in ``calls.all_gather_matmuls``.
+        keep: as in ``received.Received``.
 
     Returns:
         ``[rows, N]``, summed in fp32 and rounded once.
@@ -60,41 +57,12 @@ def contracted_all_to_all_matmul(
     launch.faults.check()
     own = own_shard(PATTERN, a, launch)
     out = rows_like(a, own.shape[0], b.shape[1], a.dtype)
-    copied = own.nbytes >= parameters.copies_from
-
-    def start() -> None:
-        key = ("contraction", *key_of(PATTERN, a, [b], [bias], NO_TAIL, parameters, keep))
-        kernel = launch.prepared.get(key)
-        if kernel is None:
-            kernel = _prepared(a, own, b, out, launch, parameters, bias, keep, copied)
-            if keep:
-                end_kernel(launch)
-            launch.remember(key, kernel)
-        given = (own, a, b, out, out, out if bias is None else bias)
-        if not copied:
-            kernel(*given)
-            return
-        part_rows = band_rows(len(own), launch.world_size, parameters)
-        with_copies(a, own, part_rows, launch, parameters, lambda: kernel(*given), keep)
-        if not keep:
-            spoil_kernel(launch, out)(out)
-
-    what = ("fused", "contraction", parameters, keep, out.data_ptr())
-    launched(launch, what, [a, b, bias], start, parameters.replays, [a] if copied else [])
+    multiply(Received("contraction", a, own, [b], [bias], [out], keep, banded=True), launch, parameters, _prepare)
     return out
 
 
-def _prepared(
-    a: torch.Tensor,
-    own: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    launch: Launch,
-    p: FusedParameters,
-    bias: torch.Tensor | None,
-    keep: bool,
-    copied: bool,
-) -> PreparedKernel:
+def _prepare(call: Received, launch: Launch, p: FusedParameters) -> Kernel:
+    a, own, (b,), (bias,), (out,) = call.a, call.own, call.rhs, call.biases, call.results
     world_size, (rows, inner), columns = launch.world_size, own.shape, b.shape[1]
     whole = own.new_empty(0, world_size * inner)
     if inner % p.block_k or len(b) != world_size * inner:
@@ -125,7 +93,7 @@ def _prepared(
         "part_rows": part_rows,
         "part_vectors": part_rows * inner * a.element_size() // 16,
         "PARTS": -(-rows // part_rows),
-        "SENDS": not copied,
+        "SENDS": not call.copied(p),
         "PIECES": p.pieces,
         "PUSHERS": p.pushers,
         "BLOCK_M": p.block_m,
@@ -138,7 +106,7 @@ def _prepared(
         "HALVES": p.halves,
         "TRANSPOSED": transposed,
         "BIAS": bias is not None,
-        "KEEP": keep,
+        "KEEP": call.keep,
     }
-    kernel = all_to_all_contraction
-    return PreparedKernel(kernel, p.blocks, varying, fixed, num_warps=p.warps, num_stages=p.stages)
+    kernel = PreparedKernel(all_to_all_contraction, p.blocks, varying, fixed, num_warps=p.warps, num_stages=p.stages)
+    return lambda call: kernel(*call.operands)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the pointwise ops after a site's results that the fused kernel computes in its epilogue."""
+"""Finds the pointwise ops that follow a site's results and that the fused kernel computes in its epilogue."""
 
 from __future__ import annotations
 

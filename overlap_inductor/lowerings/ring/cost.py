@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from overlap_inductor.facts.cost_model import MARGIN
 from overlap_inductor.facts.cost_model import SiteSizes
 from overlap_inductor.facts.cost_model import collective_seconds
@@ -46,10 +48,18 @@ def pays(sizes: SiteSizes, machine: Machine, parts: int, margin: float = MARGIN)
 
 def fewest_parts(sizes: SiteSizes, machine: Machine, limit: int) -> int:
     """The fewest sub-chunks of a shard for which the ring is estimated to be about as fast as the fastest one
-    (``TOLERANCE``), and still to pay. ``limit`` if ``limit`` sub-chunks do not pay. The numbers ``limit``,
-    ``limit // 2``, ``limit // 4`` ... are compared."""
+    (``TOLERANCE``), and still to pay. ``limit`` if ``limit`` sub-chunks do not pay. The numbers ``halved(limit)`` are
+    compared."""
     if not pays(sizes, machine, limit):
         return limit
-    counts = [limit >> halvings for halvings in range(limit.bit_length())]
-    estimates = {n: seconds(sizes, machine, n) for n in counts if pays(sizes, machine, n)}
+    return fewest({n: seconds(sizes, machine, n) for n in halved(limit) if pays(sizes, machine, n)})
+
+
+def halved(limit: int) -> list[int]:
+    """``limit``, ``limit // 2``, ``limit // 4`` ... 1."""
+    return [limit >> halvings for halvings in range(limit.bit_length())]
+
+
+def fewest(estimates: Mapping[int, float]) -> int:
+    """The smallest key whose estimate, in seconds, is at most ``TOLERANCE`` times the smallest estimate."""
     return min(n for n, estimate in estimates.items() if estimate <= TOLERANCE * min(estimates.values()))

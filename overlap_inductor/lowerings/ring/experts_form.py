@@ -6,7 +6,7 @@ The graph before and after::
     x = wait_tensor(all_to_all(rows))[index]           ->  buffer, results, [x, ...] = all_to_all_experts(rows, ...)
     y = wait_tensor(all_to_all(index_put(experts(x))))     exchange_wait(buffer, [results]);  y = buffer
 
-What is independent of the returned rows, for example gradients of weights, can run between the op and the wait
+What does not depend on ``y``, for example gradients of weights, can run between the op and the wait
 (``passes.delayed_matmuls``).
 """
 
@@ -29,8 +29,8 @@ overlap = torch.ops.overlap_inductor
 
 
 class ExpertsRing(UnevenRing):
-    """See ``form.RingForm``. The rank's own rows are computed first, and each other rank's rows when they arrive. Each
-    piece is returned as soon as it is computed."""
+    """See ``form.RingForm``. The rank's own rows are computed first. The rows of every other rank are computed when
+    they arrive. Each piece is returned as soon as it is computed."""
 
     def loopable(self, site: OverlapSite) -> bool:
         return True

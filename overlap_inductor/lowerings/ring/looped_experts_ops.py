@@ -3,7 +3,7 @@
 and return, piece by piece.
 
 The transfers of all rows that this rank sends start at once. While they run, the rank computes its own rows. It
-computes each other rank's rows when they have arrived. It returns each piece as soon as the piece is computed::
+computes every other rank's rows when they have arrived. It returns each piece as soon as the piece is computed::
 
     start all hops of the first exchange
     experts(own rows)

@@ -2,9 +2,10 @@
 """Writes matmuls and the collective after them (reduce-scatter, all-reduce or all-gather) as one looping op of
 ``lowerings.ring.looped_reduce_ops``.
 
-``lowerings.one_op.reduce_rows`` writes the ops of other schedules; both share ``lowerings.reduced_rows``. Looping ops
-differ from those ops in three ways. They can add a bias that has the result's shape. They can reduce in another dtype
-than the matmuls'. They compute no fp8 matmuls.
+``lowerings.one_op.reduce_rows`` does the same for the ops of other schedules. It shares the code in
+``lowerings.reduced_rows`` with this module. Looping ops differ from the ops of other schedules in three ways. They
+can add a bias that has the result's shape. They can reduce in another dtype than the matmuls'. They compute no fp8
+matmuls.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def computes(pattern: str, nodes: ReduceNodes) -> bool:
 
 
 def biases_of(nodes: ReduceNodes) -> reduced_rows.Biases | None:
-    """The bias of each matmul; ``None`` if the site computes more than a sum of matmuls and biases. A cast of the sum
-    is allowed, because the op reduces in the dtype to which it casts."""
+    """The bias of each matmul; ``None`` if the site computes more than a sum of matmuls and biases. The sum may be
+    cast before the collective, because the op reduces in the cast's dtype."""
     terms = nodes.computed
     return reduced_rows.biases_of(nodes, terms if len(terms) > 1 else [_before_cast(terms[0], nodes)])
 
@@ -76,8 +77,8 @@ def _before_cast(node: fx.Node, nodes: ReduceNodes) -> fx.Node:
 
 
 def chooses_at_run_time(pattern: str, nodes: ReduceNodes) -> bool:
-    """Whether the op can derive the token count from its rows. It then runs the plain collective when there are few
-    tokens."""
+    """Whether a looping op computes this site and can derive the token count from its rows. If so, the op can run the
+    plain collective when there are few tokens."""
     return computes(pattern, nodes) and nodes.sharded.dim == 0
 
 

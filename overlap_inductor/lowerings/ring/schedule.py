@@ -161,14 +161,23 @@ def _transport(config: OverlapConfig) -> Exchanges:
 
 
 def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-    """The form's parameters. If ``auto`` plans a site of a gather or of a reduction on a CPU, it takes the fewest
-    sub-chunks that are estimated to be about as fast. (On GPUs, rings were only measured with all sub-chunks.)"""
+    """The form's parameters. Of the ``part_counts``, the fewest sub-chunks are taken that are estimated to be about as
+    fast as the fastest."""
     found = form_of(site).parameters(site, config)
-    estimated = config.schedule == "auto" and isinstance(site.nodes, GatherNodes | ReduceNodes) and has_example(site)
-    if estimated and not on_gpu(tools.value(site.collectives[0].input).device):
+    if len(part_counts(site, config)) > 1:
         sizes, machine = sizes_at(site), machine_of(site, config)
         found["sub_chunks"] = cost_of_ring.fewest_parts(sizes, machine, found["sub_chunks"])
     return found
+
+
+def part_counts(site: OverlapSite, config: OverlapConfig) -> list[int]:
+    """The numbers of sub-chunks that the ring may take for the site, largest first. There are several if ``auto`` plans
+    a site of a gather or of a reduction on a CPU. (On GPUs, rings were only measured with all sub-chunks.)"""
+    limit: int = form_of(site).parameters(site, config)["sub_chunks"]
+    estimated = config.schedule == "auto" and isinstance(site.nodes, GatherNodes | ReduceNodes) and has_example(site)
+    if estimated and not on_gpu(tools.value(site.collectives[0].input).device):
+        return cost_of_ring.halved(limit)
+    return [limit]
 
 
 def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | None:
@@ -218,10 +227,11 @@ def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
     return next((2**exponent for exponent in range(21) if _pays(site, config, 2**exponent / example)), None)
 
 
-def unrolled_nodes(site: DecidedSite) -> int | None:
-    """Estimated number of FX nodes that the site's unrolled steps add (``RingForm.unrolled_nodes``)."""
+def unrolled_nodes(site: DecidedSite, parts: int | None = None) -> int | None:
+    """Estimated number of FX nodes that the site's unrolled steps add (``RingForm.unrolled_nodes``). ``parts``:
+    sub-chunks of a shard; ``None``: as many as the site's plan says."""
     parameters = site.decision.moving.parameters
-    return form_of(site).unrolled_nodes(site, parameters["sub_chunks"], parameters["route"])
+    return form_of(site).unrolled_nodes(site, parts or parameters["sub_chunks"], parameters["route"])
 
 
 def fit_budget(rings: list[DecidedSite], budget: int) -> None:

@@ -44,7 +44,7 @@ class Steps:
         parts: sub-chunks of a shard. A shard is not cut if ``can_cut`` does not allow it.
 
     Attributes:
-        bounds: the first element of each sub-chunk of a shard, then the number of the shard's elements.
+        bounds: offsets in a shard, counted in elements: where each sub-chunk begins, and where the last one ends.
     """
 
     def __init__(self, emit: StepEmitter, nodes: GatherNodes, parts: int) -> None:
@@ -110,7 +110,8 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tu
 
 
 def _rest(shape: list[Size], lead: Atom | None) -> Size:
-    """Elements of a shard of this ``shape`` for each index of its outermost dim."""
+    """The number of elements that a shard of this ``shape`` has for each index of ``lead``. If ``lead`` is ``None``,
+    the number of all its elements."""
     if lead is None:
         return tools.numel(shape)
     index = next(i for i, s in enumerate(shape) if not (isinstance(s, int) and s == 1))

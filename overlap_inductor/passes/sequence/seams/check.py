@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from overlap_inductor.lowerings.ring import gather_cuts
@@ -17,27 +19,24 @@ from overlap_inductor.sites.reduce_nodes import ReduceNodes
 from overlap_inductor.torch_compat import operators
 
 
-def bands_of(seam: Seam) -> int | None:
-    """The number of bands into which the seam may be cut: the number of sub-chunks of both sites. ``None`` if it may
-    not be cut."""
+def bands_of(seam: Seam, counts: Sequence[int]) -> list[int]:
+    """Those of ``counts`` into which the seam may be cut. Both sites then have as many sub-chunks as bands."""
     plans = [s.decision.moving for s in (seam.scatter, seam.gather)]
     if any(p.schedule != "ring" or not p.parameters.get("unrolled") or "min_rows" in p.parameters for p in plans):
-        return None
-    bands, parts = (p.parameters["sub_chunks"] for p in plans)
+        return []
     rows = tools.shape(seam.scattered)[0]
-    if bands != parts or bands < 2 or not isinstance(rows, int) or rows % bands:
-        return None
+    found = [n for n in counts if n > 1 and isinstance(rows, int) and rows % n == 0]
     legal = (
-        plans[0].parameters["route"] == "owner"
+        bool(found)
+        and plans[0].parameters["route"] == "owner"
         and plans[0].transport == plans[1].transport
         and _scatters_rows(seam, rows)
         and _gathers_rows(seam, rows)
-        and _row_wise(seam, bands)
         and _joinable(seam)
         and _independent(seam)
         and _may_move(seam)
     )
-    return bands if legal else None
+    return [n for n in found if _row_wise(seam, n)] if legal else []
 
 
 def _scatters_rows(seam: Seam, rows: int) -> bool:

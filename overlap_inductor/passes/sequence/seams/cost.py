@@ -6,6 +6,7 @@ carries one piece at a time. Of the token-wise work, only the part that bands ad
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlap_inductor.config import OverlapConfig
@@ -41,11 +42,13 @@ class Saved:
 
     Attributes:
         pays: whether bands are estimated to pay.
+        total: seconds of both sites in bands.
         scatter: seconds that bands save at the scatter; negative if they cost time.
         gather: the same at the gather.
     """
 
     pays: bool
+    total: float
     scatter: float
     gather: float
 
@@ -72,20 +75,20 @@ class Clocks:
         self.compute = max(self.compute, arrival)
 
 
-def in_turn(scatter: Work, gather: Work, world_size: int, parts: int) -> Clocks:
-    """The gather starts when the whole scatter has arrived."""
-    clocks, others = Clocks(), (world_size - 1) * parts
+def in_turn(scatter: Work, gather: Work, world_size: int, parts: Sequence[int]) -> Clocks:
+    """The gather starts when the whole scatter has arrived. ``parts``: sub-chunks of a shard of each site."""
+    clocks, (sent, received) = Clocks(), [(world_size - 1) * n for n in parts]
     arrivals = []
-    for _ in range(others):
-        clocks.multiply(scatter.matmul / (world_size * parts))
-        arrivals.append(clocks.send(scatter.wire / others))
+    for _ in range(sent):
+        clocks.multiply(scatter.matmul / (world_size * parts[0]))
+        arrivals.append(clocks.send(scatter.wire / sent))
     clocks.multiply(scatter.matmul / world_size)
     clocks.wait(0, arrivals[-1])
-    arrivals = [clocks.send(gather.wire / others) for _ in range(others)]
+    arrivals = [clocks.send(gather.wire / received) for _ in range(received)]
     clocks.multiply(gather.matmul / world_size)
     for arrival in arrivals:
         clocks.wait(1, arrival)
-        clocks.multiply(gather.matmul / (world_size * parts))
+        clocks.multiply(gather.matmul / (world_size * parts[1]))
     return clocks
 
 
@@ -110,15 +113,21 @@ def in_bands(scatter: Work, gather: Work, world_size: int, bands: int) -> Clocks
 
 
 def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
-    """What the seam saves if it is written in ``bands``."""
-    works, machine = [_work(site, config) for site in (seam.scatter, seam.gather)], machine_of(seam.gather, config)
+    """What the seam saves if it is written in ``bands``. In turn, each site has the sub-chunks of its own plan."""
+    sites = seam.scatter, seam.gather
+    scatters, gathers = (_work(site, config) for site in sites)
+    machine = machine_of(seam.gather, config)
+    parts = [s.decision.moving.parameters["sub_chunks"] for s in sites]
     world_size = seam.scatter.facts.collective.world_size
-    turn, banded = (run(works[0], works[1], world_size, bands) for run in (in_turn, in_bands))
-    # In bands, this rank's own rows are multiplied in pieces, and the scatter has a wait for each band.
-    steps = (bands - 1) * machine.step_seconds
-    added = steps, (1 + LAUNCHES) * steps + copy_seconds(seam, machine)
+    turn, banded = in_turn(scatters, gathers, world_size, parts), in_bands(scatters, gathers, world_size, bands)
+    # In bands, this rank's own rows are multiplied in pieces, and the scatter has a wait for each band. The gather
+    # sends each band to all ranks in one step.
+    hops = (world_size - 1) * (bands - parts[0]), bands - (world_size - 1) * parts[1]
+    steps = hops[0] + bands - 1, hops[1] + (1 + LAUNCHES) * (bands - 1)
+    added = steps[0] * machine.step_seconds, steps[1] * machine.step_seconds + copy_seconds(seam, machine)
     scatter, gather = (b - a - more for b, a, more in zip(turn.waited, banded.waited, added, strict=True))
-    return Saved(turn.compute > MARGIN * (banded.compute + sum(added)), scatter, gather)
+    total = banded.compute + sum(added)
+    return Saved(turn.compute > MARGIN * total, total, scatter, gather)
 
 
 def copy_seconds(seam: Seam, machine: Machine) -> float:

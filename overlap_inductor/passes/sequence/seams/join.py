@@ -8,6 +8,8 @@ from collections.abc import Collection
 from collections.abc import Sequence
 
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.lowerings.ring.cost import fewest
+from overlap_inductor.lowerings.ring.schedule import part_counts
 from overlap_inductor.lowerings.ring.schedule import unrolled_nodes
 from overlap_inductor.passes.sequence.seams import check
 from overlap_inductor.passes.sequence.seams import cost
@@ -22,6 +24,11 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
     estimates that are shorter by what the bands save. If the schedule is forced, bands need not pay, and the estimates
     may become longer.
 
+    A seam has as many bands as each of its sites then has sub-chunks. If the sites may take several numbers of
+    sub-chunks, the fewest bands are taken that are estimated to be about as fast as the fastest. Both sites then take
+    that number, even if they would take fewer by themselves. Alone, a site whose matmul is short needs few sub-chunks,
+    but its seam may need more.
+
     Bands add nodes. Unrolled rings use a part of the graph's ``step_node_budget``. The seams share the rest, in graph
     order: a seam is written in bands if the nodes that its bands add fit into what is left.
 
@@ -33,18 +40,18 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
     for seam in find(sites):
         if [seam.scatter.facts.id, seam.gather.facts.id] in uncut:
             continue
-        bands = check.bands_of(seam)
-        if bands is None or not all(has_example(s) for s in (seam.scatter, seam.gather)):
+        counts = [n for n in part_counts(seam.scatter, config) if n in part_counts(seam.gather, config)]
+        legal = check.bands_of(seam, counts)
+        if not legal or not all(has_example(s) for s in (seam.scatter, seam.gather)):
             continue
-        saved = cost.saved(seam, bands, config)
-        if not saved.pays and config.schedule == "auto":
+        saved = {n: cost.saved(seam, n, config) for n in legal if added_nodes(seam, n) <= left}
+        totals = {n: s.total for n, s in saved.items() if s.pays or config.schedule != "auto"}
+        if not totals:
             continue
-        added = added_nodes(seam, bands)
-        if added > left:
-            continue
-        left -= added
-        _cut(seam.scatter, bands, saved.scatter)
-        _cut(seam.gather, bands, saved.gather)
+        bands = fewest(totals)
+        left -= added_nodes(seam, bands)
+        _cut(seam.scatter, bands, saved[bands].scatter)
+        _cut(seam.gather, bands, saved[bands].gather)
         joined.append(seam)
     return joined
 
@@ -52,7 +59,7 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
 def added_nodes(seam: Seam, bands: int) -> int:
     """Estimated number of FX nodes that bands add. Each band but the first adds the nodes of the region, and slices of
     the other tensors that the region reads. It also makes one more piece of this rank's own rows, and so adds the
-    gather's steps for that piece.
+    gather's steps for that piece. If the sites have fewer sub-chunks than bands, their further steps count, too.
 
     Ranks should decide alike although an op of the region may exist on one rank only. So the number of the region's
     nodes is rounded up to a multiple of 8."""
@@ -60,7 +67,9 @@ def added_nodes(seam: Seam, bands: int) -> int:
     sliced = {i for n in seam.region for i in n.all_input_nodes if i not in inside}
     region = -(-(len(seam.region) + len(sliced)) // 8) * 8
     pieces = (seam.gather.facts.collective.world_size - 1) * bands + 1
-    return (bands - 1) * (region + -(-(unrolled_nodes(seam.gather) or 0) // pieces)) + 2 * len(seam.joined)
+    cut = [(unrolled_nodes(s, bands) or 0, unrolled_nodes(s) or 0) for s in (seam.scatter, seam.gather)]
+    steps = sum(new - old for new, old in cut)
+    return steps + (bands - 1) * (region + -(-cut[1][0] // pieces)) + 2 * len(seam.joined)
 
 
 def _cut(site: DecidedSite, bands: int, seconds: float) -> None:
@@ -68,7 +77,7 @@ def _cut(site: DecidedSite, bands: int, seconds: float) -> None:
     estimate = dict(piece.estimate_us)
     if piece.schedule in estimate:
         estimate[piece.schedule] = round(max(estimate[piece.schedule] - seconds * 1e6, estimate["matmul"]), 1)
-    parameters = {**piece.parameters, "bands": bands}
+    parameters = {**piece.parameters, "sub_chunks": bands, "bands": bands}
     if site.facts.pattern == "all_gather_matmul":
         parameters["route"] = "broadcast"
     site.decision.plan = [dataclasses.replace(piece, parameters=parameters, estimate_us=estimate)]

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The variants that stress checks call: each pattern of each schedule, in each way in which the schedule can run it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+
+from overlap_inductor.lowerings.fused import parameters as fused_plan
+
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+SENT, RECEIVED, CONTRACTED = "matmul_all_to_all", "all_to_all_matmul", "contracted_all_to_all_matmul"
+"""The patterns with an all-to-all. A contraction has an op of its own, so it counts as a pattern here."""
+PATTERNS = (GATHER, SCATTER, REDUCE, SENT, RECEIVED, CONTRACTED)
+BANDED = {"parts": 2, "parts_from": 0}
+"""Schedule ``fused`` cuts each shard into two bands, whatever its size."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A schedule's op for a pattern, in one of the ways in which it can run.
+
+    Attributes:
+        pattern: one of ``PATTERNS``.
+        way: the name of the way, for example a transport.
+        fixed: the op's settings.
+        by_columns: the ranks exchange slices of columns, not of rows (``SENT``).
+    """
+
+    schedule: str
+    pattern: str
+    way: str
+    fixed: Mapping[str, Any]
+    by_columns: bool = False
+
+    def settings(self, rows: int) -> str:
+        """The op's settings for a call. ``rows``: rows of a shard; for an all-reduce, of the whole matmul."""
+        if self.schedule != "wave_groups":
+            return json.dumps(self.fixed, sort_keys=True)
+        # A fixed partition in place of a measured one. It has two groups of waves: the first band, and all other bands.
+        bands = -(-rows // self.fixed.get("block_m", 128))
+        return json.dumps({**self.fixed, "partition": [0, 1, bands] if bands > 1 else [0, 1]}, sort_keys=True)
+
+
+def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
+    """Every way of every pattern of these schedules. Most ways have more than one band, chunk or group of
+    waves if there are enough rows. ``replays``: repeated calls are replayed as CUDA graphs (``runtime.replay``)."""
+    found = [*_fused(), *_chunked()]
+    found += [
+        Variant("small_message", REDUCE, way, {"two_shot": way == "two_shot"}) for way in ("one_shot", "two_shot")
+    ]
+    found += [Variant("wave_groups", p, "", {"free": [16]}) for p in (SCATTER, REDUCE)]
+    if not replays:
+        found = [replace(v, fixed={**v.fixed, "replays": False}) if v.schedule != "wave_groups" else v for v in found]
+    return [v for v in found if v.schedule in schedules]
+
+
+def _fused() -> list[Variant]:
+    tuned = {**fused_plan.TUNED, CONTRACTED: fused_plan.TUNED[RECEIVED]}
+
+    def variant(pattern: str, way: str, by_columns: bool = False, **settings: Any) -> Variant:
+        return Variant("fused", pattern, way, {**tuned[pattern], **settings}, by_columns)
+
+    return [
+        variant(GATHER, "sm_push", **BANDED, slices=1),
+        variant(SCATTER, "", **BANDED),
+        variant(REDUCE, "", **BANDED),
+        # By default, half of the blocks push if K is as small as at these sites (``pushers_of``). In the way ``few
+        # push``, four blocks push.
+        variant(REDUCE, "few push", parts=0, pushers=4),
+        variant(GATHER, "slices", slices_tiles=fused_plan.NEVER),
+        variant(GATHER, "copy_engine", copies_from=0),
+        variant(SENT, "rows", **BANDED),
+        variant(SENT, "columns", by_columns=True, **BANDED),
+        variant(RECEIVED, "sm_push", **BANDED, slices=1),
+        variant(RECEIVED, "slices", slices_tiles=fused_plan.NEVER),
+        variant(RECEIVED, "copy_engine", copies_from=0),
+        variant(CONTRACTED, "sm_push", **BANDED),
+        variant(CONTRACTED, "copy_engine", **BANDED, copies_from=0),
+    ]
+
+
+def _chunked() -> list[Variant]:
+    """A transport's name is a way in which each shard is sent in chunks. In the way ``in turn``, copies of whole shards
+    take turns. The schedule chooses the number of chunks."""
+    ways: dict[str, dict[str, Any]] = {
+        "copy_engine": {"transport": "copy_engine", "chunks": 3},
+        "sm_push": {"transport": "sm_push", "chunks": 3},
+        "in turn": {"transport": "copy_engine", "turns_from": 0},
+    }
+    found = []
+    for patterns in ((GATHER, SCATTER, REDUCE), (SENT, RECEIVED, CONTRACTED)):
+        for way, fixed in ways.items():
+            found += [
+                Variant("chunked", p, way, {**fixed, "bands": 2 if p in (REDUCE, CONTRACTED) else 1}) for p in patterns
+            ]
+    found += [
+        Variant("chunked", SENT, f"columns, {way}", {**ways[way], "bands": 1}, by_columns=True)
+        for way in ("copy_engine", "sm_push")
+    ]
+    return found
