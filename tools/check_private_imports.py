@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fails if a module uses private parts of other code.
 
-Outside ``torch_compat`` and ``inductor``, a module must not import or name a private part of torch. It must not read a
-private attribute of an object other than ``self`` and ``cls``."""
+Outside ``torch_compat`` and ``inductor``, a module must not import or name a private part of torch. Such a module must
+not read a private attribute of an object other than ``self`` and ``cls``."""
 
 from __future__ import annotations
 

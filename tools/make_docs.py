@@ -37,7 +37,7 @@ PARTS: dict[str, Callable[[], str]] = {
     **{f"drawing.{name}": partial(drawings.picture, name) for name in drawings.PICTURES},
     **{f"measured.{name}": make for name, make in summaries.TABLES.items()},
 }
-"""The function that makes each generated part."""
+"""For the name of each generated part, the function that makes the part."""
 README = ROOT / "README.md"
 RUN = ("getting-started.md", "reading-a-report.md", "switches.md", "testing.md")
 """The pages whose blocks are run, in this order and in one folder. README's blocks are run first, in another folder."""

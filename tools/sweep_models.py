@@ -23,11 +23,11 @@ Each case is one JSON row, appended to ``--out``. Its ``outcome`` is one of::
     fell back                      the results are right, but the ranks differed, so they ran the plain program
     nothing overlapped             the results are right, but no site was overlapped
     nothing to compare             all results of the plain compile are rounding errors
-    does not run without overlap   the plain compile failed; the row has its error
-    wrong                          the results differ, or an error occurs only with overlap
+    does not run without overlap   the eager run or the plain compile failed; the row has the error
+    wrong                          the results differ, a rank died or hung, or an error occurs only with overlap
 
-The exit status is 1 if any case is wrong. If a Hugging Face family does not run even without overlap, its sizes may be
-the cause. The family is then tried once more, with an odd vocabulary and all other sizes even.
+The exit status is 1 if any case is wrong. If a Hugging Face family in odd sizes does not run even without overlap,
+these sizes may be the cause. The family is then tried once more, with an odd vocabulary and even sizes of the MLP.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _arguments() -> argparse.Namespace:
         "--sequence-parallel",
         choices=("auto", "on", "off"),
         default="auto",
-        help="the switch of the same name, for Hugging Face families",
+        help="switch sequence_parallel, for Hugging Face families",
     )
     parser.add_argument(
         "--limit",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs tests on every supported minor version of torch, each in an environment of its own.
 
-The tests are the unit tests, the compile tests, and those of a DTensor block, forward and backward.
+The tests are the unit tests, the compile tests, and the tests of a transformer block, forward and backward. The block
+is written by hand and with DTensor.
 
     python tools/test_torch_versions.py [--all] [2.11.0 2.15.0]
 
@@ -24,20 +25,20 @@ from pathlib import Path
 
 VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 TESTS = ("tests/unit", "tests/compile", "tests/models/test_blocks.py")
-"""The last test also runs with activation checkpointing. On torch 2.12 and 2.13, only the hand-written block runs
-with checkpointing, because these versions cannot compile the DTensor block with it."""
+"""The block also runs with activation checkpointing. On torch 2.12 and 2.13, only the hand-written block runs with
+checkpointing, because these versions cannot compile the DTensor block with checkpointing."""
 EVERYTHING: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
     ({}, ("tests/unit", "tests/compile")),
     ({"TRITON_INTERPRET": "1"}, ("tests/kernels",)),
     ({}, ("tests/numerics", "tests/models")),
 )
-"""The tests of ``make test`` except the examples. Each entry is ``(environment variables, paths)`` of one run of
-pytest."""
+"""The tests of ``make test`` and ``make test-thorough``, except the examples. Each entry is
+``(environment variables, paths)`` of one run of pytest."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def interpreters(versions: Sequence[str]) -> list[tuple[str, str | None]]:
-    """``(label, path of python)``. The path is ``None`` if torch cannot be installed."""
+    """``(label, path of python)``. The path is ``None`` if torch or another package cannot be installed."""
     given = os.environ.get("TORCH_PYTHONS", "").split()
     if given:
         return [(path, path) for path in given]
@@ -61,7 +62,7 @@ def interpreters(versions: Sequence[str]) -> list[tuple[str, str | None]]:
             "safetensors",
         )
         installed = subprocess.run([*pip, f"torch=={version}", *needs], check=False)
-        # A build of torch for GPUs installs the Triton version that it needs.
+        # A build of torch for GPUs installs the Triton version that it needs. Other builds install none.
         if (
             installed.returncode == 0
             and subprocess.run([str(python), "-c", "import triton"], capture_output=True, check=False).returncode

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused``, transport ``sm_push``: ``all_gather(a) @ b`` or ``all_to_all(a) @ b`` for matmuls of one or two
-waves, whose tiles wait for slice after slice of K.
+waves. A tile waits for one slice of K after the other.
 
 If nearly every tile needs a peer's rows and each SM has one tile, a kernel that waits for whole rows
 (``all_gather_matmul``) idles until they arrive. Here a shard arrives in slices of its columns, one after the other. A
 tile continues with each slice of K as soon as the slice is there, so the transfer is hidden under the tile itself. Each
-wait drains the pipeline of loads. With more waves, this costs more time than the slices save.
+wait drains the pipeline of loads. With more waves, these waits cost more time than the slices save.
 
 The ``PUSHERS`` blocks that begin first (each block takes a ticket) store this rank's shard into the peers' workspace.
 They store the first slice to all peers before the second (``push.push_slice``). Then they multiply.
@@ -53,7 +53,7 @@ def all_gather_matmul_slices(
     HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr, EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
     SCATTERED: tl.constexpr,
 ):  # fmt: skip
-    """Arguments as ``all_gather_matmul``, except for these.
+    """The arguments are those of ``all_gather_matmul``, except for these.
 
     Args:
         row_vectors: 16-byte words of a row.
@@ -61,7 +61,7 @@ def all_gather_matmul_slices(
         slice_vectors: 16-byte words of a slice's row.
         flags: ``signal_flag(s, part * SLICES + i)`` holds the number of the call whose slice ``i`` of that part has
             arrived from rank ``s``.
-        queues: ``QUEUE_WORDS + WORLD * PARTS * SLICES`` words. Own tiles and tiles of peers share word 1; word 4 counts
+        queues: ``QUEUE_WORDS + WORLD * PARTS * SLICES`` words. Word 1 counts claimed tiles of all shards. Word 4 counts
             tickets.
     """
     call = tl.load(calls)
@@ -77,7 +77,7 @@ def all_gather_matmul_slices(
     # The blocks that start first push. Otherwise, blocks that wait could leave no room for the pushers.
     sending = tl.atomic_add(queues + 4, 1, sem="relaxed") < PUSHERS
     while sending:
-        # Written as products of four: so the compiler knows that masks end between 16-byte words.
+        # Sizes are written as products of four, so the compiler knows that masks end between 16-byte words.
         sending = push_slice(
             words,
             peer_data,

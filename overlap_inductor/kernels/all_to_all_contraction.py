@@ -61,13 +61,13 @@ def all_to_all_contraction(
         c: any address of that dtype.
         gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. The rows of this
             rank's own shard are not read.
-        inner: K of a shard, a multiple of ``BLOCK_K``: a block of ``b`` belongs to one source.
+        inner: K of a shard, a multiple of ``BLOCK_K``, so each block of ``b`` belongs to one source.
         peer_data, peer_flags, flags, queues, calls, site, part_rows, part_vectors, BATCH, KEEP: as in
             ``all_gather_matmul``.
     """
     call = tl.load(calls)
     words = a.to(tl.pointer_type(tl.int32), bitcast=True)
-    # Written as products of four: so the compiler knows that masks end between 16-byte words.
+    # Sizes are written as products of four, so the compiler knows that masks end between 16-byte words.
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
     tiles_m = tl.cdiv(rows, BLOCK_M)

@@ -11,11 +11,11 @@ When no piece is left, a block claims copies: it waits until the results of one 
 them to ``out``. The workspace has the layout of the collective's result, so nothing is permuted.
 
 Numbers. A bag is summed in fp32, one row after the other in the order of its indices, starting from 0, and rounded
-once. Torch's kernel for GPUs does the same, so sums are bitwise equal, also with a padding index, whose rows count as
-0. A mean is the sum divided by the number of rows that are not padding, rounded to nearest as in torch's kernel. The
-mean of an empty bag is 0. Two things may differ from torch in the last bit. With weights of samples, each compiler may
-or may not round the product of weight and row before it is added. Torch's kernel for CPUs sums in an order of its own.
-Plain rows (``BAGGED`` is False) are copied exactly.
+once. Torch's kernel for GPUs does the same, so its sums are bitwise equal to these. Rows of the padding index
+count as 0. A mean is the sum divided by the number of rows that are not padding, rounded to nearest as in torch's
+kernel. The mean of an empty bag is 0. Two things may differ from torch in the last bit. With weights of samples, each
+compiler may or may not round the product of weight and row before the addition. Torch's kernel for CPUs sums in an
+order of its own. Plain rows (``BAGGED`` is False) are copied exactly.
 
 Errors. A ``tl.device_assert`` fails if an index is not in its table, or if a bag ends before it begins or outside the
 indices. It fails before the piece is stored or signalled. Nothing outside a table is read. As without overlap, CUDA
@@ -144,7 +144,7 @@ def _pool_piece(
     WORLD: tl.constexpr, WIDTH: tl.constexpr, BAGS: tl.constexpr, SPAN: tl.constexpr, UNROLL: tl.constexpr,
     BAGGED: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """Claim one piece, look it up and store it. Returns whether there was one left."""
+    """Claim one piece, look up its bags and store their results. Returns whether a piece was left."""
     i = tl.atomic_add(queues, 1, sem="relaxed")
     of_table = tl.cdiv(rows, piece_rows)
     of_slice = tables * of_table
@@ -201,7 +201,7 @@ def embedding_all_to_all(
         piece_rows: bags of a piece, a multiple of ``BAGS``.
         row_stride, table_stride: elements from bag to bag of a table, and from table to table, in a slot.
         slot_vectors: number of 16-byte vectors in a slot.
-        WIDTH: elements of a row. A row is a number of whole vectors.
+        WIDTH: elements of a row. A row is a whole number of 16-byte vectors.
         BAGS, SPAN: powers of two. ``BAGS``: bags that are looked up at once. ``SPAN``: at least ``WIDTH``.
         UNROLL: rows of each bag that are loaded at once.
         BAGGED: False for plain rows: bag ``i`` is index ``i``.
@@ -219,7 +219,7 @@ def embedding_all_to_all(
     result = out.to(tl.pointer_type(tl.int32), bitcast=True)
     copying = True
     while copying:
-        # Written as a product of four: so the compiler knows that masks end between vectors.
+        # A slot's size is written as a product of four, so the compiler knows that masks end between vectors.
         copying = receive_piece(
             result, staging, queues + 1, flags, call, stop, patience, site, rank, signals,
             1, COPIES, slot_vectors * 4, slot_vectors * 4, slot_vectors * 4,

@@ -90,7 +90,7 @@ def by_quarters(
 
 
 Program = tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]]
-"""Kinds of the extra tensors, and the ops."""
+"""The kinds of a program's extra tensors, and its ops."""
 
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -175,7 +175,7 @@ def source_of(programs: Sequence[Program | None]) -> str:
         lines.append(f"        x = t{len(ops) - 1}_{i}")
         first += len(kinds)
     if first > MOST_EXTRAS:
-        raise ValueError(f"the epilogues of a launch read {first} extra tensors; it has room for {MOST_EXTRAS}")
+        raise ValueError(f"the epilogues of a launch read {first} extra tensors; a launch has room for {MOST_EXTRAS}")
     source = "\n".join([*lines, "    return x", ""])
     check_source(source)
     return source
@@ -217,8 +217,8 @@ def function_of(programs: tuple[Program | None, ...]) -> Any:
     """``source_of`` as a Triton function."""
     source = source_of(programs)
     name = f"<epilogue {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
-    # Triton reads a function's source by its file name. An entry without a modification time is never checked against a
-    # file.
+    # Triton reads a function's source by its file name. An entry of ``linecache`` without a modification time is never
+    # checked against a file.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace = {"__name__": __name__, "tl": tl}
     exec(compile(source, name, "exec"), namespace)

@@ -2,7 +2,7 @@
 """Signals to all ranks of a group at once, and waits for many flags at once: one thread for each flag.
 
 In a group of eight ranks, one thread that released the flags one after the other would wait seven times. Each time, it
-would wait until the other side has acknowledged the earlier stores. One thread that reads the flags one after the other
+would wait until the earlier stores are acknowledged by the peers. One thread that reads the flags one after the other
 would wait seven times for memory. Each wait takes a microsecond, a large part of a small all-reduce. Here the threads
 of one block wait side by side.
 
@@ -14,7 +14,7 @@ as in ``signals``.
 
 A thread that has seen the abort word set may have left out stores. The barrier before a signal tells every thread
 whether any thread of the block has seen the word set. If one has, no thread signals. This takes no more time than the
-barrier alone. A look after the barrier would take one more round trip to memory.
+barrier alone. A look at the abort word after the barrier would add a round trip to memory.
 """
 
 from __future__ import annotations

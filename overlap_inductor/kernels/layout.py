@@ -23,7 +23,7 @@ code of the wait (0 if the host aborted the group). The next three hold the peer
 One word is unused. The last two words hold the time in nanoseconds."""
 BOARD_HEAD = 16
 """int32 words before the first record: whether any rank has given up or has aborted the group, and the constant ``1``.
-The others are unused."""
+The other words are unused."""
 STOP_WORDS = 8
 """int32 words of a group's fault memory on a GPU: the abort word, the number of abort words to set, and three addresses
 in two words each. The addresses are those of this rank's record, of the board, and of a table of the abort words to set

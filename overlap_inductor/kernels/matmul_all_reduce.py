@@ -29,7 +29,7 @@ store to all peers at once fill a GPU's links (8 H200s, ``bench/results/turns.js
 Forward progress. Apart from credits, which depend only on the previous call, a block waits only when all tiles are
 taken. By then each tile is finished, in progress, or claimed by a block that multiplies it before it waits for
 anything. A push waits only for tiles of this rank. So all pushes end, whatever else happens. A sum waits for the pushes
-of its band, on all ranks. Before the sum, the block that holds it waits only for a push. So all sums end, and then all
+of its band, on all ranks. Before it waits for its sum, a block waits only for its push. So all sums end, and then all
 copies. Work of each kind is claimed in the queue's order, so this holds with one resident block per rank as well as
 with all blocks resident. All waits are bounded (``signals``).
 
@@ -37,10 +37,10 @@ Memory ordering. A tile is stored by bulk stores. Then come ``store_fence``, a b
 to a word of ``ready``, at GPU scope. A block that sends or sums the tile acquires that word and clears it, and loads
 past L1. ``product`` may be ``out`` (if shards are whole tiles). A peer's finished tile is stored there only after the
 tile's flag has arrived. The peer sets the flag when it has received this rank's tiles of that band, so these tiles have
-been read by then. An own tile is stored by the threads that have summed it. Stores to peers are ordinary stores,
-followed by ``count_and_signal``. The workspace is written again only after the credits that the last block gives, and
-``product`` only by the next call on the stream. CUDA graphs: flags are compared with the number of the call, which is
-read from device memory and incremented by the last block."""
+been read by then. A sum is stored over an own tile by the threads that have read this tile. Stores to peers are
+ordinary stores, followed by ``count_and_signal``. The workspace is written again only after the credits that the last
+block gives, and ``product`` only by the next call on the stream. CUDA graphs: flags are compared with the number of the
+call, which is read from device memory and incremented by the last block."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def matmul_all_reduce(
             to whole tiles; blocks ``[BLOCK_M, BLOCK_N]``, half as wide with ``HALVES``.
         ready: int32, a word for each tile of ``product`` in the order of its rows, zero between calls. In a peer's
             shard, the word of the first of ``UNIT`` tiles counts how many of these are written. In this rank's own
-            shard, a tile's word says whether it is written.
+            shard, a tile's word says whether the tile is written.
         out: this rank's result, all shards ``[limit, columns]``.
         rows, limit: rows of a shard, and of all shards together. The last shards may be short.
         staging: this rank's workspace, in the dtype of ``out``: first the partial sums from each source,
@@ -447,8 +447,8 @@ def matmul_all_reduce(
                     TRANSPOSED,
                     BIAS,
                 )
-                # A pushing block claims a tile only when no other work is ready. Other blocks would wait for a tile
-                # that was claimed earlier and not yet multiplied.
+                # A pushing block claims a tile only when no other work is ready. If it claimed the tile earlier, other
+                # blocks could wait for this tile while the pushing block does other work.
                 following = claim(queues + tl.where(pushes_first, NOTHING_QUEUE, 0), THREADS)
                 store_tile(
                     product_desc, shard * padded + m * BLOCK_M, n * BLOCK_N, total.to(out.dtype.element_ty), HALVES

@@ -4,9 +4,9 @@ tile of a peer's shard as soon as the block has multiplied the tile.
 
 A rank's product is divided into one shard for each rank, all of equal size, and a shard is cut into ``parts`` bands of
 rows. When a tile of another rank's shard is summed over K, it goes to that rank's workspace, in the collective's dtype.
-All tiles of the peers' shards come first, band after band. At any time, about equally many are in transfer to each peer
-(``departing``). This rank's own tiles come last. In a reduce-scatter, an own tile is summed in fp32 with the partial
-sums that have arrived for it, and rounded once (numerics ``preserve``).
+All tiles of the peers' shards come first, band after band. At any time, about equally many tiles are in transfer to
+each peer (``departing``). This rank's own tiles come last. In a reduce-scatter, an own tile is summed in fp32 with the
+partial sums that have arrived for it, and rounded once (numerics ``preserve``).
 
 With ``EXCHANGES``, the kernel computes an all-to-all: nothing is summed. An own tile is stored into the result. What
 the peers have sent is copied from the workspace into the result (``receive``). After each own tile, a block copies a
@@ -185,7 +185,7 @@ def matmul_reduce_scatter(
     tiles_part = part_rows // BLOCK_M
     padded = tiles_shard * BLOCK_M
     everything = tiles_shard * tiles_n * WORLD
-    # Written as a product of four: so the compiler knows that masks end between 16-byte words.
+    # The size is written as a product of four, so the compiler knows that masks end between 16-byte words.
     row_words = columns // 8 * 4
     peers = ()
     for ahead in tl.static_range(1, WORLD):
@@ -207,7 +207,7 @@ def matmul_reduce_scatter(
             if turn < everything:
                 shard, m, n = _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
                 if shard == rank:
-                    # Without this the last tile of a band would be counted a whole matmul later.
+                    # Without this, a band's last tile would be counted only after the next tile is multiplied.
                     pending = _flush(
                         pending,
                         queues,

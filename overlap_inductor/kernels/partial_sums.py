@@ -46,7 +46,7 @@ def sum_partials(
         result = (total * scale).to(out.dtype.element_ty)
         tl.store(out + at, result, mask=inside)
         if BROADCAST:
-            # If the wait for credits, which ran before this kernel, was given up, nothing is stored.
+            # If the wait for credits, which ran before this kernel, was given up, nothing is stored to peers.
             allowed = inside & may_store(stop)
             for step in tl.static_range(1, WORLD):
                 to = (

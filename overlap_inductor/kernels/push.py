@@ -67,7 +67,7 @@ def push_piece(
         part = i // (PIECES * RECEIVERS)
         rest = i % (PIECES * RECEIVERS)
         # A part goes to one peer after the other, so that the first peer has it soon. Peer ``rank - 1`` comes first,
-        # because the first peer's shard that rank ``rank - 1`` multiplies is this rank's shard
+        # because that peer multiplies this rank's shard before the shards of its other peers
         # (``tile_order.arriving``).
         peer = (rank + WORLD - 1 - rest // PIECES) % WORLD
         piece = rest % PIECES

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy out of the workspace what the peers have sent. Kernels of schedule ``fused`` that also send call these
-functions.
+"""Copy out of the workspace what the peers have sent. These functions are called by kernels of schedule ``fused``
+that also send.
 
 What one peer sends fills a *slot*. A slot is cut into parts, and a part into pieces. Blocks claim the pieces from a
 queue. The sender of a part sets the part's flag (``signals.signal_flag``).
@@ -57,7 +57,8 @@ def receive_piece(
 
     Args:
         result: int32 words of the result: slots of ``slot_words`` words, in the order of ranks.
-        staging: int32 words of this rank's workspace: slots of ``staged_words`` words, at least ``slot_words``.
+        staging: int32 words of this rank's workspace: slots of ``staged_words`` words, which are at least
+            ``slot_words``.
         queue: the word that counts claimed pieces.
         parts, part_words: parts of a slot, and words of a part. The last part may be shorter.
         copies: pieces of a part.

@@ -18,8 +18,8 @@ Triton compiles a descriptor's store for Hopper GPUs as follows. First the tile 
 ``fence.proxy.async.shared::cta``, a barrier, one thread's bulk store, ``commit_group`` and, in 3.6 and 3.7,
 ``wait_group.read 0``. That wait ends when shared memory has been read, not when the tile is written. (3.8 and 3.9 also
 wait until it is written.) No version puts a proxy fence after the store, so a later release does not order the store.
-``store_fence`` waits until the thread's bulk stores are written, and contains that fence. Triton 3.9 compiles an atomic
-whose result nobody reads to a ``red``, and puts a barrier of its own before every atomic.
+``store_fence`` waits until the thread's bulk stores are written, and contains a proxy fence. Triton 3.9 compiles an
+atomic whose result nobody reads to a ``red``, and puts a barrier of its own before every atomic.
 
 Forward progress. A wait ends when the value is there, when the rank's abort word is set, or when its patience is over.
 In the last case the thread sets the abort word itself, by compare-and-swap: of all threads whose patience ends, exactly
@@ -314,13 +314,13 @@ as in ``set_flag``.
 
 @triton.jit
 def count_and_signal(counter, target, flag, value, stop):
-    """Count one of ``target`` pieces as stored. The last one to be counted sets the peer's ``flag`` to ``value`` and
-    clears ``counter``, which is in this GPU's own memory. Nothing is signalled once this rank's abort word is set,
-    because stores may have been left out.
+    """Count one of ``target`` pieces as stored. The block that counts the last piece sets the peer's ``flag`` to
+    ``value`` and clears ``counter``, which is in this GPU's own memory. Nothing is signalled once this rank's abort
+    word is set, because stores may have been left out.
 
     Ordering: the block's stores, a barrier, one thread's acquire-release add at GPU scope. The thread that adds last
     has acquired all adds before, and its release at system scope is cumulative over them. It looks at the abort word
-    after its add, so later than every block that left out stores because the word was set.
+    after its add. So it sees the word set if any counted block left out stores because the word was set.
     """
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:

@@ -14,13 +14,13 @@ group of ``WORLD`` rows, one row of each owner. A norm needs whole rows. In one-
 it. In two-shot, the blocks of the next group compute it, and there is one more group of blocks at the end.
 
 Forward progress. A block stores what its peers wait for before it waits itself. It waits for units of blocks with its
-own number or a lower one. In two-shot it also waits for sums. These wait only for partial rows of blocks with no higher
-number. Take the lowest number whose block has not ended on some rank. Blocks start in the order of their numbers, and
-all lower ones have ended on every rank. So on every rank the block of that number runs or has ended. It stores its
-partial rows without waiting, so its sums and its other waits succeed, and it ends. So one resident block on each rank
-is enough. CUDA does not promise that order. GPUs keep it, and scans depend on it as this kernel does (Merrill and
-Garland, decoupled look-back, 2016). Nothing depends on it when all blocks are resident at once, as in decode. A ticket
-would cost a round trip to L2 in a kernel of 5 us. All waits are bounded (``signals``).
+own number or a lower one. In two-shot it also waits for sums. A block that sums waits only for partial rows of blocks
+with its own number. Take the lowest number whose block has not ended on some rank. Blocks start in the order of their
+numbers, and all lower ones have ended on every rank. So on every rank the block of that number runs or has ended. It
+stores its partial rows without waiting, so its sums and its other waits succeed, and it ends. So one resident block on
+each rank is enough. CUDA does not promise that order. GPUs keep it, and scans depend on it as this kernel does (Merrill
+and Garland, decoupled look-back, 2016). Nothing depends on it when all blocks are resident at once, as in decode. A
+ticket would cost a round trip to L2 in a kernel of 5 us. All waits are bounded (``signals``).
 
 Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half
 ``n % 2``. Rank ``r`` begins call ``n`` when its call ``n - 1`` has ended, because kernels of a slot run one after the
@@ -33,8 +33,9 @@ are in the other half. Calls with credits in the same slot would break this; the
 
 Aborts (``signals``). A block looks at the abort word when it loads the call number. In two-shot, it also looks when it
 loads the partial rows, after its wait for them. If the word is set, nothing is stored to peers or signalled, in this
-call and all later ones. The argument above depends on calls whose waits have succeeded. A result that was summed after
-a wait that was given up, or in a later call, is NaN. A replay of a CUDA graph cannot raise an error.
+call and all later ones. Otherwise data could be overwritten, because the argument above needs earlier calls whose waits
+have succeeded. A result that was summed after a wait that was given up, or in a later call, is NaN. NaN takes the place
+of an error, because a replay of a CUDA graph cannot raise an error.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.
 Between calls: the end of a kernel before the start of the next one on the stream. CUDA graphs: the number of the call

@@ -3,11 +3,11 @@
 its streams, and so does ``fused`` if copy engines send a shard.
 
 A *part* is a band of rows of one shard. Part number ``u`` belongs to the rank ``u // PARTS + 1`` steps away and is
-number ``u % PARTS`` of its shard. It has a flag of its own, ``signal_flag(flags, source, index + u % PARTS)``. A kernel
-for parts handles the parts from number ``first`` on.
+number ``u % PARTS`` of that rank's shard. Each part has a flag of its own,
+``signal_flag(flags, source, index + u % PARTS)``. A kernel for parts handles the parts from number ``first`` on.
 
-Memory ordering. What is signalled was written by work before it on the same stream (a copy engine, or SMs), or by the
-pushing block itself. Work on a stream begins when all earlier work on the stream is complete and visible. A block's
+Memory ordering. What a signal announces was written by earlier work on the same stream (a copy engine, or SMs), or by
+the pushing block itself. Work on a stream begins when all earlier work on the stream is complete and visible. A block's
 release at system scope is cumulative over this earlier work, so whoever acquires the flag sees the data (``signals``).
 After a wait the same holds in the other direction. After the acquire and the end of the kernel, the next work on the
 stream sees the data, by whatever unit it reads. The boundary between kernels orders their proxies. So a vendor's matmul
@@ -72,13 +72,13 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
     It is launched on the stream of the matmuls. On another stream it could run at the same time as a vendor's kernel
     that keeps an SM for all its tiles. Then this kernel would begin only when the vendor's kernel ends, or it would
     keep one of the vendor's blocks from beginning. (4 H200s, a gather of 8192 tokens, calls one after the other: in
-    every other call it began 240 us late, and so did the copies.)
+    every second call this kernel began 240 us late, and so did the copies.)
 
     ``announced`` (one word): see ``announce``.
 
-    If permission has not arrived, because this rank's patience is over or because another rank has stopped this rank,
-    this kernel sets the abort words of all ranks. The words are set when the kernel ends, before any later copy starts
-    (``spoil``). A rank that stopped this one may not have told the others yet.
+    The wait may end before a peer's credit has arrived: if this rank's patience is over, or if another rank has stopped
+    this rank. Then this kernel sets the abort words of all ranks. The words are set when the kernel ends, before any
+    later copy starts (``spoil``). A rank that stopped this one may not have told the others yet.
     """
     call = tl.load(calls)
     for step in range(1, WORLD):
@@ -112,9 +112,10 @@ def spoil(result, words, stop, BLOCK: tl.constexpr):
 
     The look at the abort word also protects what was read from the workspace before. A rank without permission may
     overwrite rows of a call that is still running here, but only after it has set this rank's abort word. That rank's
-    stores of the word are done when its kernel ends, and its copies start only then. So a call that has read such a row
-    finds the word set when it looks later. Rows that were read before the word was set are right. Their results are set
-    to NaN too if the word arrives before the end of the call, since the group's results are not valid from then on.
+    stores of the word are done when its ``wait_for_credits`` ends, and its copies start only then. So a call that has
+    read such a row finds the word set when it looks later. Rows that were read before the word was set are right. Their
+    results are set to NaN too if the word arrives before the end of the call, since the group's results are not valid
+    from then on.
     """
     _spoil(result, words, look(stop), BLOCK)
 
@@ -217,7 +218,7 @@ def push_parts(
     """
     call = tl.load(calls)
     words = source.to(tl.pointer_type(tl.int32), bitcast=True)
-    # Written as products of four: so the compiler knows that masks end between vectors.
+    # Sizes are written as products of four, so the compiler knows that masks end between vectors.
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
     size = tl.cdiv(tl.cdiv(part_words, PIECES), BLOCK) * BLOCK

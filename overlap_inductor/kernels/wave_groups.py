@@ -146,8 +146,9 @@ def matmul_in_groups(
 
 @triton.jit(do_not_specialize=["group", "tiles", "site", "rank", "first", "elements"])
 def wait_for_group(counters, c, stop, patience, group, tiles, site, rank, first, elements, BLOCK: tl.constexpr):
-    """Wait until ``tiles`` tiles of a group are stored, and set its counter back to zero. If the group of ranks has
-    been aborted, the group's ``elements`` of ``c`` from ``first`` on become NaN. Grid: one block of one warp."""
+    """Wait until ``tiles`` tiles of a group of rows are stored, and set the counter of these rows back to zero. If the
+    process group has been aborted, these rows become NaN: ``elements`` elements of ``c`` from ``first`` on. Grid: one
+    block of one warp."""
     counter = counters + group * FLAG_WORDS
     wait_at_least(counter, tiles, stop, patience, site * WAIT_KINDS + WAIT_TILES, rank)
     tl.store(counter, 0)

@@ -51,11 +51,12 @@ def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
 
 
 def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
-    """The bias of each matmul, if the sum of ``terms`` adds nothing but single rows to the matmuls' results.
+    """The bias of each matmul, if the sum of ``terms`` adds only single rows to the matmuls' results.
 
     A single row is added to every row of the result. The row becomes the bias of a plain matmul. This matmul must have
     the row's width and dtype, and no bias yet. Returns ``None`` if the sum holds anything else (a factor, a scalar), or
-    if it does not hold each matmul's result exactly once. The result is also ``None`` if a row finds no such matmul.
+    if it does not hold each matmul's result exactly once. It also returns ``None`` if there is no such matmul for a
+    row.
     """
     leaves = {m.node: m for m in nodes.leaves}
     found: list[fx.Node] = []

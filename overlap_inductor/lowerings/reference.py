@@ -2,7 +2,7 @@
 """Plain implementations of sites: the ordinary collective and the whole matmul, one after the other.
 
 An op that runs a whole site calls these functions if it does not overlap the site, e.g. below ``min_rows`` tokens.
-``product`` is also the vendor's matmul inside such ops.
+Some of these ops also call ``product`` when they do overlap the site.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _sum_of_products(
 
 
 def _average(tensor: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    # Ranks reduce with a sum, which is divided here, because gloo has no reduce op for averages.
+    # The collective computes a sum, and this function divides it, because gloo has no reduce op for averages.
     return tensor / group.size() if reduce_op == "avg" else tensor
 
 
@@ -58,8 +58,8 @@ def all_gather_matmul(
 
 
 def exchanged(whole: torch.Tensor, columns: bool, group: dist.ProcessGroup) -> torch.Tensor:
-    """``all_to_all(whole)``, with a slice of rows for each rank, or of columns if ``columns``. Returns the slices one
-    below the other, in the order of ranks."""
+    """Send a slice of the rows of ``whole`` to each rank, or a slice of its columns if ``columns``. Returns the slices
+    that arrived, one below the other, in the order of the ranks that sent them."""
     (rows, width), ranks = whole.shape, group.size()
     by_rank = whole
     if columns:
@@ -70,7 +70,8 @@ def exchanged(whole: torch.Tensor, columns: bool, group: dist.ProcessGroup) -> t
 
 
 def side_by_side(received: torch.Tensor, ranks: int) -> torch.Tensor:
-    """``received [W*m, k]``, the slices that arrived one below the other, as a new tensor ``[m, W*k]``."""
+    """A new tensor ``[m, W*k]`` that has the ranks' slices side by side. In ``received [W*m, k]``, the slices are one
+    below the other."""
     rows, width = received.shape
     return torch.cat(received.view(ranks, rows // ranks, width).unbind(), dim=1)
 

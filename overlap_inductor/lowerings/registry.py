@@ -37,7 +37,7 @@ def schedule_named(name: str) -> SiteSchedule:
 
 
 def define_ops() -> None:
-    """Define every op of ``overlap_inductor::``. A graph that is loaded from a cache needs the ops, although the pass
+    """Define every op of ``overlap_inductor::``. A graph that is loaded from a cache needs the ops, even if the pass
     did not run in this process."""
     for name in ("overlap_inductor.lowerings.group_ops", *(m for s in SCHEDULES for m in s.ops)):
         import_module(name)

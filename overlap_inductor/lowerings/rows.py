@@ -8,8 +8,8 @@ of rank 1, and so on. This is the *ranks' order*. Sites that are cut in another 
 - If an inner dim is gathered or scattered, the rows have the order ``[outer, rank, chunk]``, and they are permuted.
   After a gather, the rows of the result are permuted. Before a scatter, the rows of the left operand are permuted.
 - If columns are cut, the op computes the transposed product, and its result is transposed and copied. The vendor's
-  matmul reads the transposed operands where they are. A Triton kernel reads a left operand that is contiguous and
-  aligned to 16 bytes; the op first copies a left operand that is not (``operands.left_operand``).
+  matmul reads the transposed operands where they are. A Triton kernel needs a left operand that is contiguous and
+  aligned to 16 bytes; the op first copies any other left operand (``operands.left_operand``).
 
 If the contracted dim of a matmul is cut, the ring has an op for the matmul (``lowerings.ring.looped_gather``). For an
 all-to-all, a schedule with one op for each site may also have an op for the matmul (``one_op.exchange_rows``).
@@ -58,9 +58,9 @@ def bias_row(emit: StepEmitter, row: fx.Node) -> fx.Node:
 
 
 def as_bits_of(emit: StepEmitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """``x`` with its bits read as ``dtype``, whose elements have the size of those of ``x``. Used for fp8 data that is
-    sent as bytes. No node is written if ``x`` already has this dtype, or if ``x`` only views the bits of a node that
-    has this dtype."""
+    """``x`` with its bits read as ``dtype``. Elements of ``dtype`` must be as large as those of ``x``. The function is
+    used for fp8 data that is sent as bytes. No node is written if ``x`` already has this dtype, or if ``x`` only views
+    the bits of a node that has this dtype."""
     if tools.is_bitcast(x) and tools.dtype(x.args[0]) == dtype:
         return x.args[0]
     return x if tools.dtype(x) == dtype else emit.call(aten.view.dtype, x, dtype)

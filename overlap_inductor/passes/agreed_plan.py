@@ -9,8 +9,8 @@ share, such as the shape, pattern, schedule, transport and parameters::
     g0: all_reduce bfloat16 kept
 
 Sizes are those of the data that moves. They are equal on all ranks. Symbols are named in order of appearance (``d0``),
-because ranks may have named the same size differently. Groups are named the same way (``g0``): the groups along one dim
-of a mesh have different names, but all play the same part.
+because ranks may have named the same size differently. Groups are also named in order of appearance (``g0``). The
+groups along one dim of a mesh have different names, but their ranks call the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ def plan_of(
             steps += sites[first_op[node]].lines(names)
         elif (kind := collectives.kept_kind(node)) is not None:
             group = collectives.group_name(node)
-            # A group of one rank exchanges nothing. The same collective may have a larger group on other ranks.
+            # A group of one rank exchanges nothing, so it gets no line. On other ranks, the same collective may have a
+            # larger group. The plans of those ranks then have a line for it.
             if group is not None and len(group_ranks(group) or ()) != 1:
                 steps.append(f"{names.group(group)}: {kind} kept")
     for group, program in graph.output_node().meta.get(DIVIDED, ()):

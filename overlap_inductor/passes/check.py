@@ -207,7 +207,8 @@ def _hoist(site: OverlapSite, context: Context) -> str | None:
 
 def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str | None:
     """Why this site at ``placement`` and an accepted site would wait for each other's results, or ``None``. Sites are
-    accepted in the order in which they are found. The rewrite moves their nodes in the same order."""
+    accepted in the order in which they are found. The rewrite moves their nodes in the same order. So when it moves
+    this site's nodes, it has already moved those of the accepted sites."""
     late = {n for n in _read(placement) if n in context.sunk and placement.anchor < context.sunk[n]}
     if late:
         return f"another overlapped site would compute {_names(late)} only after this site's steps need {_them(late)}"

@@ -11,7 +11,8 @@ section 2, split the backward in the same way.) Before and after, for the scatte
     exchange_wait(buffer, [pieces])                   exchange_wait(buffer, [pieces, dw])
 
 A *seam* is two sites that are written together, band by band (``lowerings.ring.unrolled_bands``). They have a wait for
-each band, and the matmul runs before the first of these waits. For a collective that is no site::
+each band, and the delayed matmul runs before the first of these waits. For a collective that is no site, the graph
+before and after::
 
     dw = mm(dy^T, x)                                  g = all_gather(e)
     y = wait_tensor(all_gather(e))                ->  dw = after(mm(dy^T, x), g)
@@ -201,7 +202,7 @@ def _computed_from(node: fx.Node) -> list[fx.Node] | None:
 
 def _may_move(node: fx.Node, behind: list[fx.Node], wait: fx.Node) -> bool:
     """Whether ``node`` and ``behind`` may move to just before ``wait``. They may if no node in between writes a tensor
-    that they read."""
+    that they read, and if none of them writes a tensor in place."""
     inside = {node, *behind}
     read = [i for n in inside for i in n.all_input_nodes if i not in inside]
     return not tools.written_between(node, wait, read) and not any(operators.is_mutable(n) for n in inside)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pattern ``embedding_all_to_all``: each rank looks up the batch in tables of its own, and an all-to-all exchanges the
-results. In the backward graph an all-to-all returns the gradients, from which the gradients of the tables are computed
-(DLRM; arXiv:2305.06942, section 3)."""
+results. In the backward graph an all-to-all returns the gradients of these results to the ranks that hold the tables.
+Each rank then computes the gradients of its tables (DLRM; arXiv:2305.06942, section 3)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from overlap_inductor.sites.nodes import CollectiveNode
 
 
 class EmbeddingAllToAll:
-    """See ``Pattern``. It is asked before the patterns of matmuls, because the exchange can hide behind the lookups
-    while the matmuls stay whole."""
+    """See ``Pattern``. The finder asks this pattern before the all-to-all patterns with matmuls. The exchange can hide
+    behind the lookups, and the matmuls then stay whole."""
 
     name = "embedding_all_to_all"
     kind = "all_to_all"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``Pattern.example`` of each pattern with matmuls: the pattern as a model writes it, for benchmarks and tests.
+"""The ``Pattern.example`` of each pattern that has one: the pattern as a model writes it, for benchmarks and tests.
 
 ::
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find every site of a graph, and give a reason for every collective that is not part of one.
+"""Find every site of a graph, and give a reason for every collective that is part of no site.
 
 This module names no pattern. At each collective it asks, in order, the patterns of ``passes.patterns`` that start at a
 collective of that kind. The graph does not change::
@@ -119,8 +119,8 @@ class SiteFinder:
         module = naming.module_of(anchor) or naming.module_of(collective.node)
         # The id must be the same on all ranks. So it is made from what the collective moves, and from the collective's
         # place among the collectives of the graph. Node names may differ between ranks, because their numbers depend on
-        # other nodes of the graph. Matmuls may differ too: a rank may have another size of a dim, a bias, or its own
-        # padding.
+        # other nodes of the graph. Matmuls may differ too: in the size of a dim, or in a bias or a padding that only
+        # some ranks have.
         ordinal = self._ordinals[collective.node]
         moves = f"{facts.reduce_op}:{facts.dtype}:{tools.size_text(tools.shape(collective.input)[-1])}"
         identity = naming.site_id(pattern.name, module, self.phase, ordinal, moves)

@@ -60,8 +60,8 @@ class AllGatherAttention:
 
 
 def _readers(wait: fx.Node) -> Iterator[AttentionNode]:
-    """The attention ops whose keys or values are computed from ``wait``, in at most ``STEPS`` nodes, nearest first. An
-    op is left out if nothing reads its results. (A graph may keep such an op, because CUDA's attention ops count as
+    """The attention ops whose keys or values are computed from ``wait`` through at most ``STEPS`` nodes, nearest first.
+    An op is left out if nothing reads its results. (A graph may keep such an op, because CUDA's attention ops count as
     impure.)"""
     frontier, seen = [wait], {wait}
     for _ in range(STEPS):
@@ -109,13 +109,13 @@ def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:
         return Reason("layout", f"the mask {mask.name} has {tools.shape(mask)[-1]} columns for {keys} keys")
     shard = ShardedDim.of(key.layout).chunk
     if reader.hides_keys and reader.mask_block > 1 and not (isinstance(shard, int) and shard % reader.mask_block == 0):
-        text = f"each rank has {shard} keys of {reader.node.name}, and each piece needs a mask"
-        return Reason("layout", f"{text}; expected a multiple of {reader.mask_block} keys")
+        text = f"each rank has {shard} keys of {reader.node.name}, which hides keys by a mask in each piece"
+        return Reason("layout", f"{text}; expected a multiple of {reader.mask_block} keys on each rank")
     return AttentionNodes(reader, key, value)
 
 
 def _gather_behind(node: fx.Node, search: Search) -> CollectiveNode | None:
-    """The all-gather that the search reaches from ``node`` by each node's first input; ``None`` if there is none."""
+    """The all-gather that is reached from ``node`` by going from each node to its first input, or ``None``."""
     for _ in range(STEPS):
         if operators.is_wait(node):
             while operators.is_wait(node):
@@ -151,8 +151,8 @@ def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -
 
 
 def _other_results(reader: AttentionNode) -> Reason | None:
-    """Why the site must stay as written: a result of the op other than its output is read. ``None`` if only the output
-    is read."""
+    """Why the site must stay as written: a node reads a result of the attention op other than the output. ``None`` if
+    only the output is read."""
     others = [node for node, number in reader.results().items() if number and node.users]
     if not others:
         return None

@@ -3,16 +3,16 @@
 rotary embedding (``sites.banded_nodes``).
 
 This finder runs only if ``find_reduce`` finds no site. (``find_reduce`` cuts the product into the ranks' slices. This
-finder cuts the tokens into bands.) It walks back from the all-to-all to the one matmul that computes its input, and
-then forward with ``sites.row_wise``. R: number of ranks::
+finder cuts the tokens into bands.) It walks back from the all-to-all to the one matmul that computes the
+all-to-all's input, and then forward with ``sites.row_wise``. R: number of ranks::
 
     q = mm(x, w)                                         # [tokens] [R heads width]
     y = norm(q) * cos + turned(norm(q)) * sin            # any ops that compute each token by itself
     out = wait_tensor(all_to_all_single(permute(y)))     # [R] [tokens] [heads width]
-    ->  for each band of tokens: mm, norm, rotary embedding; send its part of each rank's slice
+    ->  for each band of tokens: mm, norm, rotary embedding; send the band's part of each rank's slice
 
-Results on the way that other nodes read later, such as those that a backward graph needs, are joined from the bands.
-The finder does not change the graph.
+A node after the all-to-all may also read a result on the way, for example to save it for a backward graph. Then the
+bands of this result are joined. The finder does not change the graph.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.nodes import CollectiveNode
 
 MOST_NODES = 200
-"""The most nodes on the way from an all-to-all back to its matmul."""
+"""The most nodes that the search from an all-to-all back to its matmul may see."""
 
 
 def find_banded(collective: CollectiveNode, owned: Collection[fx.Node]) -> BandedNodes | None:
@@ -62,7 +62,8 @@ def find_banded(collective: CollectiveNode, owned: Collection[fx.Node]) -> Bande
 
 
 def _behind(root: fx.Node) -> set[fx.Node]:
-    """``root`` and the nodes behind it, up to matmuls and to ops that are neither views nor row-wise."""
+    """``root`` and the nodes from which it is computed, up to matmuls and up to ops that are neither views nor
+    row-wise."""
     pending, seen = [root], {root}
     while pending and len(seen) < MOST_NODES:
         node = pending.pop()
@@ -158,8 +159,8 @@ def _slices(collective: CollectiveNode, layouts: dict[fx.Node, Layout]) -> tuple
 
 
 def _externals(layouts: dict[fx.Node, Layout], through: dict[fx.Node, fx.Node], band: Atom) -> list[fx.Node]:
-    """The tensors that the region reads and does not compute. Raises ``LayoutError`` if one cannot be cut as the bands
-    are."""
+    """The tensors that the region reads and does not compute. Raises ``LayoutError`` if one of them cannot be cut
+    into the bands."""
     found: dict[fx.Node, None] = {}
     for user in layouts:
         if user in through or matmuls.parse(user) is not None:

@@ -4,10 +4,11 @@ exchange that returns the rows (``sites.dispatched_nodes``)::
 
     wait_tensor(all_to_all(x))[index] -> grouped matmuls, pointwise ops -> index_put(empty, [index], y) -> all_to_all
 
-The experts' rows are cut by the rank that sent them. This gives the same rows, because the grouped matmuls and the
-pointwise ops compute each row by itself, and a piece's rows keep their experts. The index must be proved to hold each
-row once (``sites.permutations``). If it left a row out, ``index_put`` would keep the old values of that row. If it held
-a row twice, the row would be computed twice.
+The experts' rows are cut into pieces. Each piece holds the rows that one rank sent. The pieces give the same results,
+because the grouped matmuls and the pointwise ops compute each row by itself, and a piece's rows keep their experts.
+
+The index must be proved to hold each row once (``sites.permutations``). If the index left a row out, ``index_put``
+would keep the old values of that row. If the index held a row twice, the row would be computed twice.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def _indexed(dispatch: CollectiveNode) -> fx.Node | None:
 
 
 def _steps(indexed: fx.Node) -> list[fx.Node]:
-    """The nodes, from ``indexed`` on, that compute the rows that are put back. They compute row by row, and are in
-    graph order. Nodes outside may read their results too, for example the matmul of a weight's gradient."""
+    """``indexed`` and the nodes after it from which the rows for ``index_put`` are computed, in graph order. Each node
+    computes row by row. Other nodes may also read the results, for example the matmul of a weight's gradient."""
     found = {indexed}
 
     def visit(node: fx.Node) -> bool:
@@ -117,13 +118,13 @@ def _why_not(nodes: DispatchedNodes, indexed: fx.Node) -> str | None:
     if adds and not (base.target is aten.full.default and base.args[1] == 0):
         return f"{put.name} adds rows to {base.name}, which is not known to be zero"
     if set(put.users) != {combine.node}:
-        return f"{put.name} is also read by a node other than {combine.node.name}; expected all its rows to be returned"
+        return f"{put.name} is also read by a node other than {combine.node.name}; expected no other reader"
     sent, returned = Splits.of(dispatch.node), Splits.of(combine.node)
     if (sent.sent, sent.received) != (returned.received, returned.sent):
         return f"{dispatch.node.name} {sent}, and {combine.node.name} {returned}; expected the same parts to return"
     ends = {m.ends for m in nodes.grouped}
     if len(ends) != 1:
-        return f"the grouped matmuls have different ends of experts ({', '.join(sorted(e.name for e in ends))})"
+        return f"the grouped matmuls have different ends of experts' rows ({', '.join(sorted(e.name for e in ends))})"
     known: dict[fx.Node, bool] = {}
     inside = {*nodes.steps}
     read = [n for step in nodes.steps[1:] for n in step.all_input_nodes if n not in inside]

@@ -68,8 +68,8 @@ def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
     if source.op == "placeholder" and is_parameter(source) is False:
         return False
     if phase == "backward":
-        # An activation gathered again for a weight's gradient is a right-hand operand too, but then the left-hand
-        # operand is a transposed gradient.
+        # An activation that is gathered again for a weight's gradient is a right-hand operand, too. The left-hand
+        # operand of this matmul is a transposed gradient, but that of a matmul with a gathered weight is not.
         return all(c.operand == "rhs" and tools.permutation(c.matmul.lhs) is None for c in nodes.consumers)
     return all(c.operand == "rhs" for c in nodes.consumers)
 

@@ -231,21 +231,21 @@ def _split(layout: Layout, dim: int, count: int, shape: list[Size]) -> tuple[Lay
 
 
 def _led_by_rank(layout: Layout, moves: bool = False) -> Layout:
-    """The same elements with the rank atom in a dim of its own, in front of the others. ``moves``: whether the rank
+    """``layout`` with each atom in a dim of its own and the rank atom in front. ``moves``: whether the rank
     atom may stand anywhere in ``layout``; otherwise it must stand first. Raises ``LayoutError`` if the rank atom stands
     where it may not, or if the batch is not known to be a multiple of the number of ranks."""
     atoms = layout.flat()
     rank = next(atom for atom in atoms if atom.rank)
     if atoms[0] is not rank and not moves:
-        raise LayoutError("a rank's slice of a table's result is not one run of its rows")
+        raise LayoutError("a rank's slice of a table's result is not one run of consecutive rows")
     if rank.total is not None:
         raise LayoutError("the batch is not known to be a multiple of the number of ranks")
     return Layout(((rank,), *((atom,) for atom in atoms if atom is not rank)))
 
 
 def _slices(base: fx.Node) -> tuple[int, Size, dict[fx.Node, Size]] | None:
-    """``(dim, indices of one table, {slice: its first index})`` if all readers of ``base`` are slices along one dim,
-    and each slice is one table; else ``None``."""
+    """``(dim, number of indices of one table, {slice: its first index})`` if all readers of ``base`` are slices along
+    one dim, and each slice is one table; else ``None``."""
     found = list(_selected(base))
     if not found or any(dim != found[0][1] or not same_size(length, found[0][3]) for _, dim, _, length in found):
         return None

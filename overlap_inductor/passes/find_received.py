@@ -44,8 +44,8 @@ def _found(collective: CollectiveNode) -> tuple[Received | None, list[Reason]]:
     sent, given = layouts_of(collective)
     if is_uneven(collective):
         return _uneven(collective, given)
-    # The input is walked first. A reshape before it may split atoms that both layouts share, and the consumers found
-    # below must be recorded with the split atoms.
+    # The walk back from the input comes first. It may meet a reshape that splits atoms that ``sent`` and ``given``
+    # share. The consumers that are found below must be recorded with the split atoms.
     source, layout = behind_views(collective.input, sent)
     follower = Follower(collective, given)
     follower.run()
@@ -90,8 +90,8 @@ def _wire(given: Layout, read: Layout) -> Layout:
 
 
 def behind_views(node: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
-    """The tensor of which ``node`` is a view or a permuted copy, and its layout. The walk stops at a reshape that the
-    layout cannot follow, for example one that splits an atom unevenly."""
+    """The tensor of which ``node`` is a view or a permuted copy, and that tensor's layout. The walk stops at a reshape
+    that the layout cannot follow, for example one that splits an atom unevenly."""
     while node.op == "call_function":
         order = tools.permutation(node)
         if order is not None:

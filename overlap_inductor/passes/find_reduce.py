@@ -67,8 +67,8 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
                 "not_plain_scatter",
                 f"piece {i} takes every {piece.step}th row on dim {piece.dim}; expected consecutive rows",
             )
-        # Pieces of a symbolic dim other than 0 are equal, because ``cat`` on dim 0 requires equal pieces. Whether the
-        # pieces cover the dim is not checked.
+        # If the pieces are cut along a symbolic dim other than 0, they are equal: ``cat`` on dim 0 requires inputs of
+        # equal sizes in all other dims. Whether the pieces cover the dim is not checked.
         equal = piece.dim != 0 if isinstance(size, torch.SymInt) else shard * world_size == size
         same = source is None or (piece.base is source and piece.dim == dim)
         if not same or not (equal or same_size(shard * world_size, size)):
@@ -444,7 +444,7 @@ def _check_externals(tracer: Tracer, layout: Layout) -> None:
 
 
 def _same_columns(layout: Layout, leaf: Layout) -> bool:
-    """Whether the last dims consist of the same atoms; atoms of size 1 do not count."""
+    """Whether the last dims of both layouts consist of the same atoms; atoms of size 1 do not count."""
 
     def columns(one: Layout) -> list[int]:
         return [id(a) for a in one.refined().dims[-1] if a.rank or not (isinstance(a.size, int) and a.size == 1)]

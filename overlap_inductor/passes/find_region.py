@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find ``matmuls -> sum over a dim, or cat -> collective``: regions (``passes.find_reduce``) with ops that change the
-matmuls' shape. These ops still commute with cutting rows. In this module, a sum is any op of ``REDUCTIONS``: a sum,
-mean, maximum or minimum over dims.
+shape of the matmuls' results. These ops still commute with cutting rows. In this module, a sum is any op of
+``REDUCTIONS``: a sum, mean, maximum or minimum over dims.
 
 A piece keeps the matmuls' dims. A dim that is summed over has size 1 after the sum. The graph before, and the pieces
 that the rewrite computes (R: number of ranks, E: number of experts)::
@@ -11,8 +11,8 @@ that the rewrite computes (R: number of ranks, E: number of experts)::
     mm [R t] [a], mm [R t] [b] -> cat(dim=1)              -> [R t] [a + b]
         pieces [part of t, a], [part of t, b] -> [part of t, a + b]
 
-The dim that is cut may be neither summed over nor joined. This finder runs only if ``find_reduce`` finds no site. So if
-``find_reduce`` finds a site that reads a sum as a plain tensor, the sum is not cut.
+The dim that is cut must be neither summed over nor joined. This finder runs only if ``find_reduce`` finds no site. So
+if ``find_reduce`` finds a site that reads a sum as a plain tensor, the sum is not cut.
 """
 
 from __future__ import annotations

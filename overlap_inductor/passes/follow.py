@@ -107,8 +107,8 @@ class Follower:
         tools.walk([self.collective.wait], self._goes_on)
 
     def _goes_on(self, node: fx.Node) -> bool:
-        """Visit ``node``; return whether to visit its users. They are visited if ``node`` is a form of the gathered
-        tensor, or may be a piece of it that a cat joins with other pieces."""
+        """Visit ``node``; return whether to visit its users. The users are visited if ``node`` is a form of the
+        received tensor, or may be a piece of this tensor that a cat joins with other pieces."""
         if node.op == "call_function" and (
             node.target is aten.cat.default or any(s in self.layouts for s in node.all_input_nodes)
         ):
@@ -221,7 +221,8 @@ class Follower:
                 ShardedDim.of(self.layouts[n]).short for n in node.all_input_nodes if n in self.layouts
             ):
                 raise LayoutError(
-                    "it combines these rows with rows of another tensor after the padding of uneven shards was cut off"
+                    "it combines received rows with rows of another tensor after the padding of uneven shards was cut"
+                    " off"
                 )
         except LayoutError as error:
             if _is_operand(node):
@@ -266,8 +267,8 @@ class Follower:
             self.obstacles.append(
                 Reason(
                     "no_matmul",
-                    f"the collective moves a scale of {matmul.node.name} and none of its operands, so there is"
-                    " nothing to hide it behind",
+                    f"the {self.what} moves a scale of {matmul.node.name} and no operand of it, so this matmul cannot"
+                    f" hide the {self.what}",
                 )
             )
 

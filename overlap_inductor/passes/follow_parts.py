@@ -6,7 +6,7 @@ Contract: the graph does not change. One gather may move several tensors, and ea
 
     both = wait_tensor(all_gather(stack([k, v])))           # [R 2, batch, heads, s, width]
     k = cat([select(piece, 0, 0) for piece in split(both, 2)], dim=2)
-    ->  k is the first of the 2 tensors in each rank's shard; the ranks follow each other in dim 2
+    ->  k is the first of the 2 tensors in each rank's shard; the ranks' parts follow each other in dim 2
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class PartFollower:
         self._depends: dict[fx.Node, bool] = {}
 
     def part(self, node: fx.Node) -> Part | Reason:
-        """The part that ``node`` holds. ``node`` must depend on the gather. A ``Reason`` if another op stands between
-        the gather and ``node``. Also a ``Reason`` if the ranks' shards are joined in another order, or if different
-        parts of them are joined."""
+        """The part that ``node`` holds. ``node`` must depend on the gather. Returns a ``Reason``
+        if an op other than a view, a piece or a join of pieces stands between the gather and ``node``. Also returns a
+        ``Reason`` if the shards are not joined in the order of the ranks, or if different parts of them are joined."""
         if node not in self._found:
             try:
                 self._found[node] = self._read(node)
@@ -114,7 +114,8 @@ class PartFollower:
         return Reason("op_between", f"{text} of the keys and values that were gathered")
 
     def _taken(self, part: Part, dim: int, start: Size, length: Size) -> Part:
-        """The part that holds ``length`` indices of ``dim`` from ``start`` on. Raises ``LayoutError``."""
+        """The part that holds ``length`` indices of ``dim`` from ``start`` on. Raises ``LayoutError`` if these
+        indices are neither the shard of one rank nor whole blocks of the dim's first atom."""
         dims = list(part.layout.refined().dims)
         atoms = [a for a in dims[dim] if a.rank or not same_size(a.size, 1)]
         if same_size(length, product(atoms)):
@@ -125,8 +126,8 @@ class PartFollower:
                 if same_size(start, rank * inner) and same_size(length, inner):
                     dims[dim] = tuple(atoms[1:])
                     return Part(Layout(tuple(dims)), part.cuts, rank)
-            text = f"{length} indices of dim {dim} from {start} on are not the shard of one rank, of {inner} indices"
-            raise LayoutError(f"{text}; expected whole shards")
+            text = f"{length} indices of dim {dim} from {start} on are not the shard of one rank"
+            raise LayoutError(f"{text}; expected whole shards of {inner} indices")
         sizes = (start, length, inner)
         text = f"{length} indices of dim {dim} from {start} on"
         if not all(isinstance(n, int) for n in sizes):

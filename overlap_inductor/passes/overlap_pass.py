@@ -4,11 +4,12 @@ report.
 
 Contract: ``graph`` is a functional post-grad graph, with views normalised or not. The pass changes it in place. It
 rewrites only sites that are legal and chosen. In a graph with such a site, it also orders the other collectives of the
-site's group and may delay matmuls (``passes.delayed_matmuls``). It erases gathers of the sequence-parallel rewrite that
-this graph does not read. If the rewrite of a site fails, the graph is restored, the site is reported, and the other
-sites are tried again. If the pass itself fails, the graph computes what it did before. The pass does not communicate.
-Decisions depend on facts that all ranks of a group share, so ranks write the same exchange plan. They also compare
-their plans before data moves (``inductor.compared_call``, op ``agree``).
+site's group and may delay matmuls (``passes.delayed_matmuls``). It erases each gather of the sequence-parallel rewrite
+whose result this graph does not read. If the rewrite of a site fails, the graph is restored, the site is reported, and
+the other sites are tried again. If the pass itself fails, the graph computes what it did before.
+
+The pass does not communicate. Its decisions depend only on facts that all ranks of a group share, so the ranks write
+the same exchange plan. The ranks also compare their plans before data moves (``inductor.compared_call``, op ``agree``).
 
 Pseudo-code::
 

@@ -51,7 +51,8 @@ class Miss:
     Attributes:
         reasons: why there is no site; empty if the graph around the collective does not resemble the pattern.
         final: if true, the finder does not ask the patterns after this one.
-        anchor: the node whose module the report names; ``None`` for the collective itself.
+        anchor: if ``final``, the node whose module the report names; ``None`` for the collective itself. Without
+            ``final``, the finder does not read it.
         left: as in ``Match``.
     """
 
@@ -67,8 +68,8 @@ class Search(Protocol):
     Attributes:
         phase: inference, forward or backward.
         collectives: every collective of the graph, as ``sites.collectives.find_collectives`` gives it.
-        merged: the collectives of sites that have several. Such a site is found at the first of its collectives. Its
-            pattern adds all of its collectives here, and the finder skips the later ones.
+        merged: collectives of sites that have several. Such a site is found at the first of its collectives. The
+            pattern adds at least the site's later collectives here, and the finder skips these.
     """
 
     phase: str
@@ -78,8 +79,8 @@ class Search(Protocol):
     def collectives(self) -> Mapping[fx.Node, tuple[fx.Node, str, CollectiveNode | Reason]]: ...
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of the sites found so far and of all sites of early patterns, without the matmuls of sites in
-        ``SiteFinder.idle``."""
+        """The matmuls of the sites found so far and of all sites of early patterns, without the matmuls of sites
+        whose collective ``SiteFinder.idle`` names."""
         ...
 
     def taken(self) -> set[fx.Node]:
@@ -116,8 +117,8 @@ class Pattern(Protocol):
         name: the name in reports and in ``OVERLAP_INDUCTOR_PATTERNS``.
         kind: the kind of collective at which the pattern starts: all_gather, reduce_scatter, all_reduce, all_to_all.
         early: if true, ``find`` reads neither ``Search.owned`` nor ``Search.taken``. The pattern's sites are then found
-            before all other sites. Other sites do not claim the collectives of these sites. A sum of another site does
-            not include the matmuls of these sites, apart from those in ``SiteFinder.idle``.
+            before all other sites. Other sites do not claim the collectives of these sites. A sum of another site
+            includes a matmul of these sites only if ``SiteFinder.idle`` names the collective of the matmul's site.
         example: the pattern as a model writes it; ``None`` if it has no linear layer.
     """
 

@@ -5,7 +5,7 @@
 
     slot       runs on
     JOINT      the joint graph, before the partitioner chooses what is saved for backward; also inference graphs
-               pass "permutations": notes indices that hold each row once, for the backward graph
+               pass "permutations": notes, for the backward graph, which index tensors hold each row once
                pass "sequence_parallel": all-reduces become reduce-scatters, work behind them runs on a rank's rows
     POST_GRAD  forward, backward and inference graphs, each on its own
                pass "overlap": collectives and the matmuls beside them become overlap ops
@@ -34,7 +34,8 @@ class GraphContext:
 
     Attributes:
         config: the configuration for this graph.
-        is_inference: ``None`` if Inductor does not say, as for joint graphs.
+        is_inference: whether the graph is compiled for inference; ``None`` if Inductor does not say, as for joint
+            graphs.
         graph_id: Dynamo's name of the graph, the same on all ranks.
         refusal: why nothing may be overlapped in the graph, or ``None``.
     """

@@ -101,7 +101,7 @@ def _why_not(schedule: SiteSchedule, site: OverlapSite, config: OverlapConfig) -
 
 def _estimate_us(site: OverlapSite, config: OverlapConfig, able: list[SiteSchedule]) -> dict[str, float]:
     """Estimated microseconds of ``keep``, the matmul alone, the collective alone, and every schedule in ``able``. Empty
-    if no size is known to estimate with."""
+    if a size of the site depends on data, so that nothing can be estimated."""
     if not has_example(site):
         return {}
     sizes, machine = sizes_at(site), machine_of(site, config)

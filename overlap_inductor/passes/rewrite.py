@@ -109,7 +109,7 @@ class Rewriter:
         for site in sites:
             if left := [c.node.name for c in site.collectives if c.node in live]:
                 self.current = site
-                raise RuntimeError(f"{', '.join(left)} is still used although the site's steps replaced it")
+                raise RuntimeError(f"still in the graph although the site's steps replaced them: {', '.join(left)}")
         plan, groups = exchange_steps.plan_of(
             self.graph, self.config, moved, {n: s for n, s in self.first.items() if n in live}, self.in_order
         )
@@ -267,7 +267,7 @@ class Rewriter:
         ]
 
     def _chain_kept_collectives(self) -> None:
-        """Fix the order between each rewritten group's kept collectives and its steps, the same on every rank."""
+        """Give the steps and the kept collectives of each rewritten group an order that is the same on every rank."""
         ours = {n: g for g, nodes in self.emitted.items() for n in nodes}
         newest: dict[str, fx.Node] = {}
         pending: dict[str, list[fx.Node]] = {}

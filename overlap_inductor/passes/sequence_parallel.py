@@ -219,7 +219,7 @@ def _pays(number: int, stretch: Stretch, facts: list[StretchFacts], pays_at: Any
     if not result:
         times = facts[number].estimate_us
         text = f"estimated {times['rewritten']:.0f} us rewritten, against {times['keep']:.0f} us as written"
-        text += " (it pays only if a gather can be hidden)"
+        text += " (the rewrite pays only if a gather can be hidden)"
         if limit is not None:
             text += f"; calls with {limit} tokens or more get a graph of their own, which is rewritten"
         facts[number] = replace(facts[number], status="kept", reasons=(Reason("too_small", text),))
@@ -327,7 +327,7 @@ def note_divided(graph: fx.Graph) -> None:
 
 
 def erase_unread(graph: fx.Graph) -> None:
-    """Erase all-gathers of rewritten stretches that nothing in ``graph`` reads.
+    """Erase each all-gather of a rewritten stretch if nothing in ``graph`` reads its result.
 
     If only the backward reads a gather, the partitioner copies it into the forward, too, because it treats a collective
     as a node with side effects.

@@ -20,7 +20,7 @@ ADVICE = {
     "group_not_resolved": "Create the process group in this process before the model is compiled.",
     "grouped_matmul": "Between two all-to-alls, compute each row by itself and return it to the rank that sent it.",
     "hoist": "Move the op that the reason names before the collective, if the model allows it.",
-    "layout": "Gather or scatter along one whole dim, and leave reshapes across that dim to other places.",
+    "layout": "Gather or scatter along one whole dim. Do not reshape across this dim between collective and matmul.",
     "matmul_form": "Write the product as a matmul of matrices, for example with torch.nn.functional.linear. Pass"
     " a causal mask as attn_mask.",
     "moving_pass": "Switch off the option of torch._inductor.config that the reason names.",

@@ -101,7 +101,7 @@ def _warn_once(folder: str, error: OSError) -> None:
     if first:
         log.warning(
             "the reports cannot be written to %s (%s); compiling goes on without them. "
-            "Set OVERLAP_INDUCTOR_DUMP to a folder that this process may write, with space left on it.",
+            "Set OVERLAP_INDUCTOR_DUMP to a folder to which this process may write, on a disk with free space.",
             folder,
             error,
         )

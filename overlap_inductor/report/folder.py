@@ -38,7 +38,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """``Run 1a2b3c4d, 2025-11-23 22:35:10 UTC``."""
+        """The run's name for readers, for example ``Run 1a2b3c4d, 2025-11-23 22:35:10 UTC``."""
         if not self.id:
             return "Reports of no known run"
         return f"Run {self.id}, {self.date.replace('T', ' ').replace('+00:00', ' UTC')}"

@@ -35,7 +35,7 @@ _NO_MODULE = "(no module name)"
 
 @dataclass(frozen=True)
 class SiteGroup:
-    """Sites that differ at most in the numbers in their names. ``module`` is the common name."""
+    """Sites that differ at most in the numbers in their module names. ``module`` is the common name."""
 
     module: str
     sites: tuple[SiteReport, ...]
@@ -122,8 +122,8 @@ def group_sites(report: OverlapReport) -> list[SiteGroup]:
 
 
 def group_near_misses(report: OverlapReport) -> list[MissGroup]:
-    """The report's near misses, one group for each collective, reason and common name. Reasons with different values
-    are different."""
+    """The report's near misses, one group for each collective, reason and common name. Reasons with different
+    values count as different."""
     alike: dict[str, list[NearMiss]] = {}
     for miss in report.near_misses:
         key = repr((_without_names(miss.collective), miss.reason.code, _anonymous(miss.reason.text, miss.module)))

@@ -22,7 +22,7 @@ _SHARE = 20
 """After a process has written the page, it waits before it writes the page again. The wait is this many times as long
 as the write took. So writing takes at most 5 % of the process's time."""
 _TRIES = 3
-"""How often ``write_overview`` writes the page at most, if ranks add reports during each write."""
+"""The most times that one ``write_overview`` writes the page, if ranks add reports during each write."""
 
 _lock = threading.Lock()
 _due: dict[Path, float] = {}

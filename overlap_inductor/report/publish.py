@@ -186,9 +186,10 @@ _WHOLE = {"pass": "the overlap pass", "sequence_parallel": "the sequence-paralle
 def _insist(report: OverlapReport) -> None:
     whole = next((f for f in report.failures if f.stage in _WHOLE), None)
     if whole is not None:
+        part = _WHOLE[whole.stage]
         raise StrictError(
-            f"OVERLAP_INDUCTOR=strict: {_WHOLE[whole.stage]} failed on graph {report.graph} {report.phase}: "
-            f"{whole.error}. {BUG_REPORT} OVERLAP_INDUCTOR=on compiles the graph without it.\n\n{whole.traceback}"
+            f"OVERLAP_INDUCTOR=strict: {part} failed on graph {report.graph} {report.phase}: {whole.error}. "
+            f"{BUG_REPORT} OVERLAP_INDUCTOR=on compiles the graph without {part}.\n\n{whole.traceback}"
         )
     bad = [s for s in report.sites if s.decision.status in ("refused", "failed")]
     if bad:

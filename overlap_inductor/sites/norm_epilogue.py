@@ -35,11 +35,11 @@ aten = tools.aten
 
 @dataclass(frozen=True)
 class NormEpilogue:
-    """What the op reads besides the matmul, and the nodes that it replaces.
+    """What the op reads besides the matmul's operands, and the nodes that the op replaces.
 
     Attributes:
         residual: tensor of the all-reduce's shape and dtype.
-        weight: one row, of the same dtype.
+        weight: one row, of the all-reduce's dtype, too.
         eps: the number added to the mean of squares.
         normed: the node with the norm's result.
         residual_out: the sum of residual and all-reduce. The op can be written right before this node, because

@@ -67,13 +67,13 @@ def padded_output(
     if same_size(ahead, 1) and same_size(shape[dim], out[0]):
         return Padding(padding, 0), ShardedDim(0, 1, shape[dim] + appended, shape[dim], (), (), appended)
     # Views keep the elements' order and pointwise ops keep the shape. So if the padded dim is a part of the rows, it
-    # should be one of their atoms.
+    # should be one of the atoms of the rows.
     at = next(
         (i for i, a in enumerate(atoms) if same_size(a.size, shape[dim]) and same_size(product(atoms[:i]), ahead)), None
     )
     if at is None or len(out) != 2:
         raise LayoutError(
-            f"zeros are appended to dim {dim} of the output {shape}, which is neither the rows nor the columns of"
+            f"zeros are appended along dim {dim} of the output {shape}; this dim is neither the rows nor the columns of"
             f" {leaf.node.name} {out}"
         )
     before, after = atoms[:at], atoms[at + 1 :]

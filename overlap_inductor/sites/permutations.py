@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove that an index tensor holds each index once, from the nodes that compute the tensor.
 
-Dispatchers of experts receive rows in the order of ranks. An index that holds each row once brings them into the order
-of experts. The index is computed from ``v``, the number of rows for each rank and expert, and from the same numbers in
-another order, ``f(v)``::
+Dispatchers of experts receive rows in the order of ranks. An index that holds each row once brings the rows into the
+order of experts. The index is computed from ``v``, the number of rows for each rank and expert, and from the same
+numbers in another order, ``f(v)``::
 
     segment = repeat_interleave(f(v))                       # for each row, the number of its run of rows
     index   = f(cumsum(v) - v)[segment] + arange(rows) - (cumsum(f(v)) - f(v))[segment]
 
-Run ``i`` of the result is run ``f(i)`` of the source, and ``f`` (views and permutations) holds each run once.
+Run ``i`` of the result is run ``f(i)`` of the source. ``f`` consists of views and permutations, so the result has each
+run of the source once.
 
-The backward graph gets the index as an input. So the pass on the joint graph notes what it proved in the node's
-metadata, which the partitioner hands on to both graphs.
+The backward graph gets the index as an input, without the nodes that compute the index. So the pass on the joint graph
+records its proof in the metadata of the index's node. The partitioner copies this metadata to both graphs.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _at_segments(node: object) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _starts_of(node: fx.Node) -> fx.Node | None:
-    """``lengths`` if ``node`` is ``cumsum(lengths) - lengths``, where each run of rows starts."""
+    """``lengths`` if ``node`` is ``cumsum(lengths) - lengths``: the number of the first row of each run."""
     if node.target is not aten.sub.Tensor or node.kwargs:
         return None
     summed, lengths = node.args

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognise nodes that are pieces of a tensor: slices, elements of splits, and tensors with zeros appended."""
+"""Recognise pieces of a tensor (slices and elements of splits), and tensors to which zeros are appended."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Piece:
 
 
 def piece_of(node: Any) -> Piece | None:
-    """The piece that ``node`` is, if it is a slice or an element of a split. ``None`` if it is neither, or if a slice
-    counts its start from the end of a symbolic size."""
+    """The piece that ``node`` is, if it is a slice or an element of a split. ``None`` if it is neither, or if it is
+    a slice whose negative start counts from the end of a dim of symbolic size."""
     if not isinstance(node, fx.Node):
         return None
     if node.target is aten.slice.Tensor:

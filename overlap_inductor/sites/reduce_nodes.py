@@ -90,12 +90,12 @@ class ReduceNodes(SiteNodes):
     @property
     def computed(self) -> list[fx.Node]:
         """The node that the site computes for each collective: the collective's input. If zeros are appended to make
-        this input, the tensor before the zeros are appended."""
+        this input, it is the tensor to which they are appended."""
         return [self.padding.source] if self.padding is not None else [c.input for c in self.collectives]
 
     def bias_of(self, matmul: MatmulNode) -> fx.Node | None:
-        """The matmul's bias, or ``None``. It is also ``None`` if the bias is a sum of other matmuls of the site,
-        because the site computes that sum itself."""
+        """The bias of ``matmul``. ``None`` if ``matmul`` has no bias, or if its bias is a sum of other matmuls of the
+        site, because the site computes that sum itself."""
         return None if matmul.bias in self.unfolded else matmul.bias
 
     @property

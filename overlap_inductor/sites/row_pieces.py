@@ -3,8 +3,8 @@
 rank's shard, or from a part of the shard.
 
 Contract: nodes are written at the emitter's insertion point. A view is written again with the piece's shape. Any other
-op of the region is copied and keeps its dims. Tensors from elsewhere are cut to the rows of the same rank and the same
-part. On rank r::
+op of the region is copied and keeps its dims. Tensors from elsewhere are cut to the rows that belong to the rank and
+the part of the piece. On rank r::
 
     raw   = rows of rank r + shift, part p, of the gathered buffer
     piece = op(piece of the gathered input, rows of the other input that belong to rank r + shift and part p)
@@ -49,7 +49,7 @@ def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
 
 
 def place_of(layout: Layout, lead: Atom) -> int | None:
-    """The dim in which parts that are cut along ``lead`` follow each other; ``None`` if they do not."""
+    """The dim in which parts that are cut along ``lead`` follow each other; ``None`` if there is no such dim."""
     for dim, atoms in enumerate(layout.refined().dims):
         if any(a is lead for a in atoms):
             found = position(atoms, lead)
@@ -94,7 +94,7 @@ class RowPieces:
     Args:
         raw: the shard's part: ``length`` indices of ``lead`` from ``start`` on. Without ``lead``, the whole shard.
         order: layout of ``raw``.
-        shift: the shard's rank relative to this one.
+        shift: the shard's rank is ``r + shift``, modulo the number of ranks.
         lead: the atom along which the shard is cut, or ``None``.
     """
 

@@ -9,9 +9,9 @@ the library gets the text and runs the same operators on some of the rows at a t
              ["aten.mul.Tensor", [{"row": 2}, {"row": 1}], {}]],
      "result": 3, "width": 4096, "dtype": "bfloat16", "handed_out": []}
 
-``row 0``, ``row 1``, ... are the rows that the program is given, for example those that arrived, then the results of
-the ops, in order. ``whole`` tensors serve all rows. ``ends`` says where the rows of each expert end. The op ``getitem``
-takes an element of a list, such as a part of a split. This module does not use FX.
+``row 0``, ``row 1``, ... stand for values: first the tensors of rows that the program gets, such as the rows that
+arrived, then the results of the ops, in order. ``whole`` tensors serve all rows. ``ends`` says where the rows of
+each expert end. The op ``getitem`` takes an element of a list, such as a part of a split. This module does not use FX.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HandedOut:
 @dataclass(frozen=True)
 class RowProgram:
     """See the module. ``ops``: name, arguments and keyword arguments of each op. ``result``: the number of the value
-    that is returned. ``width`` and ``dtype``: its row size and dtype."""
+    that is returned. ``width`` and ``dtype``: the row size and the dtype of this value."""
 
     ops: tuple[tuple[str, Any, Any], ...]
     result: int

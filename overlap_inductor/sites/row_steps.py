@@ -2,8 +2,8 @@
 """Recognise the ops that compute experts' rows, each row by itself: grouped matmuls, gathers of rows, pointwise ops,
 and cuts and joins of columns.
 
-Such an op gives the same rows when it runs on some of the rows only. ``steps_before`` finds those before a grouped
-matmul, for example the experts' first grouped matmul and their activation::
+Such an op computes the same values for a row, whether it runs on all rows or only on some of them. ``steps_before``
+finds such ops before a grouped matmul, for example the experts' first grouped matmul and their activation::
 
     rows = index(x, [tokens])                        # row i of rows is row tokens[i] of x
     gate, up = split(_grouped_mm(rows, w0, ends), inner, 1)
@@ -61,7 +61,7 @@ def is_gather(node: fx.Node) -> bool:
 
 
 def is_pointwise_on_rows(node: fx.Node, rows: Any) -> bool:
-    """Whether ``node`` is a pointwise op on a matrix of ``rows`` rows that gives the same result row by row."""
+    """Whether ``node`` is a pointwise op on a matrix of ``rows`` rows whose result can be computed row by row."""
     if not tools.is_tensor(node) or len(tools.shape(node)) != 2 or not same_size(tools.shape(node)[0], rows):
         return False
     if not tools.is_pointwise(node) or tools.is_bitcast(node) or operators.is_mutable(node):
@@ -82,8 +82,8 @@ def moves_columns(node: fx.Node) -> bool:
 
 
 def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]:
-    """The nodes that compute, row by row, what the steps ``last`` read, in graph order: at most ``STEPS``. Only these
-    nodes and ``last`` read them.
+    """At most ``STEPS`` nodes, in graph order, that compute, row by row, what the steps ``last`` read. Only these nodes
+    and ``last`` read the results of these nodes.
 
     A gather is a step, but the nodes that it reads are not. A grouped matmul is a step only if its experts' rows have
     the ends ``ends``. Then a row has the same expert in all grouped matmuls. A column ``[rows, 1]`` is no step: it is
@@ -98,7 +98,7 @@ def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]
     found = set(last)
     pending = {n for step in last for n in _sources(step, rows, ends) or () if n not in found}
     while pending and len(found) < STEPS + len(last):
-        # The last node in the graph: all its readers among the steps were visited before.
+        # The pending node that comes last in the graph: all its readers among the steps were visited before.
         node = max(pending)
         pending.remove(node)
         if not found.issuperset(node.users):
@@ -106,7 +106,7 @@ def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]
         if (sources := _sources(node, rows, ends)) is not None:
             found.add(node)
             pending.update(n for n in sources if n not in found)
-    # A part of a split that is no step has all rows, so it is read as a plain tensor.
+    # If a split is no step, its parts are no steps either. They are read as plain tensors.
     parts = {n for n in found if _is_element(n) and n.args[0] not in found}
     return sorted(found.difference(last, parts))
 

@@ -151,7 +151,7 @@ def _joined(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     parts: list[fx.Node] = list(node.args[0])
     whole = [a for part in parts if part in layouts for a in layouts[part].refined().dims[joined]]
     if any(a.rank for a in whole):
-        raise LayoutError(f"{node.name} concatenates the collective's result with others along the sharded dim")
+        raise LayoutError(f"{node.name} concatenates the collective's result with other tensors along the sharded dim")
     dims = [(Atom(size),) if d == joined else _dim(node, d, parts, layouts, 0, whole) for d, size in enumerate(shape)]
     return RowWise(Layout(tuple(dims)), whole, [p for p in parts if p not in layouts])
 
@@ -180,7 +180,8 @@ def _dim(
     If the inputs have different atoms in this dim, such as two halves of the columns, the result gets a new atom.
 
     Args:
-        rank: number of dims of the result, if inputs with fewer dims broadcast to it; 0 if all inputs have its dims.
+        rank: number of dims of the result, if inputs with fewer dims broadcast to it; 0 if all inputs have as many dims
+            as the result.
         whole: if the result gets a new atom, the inputs' atoms are added to this list.
 
     Raises:

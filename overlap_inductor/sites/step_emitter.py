@@ -32,7 +32,7 @@ class StepEmitter:
         site: the site's id.
         chain: the newest token of the group's chain of ops. (Each op of the chain takes the token of the op before it.)
         module: metadata of the site's module, copied to every node.
-        values: evaluates the nodes. All sites of a graph share one.
+        values: the object that evaluates the nodes. All sites of a graph share this object.
         emitted: the overlap ops written so far that communicate, in program order.
         order: for nodes that must run after others without reading them: these others. The rewriter keeps this order.
         transport: the last arguments of ops that start an exchange: the transport's name, or ``()`` for the schedule's

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the tail of a site's result: the pointwise nodes after the result that the site's kernel computes on each tile.
+"""Find the tail of a site's result: pointwise nodes that follow the result. The site's kernel computes them on each
+tile.
 ``sites.epilogue_program`` says which ops a kernel knows.
 
 Before and after::
@@ -18,9 +19,9 @@ no cost. If several nodes could be the end, the last one is taken. ``erf`` and `
 because the tensor cores idle while a kernel computes them on a tile. A GELU on tiles took longer than a GELU in a
 kernel after the matmul, by 3 % of the matmul's time (2 H200s, K = 8192).
 
-No node may belong to two sites. So a tail's extras come before the site's own collective in the graph. None of them is
-the result of a collective, because the site of that collective may take the same nodes (a norm,
-``sites.norm_epilogue``).
+A tail's extras come before the site's own collective in the graph, because the kernel is written there. No node may
+belong to two sites. So none of the extras is the result of a collective: the site of that collective may take the same
+nodes (a norm, ``sites.norm_epilogue``).
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class UnevenReceivedNodes(GatherNodes):
 
     def matmul_sizes(self) -> list[MatmulSizes]:
         """Like ``GatherNodes.matmul_sizes``, but with the number of rows that this rank sends, in place of the number
-        that arrive."""
+        of rows that arrive."""
         found = []
         for consumer, sizes in zip(self.consumers, super().matmul_sizes(), strict=True):
             sized = {"M": sizes.m, "N": sizes.n, "K": sizes.k} | {consumer.role: self.tokens}

@@ -29,7 +29,7 @@ def overlap_inductor(
     options: dict[str, Any] | None = None,
     **extra: Any,
 ) -> Any:
-    """Compile a graph with Inductor and overlap in it.
+    """Compile a graph with Inductor and this package's pass.
 
     Args:
         mode: Inductor's mode, as ``torch.compile`` takes it (``max-autotune``, ...).
@@ -99,7 +99,8 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
             raise ConfigError(
                 f"options[{key!r}]: no such option of overlap_inductor or of Inductor. "
                 + (f"Did you mean {' or '.join(near)}? " if near else "")
-                + f"overlap_inductor's are {', '.join(sorted(fields))}; Inductor's: torch._inductor.list_options()."
+                + f"overlap_inductor's options are {', '.join(sorted(fields))}. For Inductor's options, see"
+                " torch._inductor.list_options()."
             )
     return ours, theirs
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``explain``: report what would be overlapped in a function or a model. No code is generated, and none of its kernels
-runs."""
+"""``explain``: report what would be overlapped in a function or a model. No code is generated, and compiled regions
+compute nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_GRAPH = "No graph was compiled: the call ran no tensor operation that torch.
 @dataclass(frozen=True)
 class Explanation:
     """The reports of the graphs that a call compiles, in the order of compilation. ``str()`` gives a short text,
-    ``to_text()`` the whole reports. If there are sites, both end with their estimated time together."""
+    ``to_text()`` the whole reports. If there are sites, both texts end with the estimated time of all sites."""
 
     reports: list[OverlapReport]
 
@@ -51,8 +51,8 @@ def explain(fn: Callable[..., Any], *args: Any, config: OverlapConfig | None = N
     """Trace ``fn(*args, **kwargs)``, and its backward if something requires a gradient, and report on every graph.
 
     Compiled regions compute nothing and return zeros. Code between them (after a graph break) does run, on these zeros.
-    No report is counted, logged or written, and ``last_report()`` does not change. Like ``torch._dynamo.explain``, it
-    drops what Dynamo has compiled.
+    No report is counted, logged or written, and ``last_report()`` does not change. Like ``torch._dynamo.explain``,
+    ``explain`` drops what Dynamo has compiled.
 
     Args:
         config: the switches. By default, the switches in force; if nothing is switched on, the environment's switches.

@@ -4,7 +4,7 @@
 A *slot* is a setting of Inductor that holds custom passes (``inductor.pass_slot``). This module puts one pass object
 into each slot that the package uses. The object looks up the switches at each compile. The switches of the innermost
 ``overlap()`` of this thread come first, then those of ``enable()``, then those of the environment. After ``disable()``
-the object does nothing, even if another package has put it into its own chain of passes.
+the object does nothing, even if another package has put the object into a chain of passes of that package.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def overlap(**fields: Any) -> Iterator[OverlapConfig]:
     """Overlap in all graphs that are compiled inside the ``with`` block on this thread. ``overlap(mode="off")``
     switches overlap off there.
 
-    Compiling is lazy: the first call of a compiled function has to be inside the block. Its backward follows the
-    forward, even if it is compiled after the block.
+    Compiling is lazy: the first call of a compiled function has to be inside the block. The backward gets the
+    switches of the forward, even if the backward is compiled after the block.
 
     Args:
         fields: as ``enable``.

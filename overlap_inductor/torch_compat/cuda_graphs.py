@@ -22,7 +22,7 @@ class Observer(Protocol):
         ...
 
     def ended(self, graph: Any) -> None:
-        """The capture into ``graph`` is over, or was given up."""
+        """The capture into ``graph`` has ended, or has failed."""
         ...
 
     def replaying(self, graph: Any) -> AbstractContextManager[object]:

@@ -62,7 +62,7 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
 
 def counter(group: dist.ProcessGroup) -> tuple[Callable[[], int], bool]:
     """``(count, exact)``. ``count`` returns how many collectives the group's backend has issued on this rank. The
-    backend is that of the accelerator if it has a count, else that of the CPU. If neither has a count, ``count``
+    accelerator's backend is asked if it has a count, else the CPU's backend. If neither backend has a count, ``count``
     returns 0. ``exact``: whether the backend counts collectives only. NCCL does so (``seqCollective_`` of torch's
     ``ProcessGroupNCCL``). Gloo also counts sends and receives."""
     for device in (torch.accelerator.current_accelerator(), torch.device("cpu")):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocates an op's results with little host time: 1.3 us on a host where ``new_empty`` takes 2.4 us. A call of an op
-allocates two results or more.
+"""Allocates an op's results with little host time: 1.3 us for each result, on a host where ``new_empty`` takes 2.4 us.
+A call of an op allocates two results or more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _current_gpu: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 def rows_like(tensor: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialized contiguous tensor ``[rows, columns]`` of ``dtype`` on the device of ``tensor``. On the current
-    GPU it is not filled even if deterministic algorithms are on, because the op writes all of its elements."""
+    GPU, the tensor is not filled even if deterministic algorithms are on, because the op writes every element of it."""
     if tensor.is_cuda and tensor.get_device() == _current_gpu():
         return _on_gpu((rows, columns), (columns, 1), dtype)
     return tensor.new_empty(rows, columns, dtype=dtype)

@@ -2,8 +2,8 @@
 """Lets the package's own errors pass through Dynamo and Inductor as they are.
 
 An exception that leaves a backend reaches the user as ``BackendCompilerFailed``. Some 40 lines of torch's frames stand
-above the message, and two lines about bugs of PyTorch below it. Dynamo and Inductor make one exception: they raise a
-``ShortenTraceback`` again as it is, and ask it to drop their frames.
+above the message, and two lines about bugs of PyTorch below it. Only the type ``ShortenTraceback`` is
+treated differently: Dynamo and Inductor raise such an error again as it is, and ask it to drop their frames.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def _plain_type(kind: Any) -> Any:
             self.__dict__.update(vars(error))
 
         def remove_dynamo_frames(self) -> Any:
-            # Dynamo has added to the message what to do about a bug of PyTorch.
+            # Dynamo has added advice about bugs of PyTorch to the message. This line takes the original message again.
             self.args = self._error.args
             return self if config.verbose else self.with_traceback(None)
 
         def __reduce__(self) -> Any:
             return self._error.__reduce__()
 
-    # A traceback's last line has the names of the error's own class.
+    # So the last line of a traceback names the class of the original error.
     Plain.__module__, Plain.__name__, Plain.__qualname__ = kind.__module__, kind.__name__, kind.__qualname__
     return Plain

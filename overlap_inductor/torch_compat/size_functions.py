@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of torch of which symbolic sizes consist, besides sums and products."""
+"""The functions of torch that occur in symbolic sizes, besides sums and products."""
 
 from __future__ import annotations
 

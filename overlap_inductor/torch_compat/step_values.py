@@ -65,8 +65,8 @@ class StepValues:
         memory with its argument. So a view gets the newly evaluated value, and so do the views of that view. If one of
         these views cannot be evaluated here, all of them are left to Inductor.
 
-        Without the mark, Inductor gives the node a new value, and finds that the storage of the new value differs.
-        Inductor then evaluates every node that depends on this node, to the end of the graph.
+        Without the mark, Inductor gives the node a new value, and finds that the storages of the new value and of the
+        old value differ. Inductor then evaluates every node that depends on this node, to the end of the graph.
         """
         pending = [node]
         views: list[tuple[fx.Node, Any]] = []
@@ -88,8 +88,8 @@ class StepValues:
 
     def _as_before(self, node: fx.Node) -> FakeTensor | None:
         """The value of ``node`` for its present arguments: the value that it has, or a new one if it is a view.
-        ``None`` if the value cannot be evaluated here, or if its sizes, strides, offset, dtype or device differ. The
-        node is marked unless the result is ``None``."""
+        ``None`` if the value cannot be evaluated here, or if a new evaluation has other sizes, strides, offset, dtype
+        or device. The node is marked if the result is not ``None``."""
         value = node.meta.get("val")
         if operators.operator(node) is None or operators.is_mutable(node) or not isinstance(value, FakeTensor):
             return None

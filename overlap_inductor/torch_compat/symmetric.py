@@ -99,8 +99,8 @@ def _allocate(
 
 
 def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``values`` on the device; on a GPU, in the pool of symmetric memory. If other memory is allocated in a graph's
-    first run, CUDA graph trees claim it for that graph."""
+    """``values`` on the device; on a GPU, in the pool of symmetric memory. If memory outside this pool is allocated
+    in a graph's first run, CUDA graph trees claim it for that graph."""
     if device.type != "cuda":
         return values.to(device)
     from torch.distributed import _symmetric_memory
@@ -219,7 +219,7 @@ def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str
     if facts.gpus < len(ranks) and not ranks_share_gpus():
         return f"this process sees {facts.gpus} of the {len(ranks)} GPUs"
     if (machines := _machines(ranks, facts.local_ranks)) > 1:
-        return f"the group's ranks run on {machines} machines ({facts.local_ranks} ranks each)"
+        return f"the group's ranks run on {machines} machines (the job has {facts.local_ranks} ranks on each machine)"
     return f"this GPU cannot reach the memory of GPUs {facts.cut_off}" if facts.cut_off else None
 
 

@@ -40,11 +40,11 @@ def receive_kernel(
     launch: Launch, everyone: torch.Tensor, finished: torch.Tensor, transfer: Transfer, sms: int
 ) -> Callable[[torch.Tensor], None]:
     """A function that waits until the finished rows of all peers (the parts of ``transfer``) have arrived, and copies
-    them from the workspace to a result. In both, rows are in the order of ranks.
+    them from the workspace to a result. In the workspace and in the result, rows are in the order of ranks.
 
     Args:
         everyone: an example of the result, ``[world_size * rows, width]``, fp16 or bf16.
-        finished: the workspace from the first finished row on, flat, of the same dtype.
+        finished: the workspace from the first finished row on, flat, of the result's dtype.
         sms: SMs of the device.
     """
     world_size = launch.world_size

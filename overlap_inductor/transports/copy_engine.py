@@ -22,7 +22,7 @@ once. The copy then runs, and the copies of all calls that are queued by then ru
   read the copied rows in place of its own. None of them reaches the peer's program:
 
   1. The wait that ends without a credit sets every rank's abort word before its kernel ends. So the words are set
-     before any copy after that kernel starts.
+     before any later copy on the stream starts.
   2. After its last read of the workspace, the peer's call looks at its abort word. If the word is set, the call sets
      its results to NaN (``kernels.transfer.spoil``), before any later work on its stream can read them.
 

@@ -179,7 +179,8 @@ def open_exchange(
 
     Args:
         buffer: contiguous, of at least ``slots * bounds[-1]`` elements.
-        bounds: ``parts + 1`` indices into a shard: where each part begins, then the number of the shard's elements.
+        bounds: ``parts + 1`` offsets in a shard, counted in elements: where each part begins, and where the last part
+            ends.
         route: see ``Exchange``.
         transport: name of an ``Exchanges`` transport; the first registered one if empty.
 

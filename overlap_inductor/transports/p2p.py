@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport ``p2p``: messages by ``torch.distributed`` send and receive, on the group's own backend (gloo, NCCL).
 
-On NCCL the receives and sends of a hop are one coalesced batch, because a communicator needs the same order of
-operations on all ranks. On gloo every receive of an exchange is posted before the first send. This keeps both
-directions of a link busy.
+On NCCL the receives and sends of a hop are one coalesced batch. A communicator needs the same order of operations on
+all ranks, and a batch counts as one operation. On gloo every receive of an exchange is posted before the
+first send. This keeps both directions of a link busy.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ In the table, W is the number of ranks, S is ``parts``, r is this rank, and hop 
 route          hops     what moves                                          source
 =============  =======  ==================================================  =====================================
 ring           (W-1) S  own shard first; what came from r-1 goes to r+1     CommFuse (arXiv 2604.24013) Alg. 1
-bidirectional  W//2 S   the same on both directions of the ring             XLA windowed einsum (ASPLOS'23)
+bidirectional  W//2 S   as ``ring``, half of the shards in each direction   XLA windowed einsum (ASPLOS'23)
 owner          (W-1) S  hop (i, j): partial for rank r+1+i, straight there  CommFuse Fig. 8b
 travel         (W-1) S  hop (i, j): accumulator of slice r-1-i, to r+1      CommFuse Alg. 2
 broadcast      S        own piece j to every other rank                     direct all-gather

@@ -50,8 +50,8 @@ class Share:
     Attributes:
         sms: SMs that the transport may occupy.
         turns_from: if all pieces of a send have at least this many bytes, pieces wait for their turn
-            (``transports.copy_engine`` says which pieces wait). A receiver then gets nothing from another rank at the
-            same time. ``None``: no piece waits.
+            (``transports.copy_engine`` says which pieces wait). A receiver then gets pieces from one rank at
+            a time. ``None``: no piece waits.
     """
 
     sms: int = 0
@@ -154,5 +154,6 @@ class WholeCollectives(Transport, Protocol):
 
     def reduce_rows(self, result: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Sum ``source`` over the ranks, in the order of the current stream. If ``result`` is ``source``, sums in place
-        (all-reduce). Otherwise ``result`` of rank ``r`` gets the ``r``-th equal share of the rows (reduce-scatter)."""
+        (all-reduce). Otherwise ``result`` of rank ``r`` gets the ``r``-th of equal shares of the summed rows
+        (reduce-scatter)."""
         ...

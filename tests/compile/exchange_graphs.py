@@ -107,7 +107,7 @@ def contracted_rows(rows: int = 24) -> HandGraph:
 
 
 def contracted_on_the_right(rows: int = 64) -> HandGraph:
-    """What arrives is the right operand of a matmul that contracts its rows."""
+    """What arrives is the right operand of a matmul. The matmul contracts the rows that arrive."""
     made = HandGraph()
     x = exchange(made, operand(made, rows * made.world_size, 16, "x"))
     return made.output(made.mm(operand(made, 40, rows * made.world_size), x))

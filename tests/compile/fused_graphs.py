@@ -32,8 +32,8 @@ def used_gather_site() -> HandGraph:
 
 
 def trained_gather_site() -> HandGraph:
-    """Backward of a row-wise layer. The gathered gradient is multiplied by the weight. Its transpose is multiplied by
-    the activations, which gives the weight's gradient."""
+    """Backward of a row-wise layer. The gathered gradient is multiplied by the weight. The transpose of the gathered
+    gradient is multiplied by the activations, which gives the weight's gradient."""
     made = HandGraph()
     gathered = made.gather(operand(made, 24, 16, "x"))
     activations = operand(made, 24 * made.world_size, 8, "activations")

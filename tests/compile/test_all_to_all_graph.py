@@ -42,7 +42,7 @@ def _sites(report: object) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("world_size", "dynamic"), [(2, True), (8, False)])
 def test_every_exchange_of_a_ulysses_block_is_a_site(world_size: int, dynamic: bool) -> None:
-    """Every exchange is also a site if the length of the sequence is known only at run time."""
+    """Every exchange is a site, whether the length of the sequence is known at compile time or only at run time."""
     with fake_group(world_size, world_size - 1):
         x = torch.randn(2, 16, 32)
         if dynamic:
@@ -177,7 +177,7 @@ def test_auto_overlaps_exchanges_of_many_tokens_and_keeps_those_of_few() -> None
     assert _sites(many) == FORWARD
     for site in many.sites:
         estimate = site.decision.moving.estimate_us
-        # 3/4 of 512 x 1024 fp32 numbers are sent.
+        # Each rank sends 3/4 of its 512 x 1024 fp32 numbers to other ranks.
         assert site.decision.source == "analytic" and estimate["collective"] >= 0.75 * 512 * 1024 * 4 / 6.25e7 * 1e6
         assert max(estimate["matmul"], 0.75 * 512 * 1024 * 4 / 62.5) <= estimate["ring"] < estimate["keep"]
     assert {(s.decision.status, s.decision.reasons[0].code) for s in few.sites} == {("kept", "too_small")}

@@ -202,8 +202,8 @@ def test_another_version_or_source_is_a_miss(cache: Path, monkeypatch: pytest.Mo
 
 
 def test_every_source_file_counts(tmp_path: Path) -> None:
-    """The copy of the package has at most two files of each folder. This saves time, because a change of one module
-    makes the test hash all of them."""
+    """The copy of the package has at most two files of each folder. This saves time, because after each change of a
+    file the test hashes all files of the copy."""
     package = tmp_path / "package"
 
     def left_out(folder: str, names: list[str]) -> list[str]:
@@ -294,7 +294,7 @@ print(json.dumps(dict(
 
 @pytest.mark.parametrize(("mode", "status"), [("on", "overlapped"), ("strict", "refused")])
 def test_second_process(inductor_base: ForkBase, tmp_path: Path, mode: str, status: str) -> None:
-    """The contract: a warm cache gives the same dump, the same counters, the same last report, and is as strict."""
+    """A process with a warm cache gives the same dump, counters, reports and strict error as the first process."""
     package = tmp_path / "code"  # a copy, so that no edit changes it between the two processes
     shutil.copytree(Path(overlap_inductor.__file__).parent, package / "overlap_inductor")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OVERLAP_INDUCTOR")}

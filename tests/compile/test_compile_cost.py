@@ -73,7 +73,8 @@ def test_steps_of_equal_layers_share_evaluations(monkeypatch: pytest.MonkeyPatch
 
 
 def test_steps_are_not_evaluated_again_after_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the passes, Inductor evaluates every added node that has no value yet."""
+    """After the passes, Inductor evaluates every added node that has no value yet. The steps have values, so further
+    layers cause no further evaluations of this package's ops."""
 
     def run(layers: int) -> Counter[str]:
         def model(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:

@@ -52,8 +52,8 @@ def test_a_gradient_runs_under_a_gather_that_is_no_site() -> None:
 
 
 def test_an_op_that_waits_itself_is_left_alone() -> None:
-    """DTensor changes the sharded dim with one op, which also waits. So no matmul can run between the start and the end
-    of this transfer."""
+    """DTensor changes the sharded dim with one op, which also waits for its own transfer. So no matmul can run between
+    the start and the end of this transfer."""
     with fake_group(2) as group:
         made = HandGraph()
         dw = made.mm(made.input(64, 8, name="dy"), made.input(*SMALL, name="features"))
@@ -74,8 +74,8 @@ def test_a_gradient_stays_where_it_does_not_help() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_gradient_runs_under_a_scatter_in_bands(world_size: int) -> None:
-    """The gradient runs after the last send and before the wait for the first band. When it ends, the later bands have
-    arrived, too."""
+    """The gradient runs after the last send and before the wait for the first band. When the gradient is
+    computed, the later bands have arrived, too."""
     with fake_group(world_size):
         made = HandGraph()
         x, w, up = made.input(64, 32), made.input(32, 64, name="w"), made.input(64, 48, name="up")

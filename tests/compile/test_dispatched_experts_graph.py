@@ -56,9 +56,9 @@ def test_golden() -> None:
 
 
 def test_both_graphs_are_rewritten() -> None:
-    """Ranks agree although they send different numbers of rows. The host reads no more numbers than before. In the
-    forward graph, the shared expert's first matmul runs before the wait for the results. In the backward graph, the
-    gradients of all experts' weights do."""
+    """Ranks agree although they send different numbers of rows. The host reads no more numbers than in the graph
+    as written. In the forward graph, the shared expert's first matmul runs before the wait for the results. In the
+    backward graph, the matmuls for the gradients of all experts' weights run before this wait."""
     found = [_reports(rank) for rank in (0, 1)]
     how = "by ring/p2p (route=direct, sub_chunks=4)"
     for reports in found:
@@ -112,7 +112,7 @@ def test_order_in_the_generated_code() -> None:
 
 
 class _Recorded:
-    """Takes the place of an exchange, and records what is done with it."""
+    """Takes the place of an exchange, and records the messages and waits that the op asks for."""
 
     def __init__(self, name: str, events: list[str], hops: int) -> None:
         self.name, self.events, self.hop_count = name, events, hops

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs and the generated code of lookups beside all-to-alls: where steps stand, what is refused, and what the
-planner chooses."""
+"""The graphs and the generated code of lookups beside all-to-alls: the order of the steps, what is refused, and what
+the planner chooses."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_golden(spelling: tuple[str, str]) -> None:
 
 MODELS = list(itertools.product(("cat", "stack", "tables first"), ("sum", "mean", "embedding"), (2, 4, 8)))
 QUICK = [("cat", "sum", 8), ("cat", "embedding", 4), ("stack", "mean", 2), ("tables first", "sum", 4)]
-"""Models in which each way to join tables, each kind of lookup, and each number of ranks occurs."""
+"""Together, these models cover each way to join tables, each kind of lookup, and each number of ranks."""
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def _trained_code(kind: str, tables: int, **fields: Any) -> list[list[str]]:
 @pytest.mark.usefixtures("alone")
 def test_tables_are_sent_while_others_are_looked_up() -> None:
     """The results of each table are sent before the next table is looked up. In the backward graph, each table's
-    gradient is computed before the wait for the next table."""
+    gradient is computed before the rank waits for what arrives for the next table."""
     with fake_group(3):
         forward, backward = _trained_code("sum", 4, sub_chunks=2)
     assert [e for e in forward if e != "pointwise"][:14] == ["start", *["lookup", "send", "send"] * 4, "wait"]
@@ -118,15 +118,16 @@ def test_tables_are_sent_while_others_are_looked_up() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_rows_are_looked_up_for_one_rank_after_the_other() -> None:
-    """There is one kernel for each piece, and nothing is copied before the exchange. The rank's own rows come last."""
+    """There is one kernel for each piece, and nothing is copied before the exchange. The rank's own rows are looked up
+    last."""
     with fake_group(3):
         forward, _ = _trained_code("embedding", 2, sub_chunks=1)
     assert forward[: forward.index("wait") + 1] == ["start", *["pointwise", "send"] * 4, "pointwise", "wait"]
 
 
 def test_the_lookups_themselves_do_not_change() -> None:
-    """Bags are looked up by the ops of the program, with the same arguments. So their results, what is saved for
-    backward, and the error of an index that is out of range are those of the program."""
+    """Bags are looked up by the program's own ops, with the arguments that the program gives these ops. So overlap
+    changes neither the results, nor the tensors saved for backward, nor the error for an index out of range."""
     with fake_group(2):
         for report in _reports("sum", "cat"):
             named = [re.findall(r"aten\._embedding_bag\w*\.default\(.*", t) for t in (report.before, report.after)]
@@ -166,7 +167,7 @@ def test_what_is_no_site_has_a_reason() -> None:
 
 
 def test_gradients_that_are_not_read_table_by_table() -> None:
-    """The tables' results are added up before they are exchanged, so one gradient arrives for both."""
+    """The results of two tables are added, and the sum is exchanged. So one gradient arrives for both tables."""
 
     def layer(w: torch.Tensor, v: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
         one, other = _bags(w, v, indices=i)
@@ -237,7 +238,7 @@ def test_the_planner_estimates_both_ways() -> None:
         (site,) = report.sites
         estimate = site.decision.moving.estimate_us
         assert site.decision.source == "analytic"
-        # One half of 4096 x 16 x 64 numbers is sent.
+        # Of the 4096 x 16 x 64 numbers, a rank sends one half to the other rank.
         assert max(estimate["matmul"], 2048 * 16 * 64 * 4 / 62.5) <= estimate["ring"] < estimate["keep"]
     assert {(s.decision.status, s.decision.reasons[0].code) for r in few for s in r.sites} == {("kept", "too_small")}
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs and the generated code of layers of experts: which layers are cut into blocks of tokens, and where the
-steps stand. The ranks' plans are equal, although each rank's graph holds its own rank."""
+"""The graphs and the generated code of layers of experts: which layers are cut into blocks of tokens, and in which
+order the steps run. The ranks' plans are equal, although each rank's graph holds the rank's number."""
 
 from __future__ import annotations
 
@@ -154,7 +154,8 @@ def test_the_planner_counts_own_rows_and_repeated_reads_of_weights() -> None:
         "slow memory": "kept",
     }
     estimate = reports["many"].sites[0].decision.moving.estimate_us
-    # Half of 512 rows are expected to be this rank's. The first grouped matmul has twice the FLOPs of the second.
+    # The planner expects half of the 512 rows to go to this rank's experts. The first grouped matmul has twice the
+    # FLOPs of the second.
     assert estimate["matmul"] == pytest.approx(3 * 2 * 256 * 24 * 16 / 4e8 * 1e6, rel=0.01)
 
 
@@ -169,6 +170,6 @@ def test_each_block_is_sent_before_the_next_one_is_multiplied() -> None:
     lines = lines_of(layer, (64, 16))
     found = [step for line in lines for mark, step in STEP.items() if mark in line and line.startswith("buf")]
     assert found == ["matmul", "matmul", "send"] * 7 + ["matmul", "matmul", "wait", "send", "wait"]
-    # The kernel before the first grouped matmul of a block reads the tokens, the block's places, mask and order.
+    # The kernel before the first grouped matmul of a block reads the tokens and the block's places, mask and order.
     gathers = [line for line in lines if re.match(r"cpp_fused_\w*_grouped_mm_", line) and "arg0_1" in line]
     assert len(gathers) == 8 and all(line.count("buf") == 4 for line in gathers)

@@ -61,7 +61,7 @@ def test_one_text_on_all_ranks(name: str) -> None:
 
 def test_a_ulysses_block() -> None:
     """Each exchange and its matmul become one kernel, forward and backward. In the backward of q, k and v, the matmul
-    of the weight's gradient also reads what arrives. It runs after the kernel."""
+    of the weight's gradient also reads what arrives. This second matmul runs after the kernel."""
     with fake_group(2, 1):
         block = UlyssesAttention(256, 4, dist.group.WORLD).bfloat16()
         forward, backward = reports_of(block, torch.randn(2, 24, 256).bfloat16().requires_grad_(), schedule="fused")
@@ -105,7 +105,7 @@ REFUSED = {
     "a sum": (graphs.summed, "2 matmuls are added before the all-to-all; a fused kernel computes only one"),
     "a contraction of narrow slices": (
         graphs.contracted,
-        "each rank sends 16 of the elements that are contracted; a fused kernel expects a multiple of 64",
+        "each rank's slice of the contracted dim has 16 elements; a fused kernel expects a multiple of 64",
     ),
     "a contraction on the right": (
         graphs.contracted_on_the_right,
@@ -138,7 +138,7 @@ def test_a_transport_that_the_kernel_cannot_use() -> None:
 
 @pytest.mark.parametrize("pattern", ["matmul_all_to_all", "all_to_all_matmul"])
 def test_a_token_count_that_changes(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
-    """The op is planned for all counts up to ``max_tokens``; above, the plain collective runs."""
+    """The op is planned for all token counts up to ``max_tokens``. For larger counts, the plain collective runs."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
     with fake_group(2):
         made = HandGraph()
@@ -160,8 +160,8 @@ def test_an_empty_slice_is_planned_and_written() -> None:
 
 @pytest.mark.parametrize("make", [graphs.sent_rows, graphs.received_rows])
 def test_estimate(monkeypatch: pytest.MonkeyPatch, make: Callable[..., HandGraph]) -> None:
-    """The estimate counts the copy out of the workspace after a matmul. The kernel pays only if it is estimated to be
-    25 % faster than the plain graph, because all-to-alls were not measured on 8 ranks."""
+    """The estimate counts the copy out of the workspace. The kernel is chosen only if it is estimated to be more than
+    25 % faster than the plain graph. The margin is so large because all-to-alls were not measured on 8 ranks."""
     machine = machine_for("cuda")
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine)
     plain, plans = FusedSchedule.where_it_pays, []

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs of lookups and all-to-alls that schedule ``fused`` writes as one op: what it writes, what it refuses, and
-what the planner chooses."""
+"""Lookups and their all-to-all, written as one op of schedule ``fused``: the graphs, what is refused, and what the
+planner chooses."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_golden() -> None:
     ],
 )
 def test_what_the_op_is_told(kind: str, joined: str, written: str) -> None:
-    """The op is told the mode, the order of the rows in a slot, and whether the backward graph reads other results. The
-    forward graph no longer holds the lookups. The backward graph's exchange stays as written."""
+    """The op is told the mode, the order of the rows in a slot, and whether the backward graph reads the lookups' other
+    results. The forward graph no longer holds the lookups. The backward graph's exchange stays as written."""
     with fake_group(2):
         forward, backward = _trained(kind, joined)
     assert [s.decision.status for s in forward.sites] == ["overlapped"]
@@ -123,8 +123,8 @@ def test_what_the_kernel_cannot_compute_has_a_reason() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_padding_samples_and_short_indices_are_computed() -> None:
-    """The op gets the padding index, the weights of the samples and int32 indices. The kernel's results are exact for
-    all three."""
+    """The op gets the padding index, the weights of the samples and int32 indices, because its kernel supports all
+    three."""
     w, v, i = torch.randn(7, 4), torch.randn(9, 4), _indices(torch.int32)
 
     def weighted(indices: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,8 @@ def test_padding_samples_and_short_indices_are_computed() -> None:
 
 
 def test_bags_of_dynamic_lengths() -> None:
-    """The number of indices is known at run time only. A batch of unknown size is refused."""
+    """A site whose number of indices is known only at run time is overlapped. A site whose batch size is known only at
+    run time is refused."""
     with fake_group(2), torch.no_grad():
         model = DLRM(2, 50, 4, 5)
         batch = batch_of(model, 4, 3, torch.Generator().manual_seed(1))
@@ -164,8 +165,8 @@ def test_ranks_compare_how_they_send() -> None:
 
 
 def test_the_planner_chooses_by_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel hides the exchange behind the lookups, or the lookups behind the exchange, and saves launches. It does
-    not pay if the exchange is short and the launches are few: then there is little to save."""
+    """The kernel hides the exchange behind the lookups, or the lookups behind the exchange, and saves launches. The
+    kernel does not pay if the lookups take much longer than the exchange and the launches: then it saves little."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     def chosen(longest: int, mine: int) -> tuple[str, dict[str, float]]:

@@ -157,7 +157,8 @@ def branches(collective: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -
     ],
 )
 def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Tensor], numerics: str) -> None:
-    """Catches a buffer that is freed or reused while a transfer uses it. Results would be wrong from time to time."""
+    """Catches a buffer that is freed or reused while a transfer uses it. With such a buffer, results would be wrong
+    from time to time."""
     sub_chunks = 2
     lines = lines_of(
         branches(collective), (64, 32), (32, 24), (64, 32), (32, 24), sub_chunks=sub_chunks, numerics=numerics

@@ -22,8 +22,8 @@ from tests.support.spellings import world
 
 
 def test_other_groups_are_left_alone_and_in_order() -> None:
-    """On a 2-D mesh, the tensor-parallel group is overlapped. The data-parallel collectives keep their number, group
-    and order."""
+    """On a 2-D mesh, the site of the tensor-parallel group is overlapped. The data-parallel collectives keep their
+    number, group and order."""
     with fake_group(8, 3), torch.no_grad():
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         tp, dp = mesh.get_group("tp"), mesh.get_group("dp")

@@ -48,7 +48,7 @@ def empty_slot() -> Any:
 
 
 class UserPass(custom_graph_pass.CustomGraphPass):
-    """Another author's pass; records how often ours has run before it."""
+    """Another author's pass. Each time it runs, it records how often our pass has run so far."""
 
     def __init__(self) -> None:
         self.ours_before: list[int] = []
@@ -280,7 +280,8 @@ def test_there_is_no_warning_if_the_pass_ran(caplog: pytest.LogCaptureFixture) -
 
 
 def test_installed_twice_runs_once_a_graph() -> None:
-    """Both enable() and the backend may install the pass, or another author's pass may call it twice."""
+    """Both enable() and the backend may install our pass, or another author's pass may call our pass twice. In either
+    case, our pass runs once."""
     overlap_inductor.enable()
     torch.compile(lambda x: x @ x, backend=backend)(torch.ones(2, 2))
     assert len(calls) == 1

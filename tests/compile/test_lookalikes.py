@@ -74,7 +74,8 @@ def test_fp8_before_a_scatter(row_wise: bool) -> None:
 
 
 def sliced(spans: Sequence[tuple[int, int]], dim: int = 1) -> HandGraph:
-    """``cat`` of row ranges of a gathered ``[2, 4, 16]`` shard, multiplied."""
+    """A graph that gathers shards ``[2, 4, 16]``, concatenates row ranges of the gathered tensor and multiplies the
+    result."""
     made = HandGraph()
     x, w = made.input(2, 4, 16), made.input(16, 8, name="w")
     gathered = made.gather(x)
@@ -170,7 +171,8 @@ def test_scatter_by_slices_with_gaps(steps: tuple[int, int]) -> None:
     ],
 )
 def test_scatter_of_padded_pieces(value: int, short: int, bias: bool, found: list[str]) -> None:
-    """With uneven shards, only zeros after all rows may be dropped, and only if zero operands give a zero result."""
+    """With uneven shards, only zeros after all rows may be dropped. They may be dropped only if the matmul gives rows
+    of zeros for operand rows of zeros."""
     with fake_group(2):
         made = HandGraph()
         x, w = made.input(7, 16), made.input(16, 8, name="w")

@@ -24,7 +24,7 @@ def _layer(x: torch.Tensor, a: torch.Tensor, residual: torch.Tensor, norm: torch
 def _reports(fn: Any, trains: bool) -> list[OverlapReport]:
     publish.forget_reports()
     shapes = ((8, 8), (8, 16), (8, 16), (16,), (16, 8))
-    # Generated code calls ATen for each op. The tests read graphs only, and to build a C++ kernel takes a second.
+    # Generated code calls ATen for each op. The tests only read graphs, and building a C++ kernel takes a second.
     anew = torch._inductor.config.patch(fx_graph_cache=False, fallback_by_default=True)
     uncached = torch._functorch.config.patch(enable_autograd_cache=False)
     with anew, uncached, fake_group(2), overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """If only environment variables switch overlap on, rank 0 of a program prints one line for each graph with a
-collective. It also does so in its second run, in which the graphs come from a cache."""
+collective. Rank 0 also prints these lines in the program's second run, in which the graphs come from a cache."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pattern and a schedule that are registered from outside the package (``tests.support.toy_all_to_all``).
 
-The package, its doctor and its bench know the two names by the registration only. Sites of the pattern are found,
+The package, its doctor and its bench know the two names only from the registration. Sites of the pattern are found,
 planned, rewritten and reported. The exchange plan, which ranks compare, names the schedule. The doctor shows both
 names, and the bench offers them."""
 

@@ -117,7 +117,8 @@ def test_a_partition_is_given_tensors_and_numbers(
 def test_the_rank_is_passed_to_kernels_that_do_not_report_their_symbols(
     given: list[list[type]], function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton's templates do not report the symbols of their views. Their partition must still get the rank."""
+    """Triton's templates do not report the symbols of their views. A partition with such a template must still get the
+    rank."""
     monkeypatch.setattr(ir.ExternKernelOut, "get_free_symbol_uses", lambda *_, **__: ir.OrderedSet())
     compiled(function, (64, 32), (32, 24))
     assert int in {kind for kinds in given for kind in kinds}
@@ -211,8 +212,8 @@ def test_every_write_belongs_to_the_transfer_of_its_buffer(
     writes: set[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``exchange_keep`` takes the buffer as its first tensor, the other ops as their second one. If an op were counted
-    with another transfer, that transfer would seem to be cut."""
+    """``exchange_keep`` takes the buffer as its first tensor. The other ops take the buffer as their second tensor. If
+    an op were counted with another transfer, that transfer would seem to be cut."""
     transfers: dict[str, set[str]] = {}
     cut = partitions.cut
 

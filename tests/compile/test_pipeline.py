@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass on the joint graph is one entry of the pipeline. Switching overlap on fills the pass's slot, and switching it
-off empties the slot. The pass is part of the cache key."""
+"""A pass on the joint graph is one entry of the pipeline. Switching overlap on puts such passes into Inductor's slot
+for passes on the joint graph. Switching overlap off takes them out of the slot. They are part of the cache key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ aten = torch.ops.aten
 
 
 class CosForSin:
-    """Replaces each ``sin`` by ``cos``, which changes the numbers. Gradients show that it ran on the joint graph."""
+    """Replaces each ``sin`` by ``cos``, so results show whether the pass ran. Gradients show that the pass ran on the
+    joint graph."""
 
     name = "cos for sin"
 
@@ -41,7 +42,7 @@ class CosForSin:
 
 @pytest.fixture(autouse=True)
 def _without_kernels() -> Iterator[None]:
-    """Generated code calls ATen for each op. The tests read graphs and values, and to build a C++ kernel takes a
+    """Generated code calls ATen for each op. The tests only read graphs and values, and building a C++ kernel takes a
     second."""
     with inductor_config.patch(fallback_by_default=True):
         yield

@@ -88,8 +88,8 @@ def test_the_plain_program_runs_the_collectives_as_written(
     """Collectives of the fake group return uninitialised memory. So the test checks the sizes and the code that ran,
     and not the values."""
     inputs = [torch.randn(6, 8), torch.randn(8, 5), torch.randn(5, 7)]
-    # If sizes are static, generated code calls ATen for each op, because to build a C++ kernel takes a second. If sizes
-    # are dynamic, such calls would fix some of them.
+    # If sizes are static, generated code calls ATen for each op, because building a C++ kernel takes a second. If sizes
+    # are dynamic, such calls would fix some of the sizes.
     aten_only = torch._inductor.config.patch(fallback_by_default=not dynamic)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), aten_only:
         with overlap_inductor.overlap(schedule="ring"):

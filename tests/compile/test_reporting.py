@@ -59,7 +59,8 @@ def test_the_report_of_a_failed_compile_is_kept(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_subgraph_has_a_report_of_its_own() -> None:
-    """Inductor runs its passes on the branches of a cond first. The graph itself must still be the first report."""
+    """Inductor runs its passes on the branches of a cond first. The report of the graph itself must still come
+    first."""
     overlap_inductor.enable()
 
     def fn(flag: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,8 @@ def test_golden() -> None:
 
 
 def _reduced_between(made: HandGraph, scattered: fx.Node) -> fx.Node:
-    """An all-reduce stands between the scatter and the gather. No op on the scattered rows reads its result."""
+    """An all-reduce stands between the scatter and the gather. No op on the scattered rows reads the all-reduce's
+    result."""
     made.reduce(made.input(4, name="other"))
     return _relu(made, scattered)
 
@@ -161,8 +162,8 @@ def _estimates(parts: Parts) -> list[float]:
 
 
 def test_a_forced_schedule_shows_what_bands_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second band costs four steps of 100 us: a second wait of the scatter, one more piece of the own rows, and two
-    launches."""
+    """The second band costs four steps of 100 us: a second wait of the scatter, one more piece of the rank's own
+    rows, and two launches."""
     banded = _estimates(Parts())
     monkeypatch.setattr(check, "bands_of", lambda seam, counts: [])
     in_turn = _estimates(Parts())
@@ -170,8 +171,8 @@ def test_a_forced_schedule_shows_what_bands_cost(monkeypatch: pytest.MonkeyPatch
 
 
 def test_auto_gives_both_sites_the_sub_chunks_of_the_fastest_seam(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On this link, each transfer takes 28 ms, and the matmuls take 8 and 43 ms. Alone, the scatter takes 2 sub-chunks
-    and the gather 4. Their seam is fastest in 4 bands."""
+    """On this link, each transfer takes 28 ms, and the matmuls take 8 and 43 ms. If each site is planned alone, the
+    scatter has 2 sub-chunks and the gather has 4. Their seam is fastest in 4 bands."""
 
     def wide(made: HandGraph, gathered: fx.Node, scattered: fx.Node) -> fx.Node:
         return made.mm(gathered, made.input(64, 176, name="up"))
@@ -188,7 +189,8 @@ def test_auto_gives_both_sites_the_sub_chunks_of_the_fastest_seam(monkeypatch: p
 
 
 def test_copies_for_other_readers_count() -> None:
-    """``[32, 64]`` floats are read and written at 2e10 B/s."""
+    """A node outside the seam reads rows of the seam, so the bands of these rows are joined in a copy. The estimate
+    counts the copy: ``[32, 64]`` floats are read and written at 2e10 B/s."""
 
     def read_elsewhere(made: HandGraph, scattered: fx.Node) -> fx.Node:
         positive = _relu(made, scattered)

@@ -153,8 +153,8 @@ def test_a_failed_rewrite_leaves_the_graph_as_written(
 
 
 def test_a_rewrite_that_fails_at_the_graph_itself_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rewrite is applied first to a copy of the graph, for the estimate, and then to the graph itself. It fails
-    while it is applied to the graph itself."""
+    """The rewrite is applied first to a copy of the graph, for the estimate, and then to the graph itself. In this
+    test, only the second application fails."""
     written: list[RowWriter] = []
     original = RowWriter._gather
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence-parallel rewrite of layers that are written as in common frameworks. The tests compare the graphs with
-golden files, and the text of some of them between the first and the last rank."""
+"""The sequence-parallel rewrite of layers that are written as in common frameworks. One test compares the graphs
+with golden files. Another test compares the reports and graphs of the first rank with those of the last rank."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def test_a_site_that_feeds_another() -> None:
 
 @pytest.mark.parametrize("kind", ["operand", "external", "weight"])
 def test_a_site_that_reads_a_reduced_tensor(kind: str) -> None:
-    """The first site's result is an operand, a summand or the weight of the second. When the second site is rewritten,
-    the wait of the first site's collective has already been removed."""
+    """The first site's result is an operand, a summand or the weight of the second site. When the second site is
+    rewritten, the wait of the first site's collective has already been removed."""
     with fake_group(2):
         made = HandGraph()
         reduced = made.reduce(made.mm(made.input(4, 16), made.input(16, 16, name="w")))
@@ -105,8 +105,8 @@ def test_vector_along_another_dim() -> None:
 
 
 def test_a_scale_with_one_dim_keeps_its_promotion() -> None:
-    """bf16 times fp32[1] is fp32, so the collective moves fp32. Pieces in bf16 would be half the bytes that the peer
-    expects."""
+    """bf16 times fp32[1] is fp32, so the collective moves fp32. Pieces in bf16 would have half the bytes that the
+    peer expects."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(4, 16, dtype=torch.bfloat16), made.input(16, 8, dtype=torch.bfloat16, name="w"))
@@ -194,7 +194,7 @@ def test_broadcast_that_adds_a_dim() -> None:
     ],
 )
 def test_no_looping_op_for_what_it_does_not_compute(kind: str) -> None:
-    """The looping ops do not compute these sites. If they were used, their result would be wrong."""
+    """The looping ops do not compute these sites. If a looping op were used, its result would be wrong."""
     with fake_group(2):
         made = HandGraph()
         x, w, b = made.input(8, 16), made.input(16, 8, name="w"), made.input(8, name="bias")

@@ -118,8 +118,8 @@ def test_the_finders_visits_grow_linearly_with_the_number_of_layers(monkeypatch:
 
 @pytest.mark.parametrize("layers", [10, 40])
 def test_a_graphs_collectives_are_read_once(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This also holds for a graph with sums of all-reduces. (In an earlier version, the graph's collectives were read
-    once for each term of a sum, and 160 sites took two seconds.)"""
+    """The graph of this test has sums of all-reduces. (In an earlier version, the graph's collectives were read once
+    for each term of a sum, and 160 sites took two seconds.)"""
     read = []
     find = collectives.find_collectives
     monkeypatch.setattr(collectives, "find_collectives", lambda graph: read.append(1) or find(graph))
@@ -144,7 +144,8 @@ def test_ranks_unroll_the_same_sites() -> None:
 
 def with_pointwise_ops(count: int, loopable: bool, budget: int) -> OverlapReport:
     """A graph with ``count`` pointwise ops after its matmul. With ``loopable``, the matmul follows a gather, and a
-    looping op can compute the ops. Otherwise they stand before a scatter, and no looping op can."""
+    looping op can compute the ops. Otherwise the ops stand before a scatter, and no looping op can compute
+    them."""
     with fake_group(4):
         made = HandGraph()
         x, w = made.input(4 if loopable else 16, 16), made.input(16, 8, name="w")

@@ -93,7 +93,8 @@ def test_gathered_tensor_is_used_elsewhere_too() -> None:
 
 
 def test_gathered_tensor_saved_for_backward() -> None:
-    """wgrad needs the gathered activation. Saving it must neither prevent the site nor keep the collective."""
+    """wgrad needs the gathered activation. The site must be found although this tensor is saved, and
+    the collective must not stay in the graph."""
     with fake_group(2):
         x, w = torch.randn(4, 16, requires_grad=True), torch.randn(16, 8, requires_grad=True)
         forward, backward = reports_of(lambda x, w: (GatherTokens.apply(x).relu() @ w).relu(), x, w)
@@ -182,8 +183,8 @@ def test_sharded_head(dim: int) -> None:
 
 
 def test_sharded_head_whose_logits_a_later_matmul_reads() -> None:
-    """The later matmul reads the logits through an op that does not commute. Catches a finder that stops at this later
-    matmul, and does not look at the matmul before the gather."""
+    """The later matmul reads the logits through an op that does not commute with the gather. Catches a finder that
+    stops at this later matmul, and does not look at the matmul before the gather."""
     report = traced(lambda x, w, v: torch.cumsum(all_gather(x @ w, 0, world()), 0) @ v, (4, 16), (16, 8), (8, 4))
     assert facts(report) == [("matmul_all_gather", ["mm M"], "overlapped")] and report.near_misses == []
 
@@ -228,7 +229,8 @@ def test_collective_alone() -> None:
 
 
 def test_weight_gather_is_overlapped_if_nothing_else_hides_it() -> None:
-    """FSDP's gather stands where the weight is used. No setting of Inductor that moves it is on by default."""
+    """FSDP's gather stands where the weight is used. Inductor has settings that move such a gather to an earlier place,
+    but none of these settings is on by default."""
     module = GatheredWeight(8, 8)
     report = traced(lambda x: x.bfloat16() @ all_gather(module.weight.bfloat16(), 0, world()), (4, 16))
     assert facts(report) == [("all_gather_matmul", ["mm K"], "overlapped")] and codes(report) == []
@@ -236,8 +238,8 @@ def test_weight_gather_is_overlapped_if_nothing_else_hides_it() -> None:
 
 @inductor_config.patch(reorder_for_compute_comm_overlap=True)
 def test_weight_gather_is_left_to_prefetching() -> None:
-    """If a setting of Inductor moves FSDP's gathers under earlier work, the pass leaves these gathers to Inductor. It
-    recognises them through casts, too."""
+    """If a setting of Inductor moves FSDP's gathers under earlier work, the pass leaves these gathers to Inductor.
+    The pass also recognises these gathers if a cast is between the weight and the gather."""
 
     module = GatheredWeight(8, 8)
     report = traced(lambda x: x.bfloat16() @ all_gather(module.weight.bfloat16(), 0, world()), (4, 16))

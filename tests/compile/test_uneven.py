@@ -57,7 +57,8 @@ WITH_EVERY_BUDGET = (
     "gather uneven rows, multiply and contract",
     "scatter a sum of matmuls to an uneven sequence",
 )
-"""One case of each pattern. ``make test`` runs it with each budget, and the other cases with unrolled rings only."""
+"""One case of each pattern. ``make test`` runs these cases with each budget, and the other cases only with unrolled
+rings."""
 
 
 def _is_quick(name: str, world_size: int, budget: str) -> bool:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every example on two gloo ranks, and checks its output and that it is short. (``tests/models/test_readme.py``
-starts a script by ``torchrun``, as a user would.)"""
+"""Runs every example on two gloo ranks and checks its output. Also checks that each example's file is short.
+(``tests/models/test_readme.py`` starts a script by ``torchrun``, as a user would.)"""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ LINES: dict[str, list[str]] = {
 }
 
 WITH_KERNELS = ("functional_collectives",)
-"""The example for which Inductor builds C++ kernels. For the other examples it builds none, because building them would
-take most of the time."""
+"""The example for which Inductor builds C++ kernels. For the other examples, Inductor builds no kernels, because
+building them would take most of the time."""
 
 
 def test_every_example_is_run_here_and_is_short() -> None:
@@ -66,8 +66,7 @@ def test_every_example_is_run_here_and_is_short() -> None:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One Inductor cache for all examples. Most of the time of a first compile is spent on C++ headers, which the
-    examples share."""
+    """One Inductor cache for all ranks of all examples. So a rank can reuse what another rank has compiled."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -89,8 +88,8 @@ def _as_torchrun_does(rank: int, world_size: int, path: str, environment: dict[s
     ],
 )
 def test_example(path: Path, tmp_path: Path, cache: Path) -> None:
-    """The ranks are processes that have already imported torch and compiled, because that takes most of an example's
-    time."""
+    """The ranks are forked from a process that has imported torch and done the one-time work of a first compile. On
+    each rank, this work would take most of the example's time."""
     environment = {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     printed = "".join(run_ranks(2, _as_torchrun_does, str(path), environment, grouped=False, timeout=550))
     lines = printed.splitlines()

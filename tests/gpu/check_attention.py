@@ -43,8 +43,8 @@ Layer = Callable[..., torch.Tensor]
 
 
 def cases() -> list[tuple[str, str, Layer, torch.dtype, int]]:
-    """``(backend, mask, layer, dtype, own tokens)``. 80 is not a multiple of 32. Attention ops pad log-sum-exps to a
-    multiple of 32."""
+    """``(backend, mask, layer, dtype, own tokens)``. Some cases have 80 own tokens. Attention ops pad log-sum-exps to a
+    multiple of 32, and 80 is not a multiple of 32."""
     found: list[tuple[str, str, Layer, torch.dtype, int]] = [
         (backend, "none", layer, torch.bfloat16, OWN) for backend in BACKENDS for layer in LAYERS
     ]
@@ -113,8 +113,8 @@ def main() -> int:
     parser.add_argument("--bench", action="store_true", help="time flash attention to 32768 keys")
     options = parser.parse_args()
     rank, world_size = start_rank()
-    # The cache's key for a compiled graph does not include the backend of attention. So the cache would return the
-    # graph of another backend.
+    # torch.compile caches a graph under a key that does not include the backend of attention. So with the cache, a case
+    # could get the graph that was compiled for another backend.
     torch.compiler.config.force_disable_caches = True
     failed = 0
     for backend, mask, layer, dtype, own in cases():

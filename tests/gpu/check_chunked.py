@@ -7,7 +7,7 @@ with several numbers of chunks and bands, eagerly and in CUDA graphs.
 
 Prints one JSON row for each setting. A row has the largest error against the plain computation in fp32, relative to the
 largest element of the fp32 result. ``wrong_calls`` and ``wrong_replays`` count the result tensors that differ in any
-bit from those of the first call. ``host_us`` is the host time of a call in microseconds. The exit status is 1 if
+element from those of the first call. ``host_us`` is the host time of a call in microseconds. The exit status is 1 if
 something is wrong. (``check_fused --schedule chunked`` checks compiled functions.)
 """
 
@@ -156,7 +156,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
     parser.add_argument("--patterns", nargs="+", default=PATTERNS, choices=PATTERNS)
     arguments = parser.parse_args()
-    # (The patience is shorter than the limit of the whole check, so a wait that times out is reported first.)
+    # (The patience is shorter than the time in which the whole check must end. So a wait that times out is reported
+    # before the check is ended.)
     rank, world_size = start_rank(PATIENCE_SECONDS)
     chance, failed = random.Random(rank), 0
     for pattern in arguments.patterns:

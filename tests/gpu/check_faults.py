@@ -52,7 +52,7 @@ class Expected:
         others: exit status of every other rank.
         told: regular expression for rank 0's error. ``None`` if rank 0 must get no error.
         after: seconds after which the error comes, or the scenario ends.
-        logged: the error is in rank 0's log.
+        logged: whether rank 0's error is in its log. Otherwise the error is in the file that rank 0 writes.
         probed: each GPU must be free for a new process afterwards.
         others_told: regular expression for the errors of all ranks but rank 0. ``None`` if they are not checked.
     """

@@ -46,7 +46,9 @@ FACTOR = 17
 8, but not of a tile."""
 MEASURED = ("host", "kernels", "epilogue us", "weights us", "exchange us")
 """Checks whose row is a measurement. Three of them also contain assertions. ``kernels`` asserts that a site has no more
-kernels than max-autotune needs. ``weights us`` and ``exchange us`` assert that all ways give close results."""
+kernels than max-autotune needs. ``weights us`` asserts that one launch for all weights gives nearly the results of one launch
+for the widest weight and vendor matmuls for the others. ``exchange us`` asserts that the results of each schedule are
+close to those of ``keep``."""
 
 
 def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
@@ -102,9 +104,9 @@ def against_fp64(
 ) -> list[str]:
     """Compile each of ``sites``, and call it three times with inputs from ``make``. Returns a text for each problem.
 
-    The error of a result may be up to 2 % of the largest element of the fp64 result. If twice the error of the
-    uncompiled function is larger, that is the limit instead, because an activation may magnify the rounding of its
-    input. It does so in the compiled and in the uncompiled function.
+    The error of a result may be up to 2 % of the largest element of the fp64 result, or up to twice the error of the
+    uncompiled function. The larger of these two limits counts. The second limit is needed because an activation may
+    magnify the rounding of its input, both in the compiled and in the uncompiled function.
     """
     problems = []
     for name, (function, shapes, expected) in sites.items():
@@ -250,7 +252,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="names of the checks to run; default: all")
     arguments = parser.parse_args()
     rank, world_size = start_rank()
-    # Beyond the limit, Dynamo would run a function uncompiled, and the kernels would not be checked.
+    # Beyond its recompile limit, Dynamo would run a function uncompiled, and the kernels would not be checked.
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.recompile_limit = 64
     failed, schedule = 0, arguments.schedule

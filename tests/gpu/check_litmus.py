@@ -350,7 +350,8 @@ class Litmus:
         read_rounds[(BLOCKS,)](*arguments, way, ROWS, COLUMNS, num_warps=4)
 
     def run(self, writer: str, reader: str, rounds: int) -> dict[str, Any]:
-        # Load every kernel before any kernel waits, because a first load waits for the device.
+        # Load every kernel before any kernel waits. A kernel is loaded at its first launch, and loading waits for the
+        # device. So a later load would wait for a kernel that waits.
         for amount in (0, rounds):
             dist.barrier()
             torch.cuda.synchronize()

@@ -6,8 +6,8 @@ Each rank has a GPU. Prints one JSON row per schedule.
         [--trains] [--mode reduce-overhead] [--dynamic] [--seconds 120]
 
 Each program is called three times, with different values. The error of a result against fp64 may be up to 2 % of the
-largest element. If three times the error of the uncompiled function is larger, that is the limit instead. The exit
-status is 1 if a result is wrong or a rewrite failed.
+largest element, or up to three times the error of the uncompiled function. The larger of these two limits counts. The
+exit status is 1 if a result is wrong or a rewrite failed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tests.support.random_programs import outcome
 SCHEDULES = ("chunked", "fused", "wave_groups", "ring", "auto")
 CALLS = 3
 UNIT = 64
-"""Most sizes are multiples of this number. So the bytes of a row are a multiple of 16. Not all sizes are multiples of
-a tile's size, so some tiles are not whole."""
+"""Most sizes are multiples of this number, so most rows have a multiple of 16 bytes. Not all sizes are multiples of a
+tile's size, so some tiles are not whole."""
 
 
 def wrong(

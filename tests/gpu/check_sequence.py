@@ -34,7 +34,8 @@ HIDDEN, FFN, LAYERS = 1024, 4096, 2
 
 
 class SumGradient(torch.autograd.Function):
-    """The input of a column-parallel layer. Forward does nothing. Backward sums the gradient over the ranks."""
+    """The input of a column-parallel layer. ``forward`` returns the input unchanged. ``backward`` sums the gradient
+    over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +47,8 @@ class SumGradient(torch.autograd.Function):
 
 
 class SumResult(torch.autograd.Function):
-    """The output of a row-parallel layer. Forward sums the output over the ranks. Backward does nothing."""
+    """The output of a row-parallel layer. ``forward`` sums the output over the ranks. ``backward`` returns the gradient
+    unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,9 @@
 """Checks all patterns of all schedules except ``ring`` under stress on GPUs.
 (``tests.gpu.check_tables`` checks lookups in tables.)
 
-Rank 0 prints one JSON row for each scenario and variant, with its own number of wrong results. Each other rank prints
-only the rows in which it had wrong results. The exit status is not 0 if any result on any rank was wrong.
+Rank 0 prints one JSON row for each scenario and variant. Each of the other ranks prints only the rows in which it had
+wrong results. A row has the number of wrong results on the rank that prints the row. The exit status is not 0 if any
+result on any rank was wrong.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_stress [--iterations 10000] [--only delays poison] \\
         [--schedules fused chunked small_message wave_groups] [--patterns matmul_all_to_all all_to_all_matmul]
@@ -60,7 +61,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--iterations",
         type=int,
-        help="calls of each variant, some scenarios make fewer; default: 10000, or 50 if ranks share GPUs",
+        help="calls of each variant (some scenarios make fewer); default: 10000, or 50 if ranks share GPUs",
     )
     parser.add_argument(
         "--only", nargs="+", choices=SCENARIOS, help="default: all; if ranks share GPUs: lazy delays poison graphs"

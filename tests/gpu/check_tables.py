@@ -5,7 +5,7 @@ Each check prints one JSON row.
     torchrun --nproc-per-node N -m tests.gpu.check_tables [--calls 2000] [--replays 500] [--only stress graphs]
     torchrun --nproc-per-node 1 -m tests.gpu.check_tables --wrong-index     # a device-side assert must fail the script
 
-``results``: every kind of lookup against fp64, and bitwise against torch's own lookups where sums are exact.
+``results``: every kind of lookup against fp64, and bitwise against torch's own lookups if samples have no weights.
 ``trained``: gradients of a DLRM's tables are close to those of the plain program. ``stress``: calls with late
 ranks. ``graphs``: replays of captured graphs between eager calls, with new indices at new addresses.
 """

@@ -133,8 +133,8 @@ class Rank:
         raise AssertionError("the call after a call without a peer raised no error")
 
     def await_told(self) -> None:
-        """Make no call until this rank has got an error, because its peers gave up or aborted. The next call must raise
-        it."""
+        """Make no call until this rank has an error. This rank gets the error when a peer gives up or aborts the group.
+        The next call must raise the error."""
         start = time.monotonic()
         while self.site.faults.error() is None and time.monotonic() < start + PATIENT_SECONDS:
             time.sleep(0.02)
@@ -249,8 +249,8 @@ class Rank:
         time.sleep(GRACE_SECONDS + 1)
 
     def aborted(self) -> None:
-        """Rank 0 aborts its group while the kernels of all ranks but the last wait. The waits must end long before they
-        would time out."""
+        """Rank 0 aborts its group while the kernels of all ranks except the last rank are waiting. The waits must end
+        long before they would time out."""
         self.site.calls(CALLS - 1)
         if self.rank == 0:
             threading.Timer(1.0, self.site.faults.abort).start()

@@ -62,8 +62,8 @@ def _sites(
 
 
 def epilogues(compiled_as: Compile, rank: int, world_size: int) -> list[str]:
-    """Run all sites, in sizes that are not multiples of a tile. Returns the problems: a result that differs from fp64,
-    an epilogue that was not planned, and a kernel besides the fused one."""
+    """Run all sites, in sizes that are not multiples of a tile. Returns the problems. A problem is a result
+    that differs from fp64, an epilogue that was not planned, or a kernel besides the fused one."""
     problems = []
     for name, (function, _, inputs, kernel) in _sites(world_size, 120 * world_size, 520, 1000).items():
         torch._dynamo.reset()

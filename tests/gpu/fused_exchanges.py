@@ -30,8 +30,8 @@ def _from_heads(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 
 
 def _compiled(function: Callable[..., Any], **switches: Any) -> Callable[..., Any]:
-    """``function`` compiled with these switches. It has a code object of its own, so it shares no entry of Dynamo's
-    cache."""
+    """Compile ``function`` with these switches. The compiled function has a new code object, so it shares no entry of
+    Dynamo's cache with another function."""
     namespace = {"function": function}
     exec("def overlapped(*args): return function(*args)", namespace)
     made = torch.compile(namespace["overlapped"], dynamic=False)

@@ -103,8 +103,8 @@ def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
     """The first calls of two sites, with all shapes. During these calls, the hosts still load kernels. Odd ranks come
     late. The kernels of even ranks wait for them, while the hosts of even ranks load the kernels of the next calls. Odd
     ranks load their kernels while their peers wait. (This must be the first scenario of a process, because later no
-    kernel is left to load. It must not be the first run on a machine, because compiling takes longer than the
-    delay.)"""
+    kernel is left to load. An earlier run on the machine must have compiled the kernels, because compiling takes longer
+    than the delay.)"""
     # Make the workspace and load the kernels that draw inputs before the barrier. So nothing synchronises the ranks
     # after the barrier.
     stress.made(variant, "world")
@@ -188,7 +188,8 @@ def subgroup(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def beside_nccl(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """One site, while collectives of tens of megabytes run on another stream, in a group of the same ranks."""
+    """One site. Meanwhile, collectives of tens of megabytes run on another stream, in a second group of the same
+    ranks."""
     other, beside = stress.groups["second"], torch.cuda.Stream()
     mine = torch.full((BESIDE_ELEMENTS,), float(stress.rank), device=gpu_ranks.device())
     largest, everyone = mine.clone(), mine.new_empty(stress.world_size * BESIDE_ELEMENTS)

@@ -47,8 +47,8 @@ dtype = torch.bfloat16
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a call. In most patterns, one rank's whole matmul is ``[tokens, inner] @ [inner, columns]``
-    (``tests.gpu.stress_patterns`` has the others). Schedule ``small_message`` uses ``few`` tokens in place of
-    ``tokens``."""
+    (``tests.gpu.stress_patterns`` has the sizes of the other patterns). Schedule ``small_message`` uses ``few`` tokens
+    in place of ``tokens``."""
 
     tokens: int
     few: int
@@ -194,9 +194,9 @@ def digest(results: Sequence[torch.Tensor]) -> int:
 
 def poison(group: dist.ProcessGroup, like: Sequence[torch.Tensor]) -> None:
     """Fill with NaN the part of the group's workspace that peers write to, and the memory that the allocator will
-    return for tensors like ``like``. All ranks call it together.
+    return for tensors like ``like``. All ranks call this function together.
 
-    A rank may do this to its own workspace only between two barriers and with nothing in flight on any rank. A peer's
+    A rank may fill its own workspace only between two barriers and with nothing in flight on any rank. A peer's
     next call may write there as soon as this rank's last call has ended. Flags and counters are not changed.
     """
     torch.cuda.synchronize()

@@ -44,8 +44,8 @@ class Call:
     Attributes:
         run: ``run(launch, value)`` makes the call on matrices full of ``value`` and of ones. All ranks pass the same
             ``value``. Every element of the result is ``right(value, world_size)``.
-        gathers: True if the pattern adds nothing: a gather or an all-to-all. In a reduction, the products of all ranks
-            are added.
+        gathers: whether ``right`` is the same for every number of ranks, as for a gather or an all-to-all. A reduction
+            adds the products of all ranks, so its ``right`` grows with the number of ranks.
     """
 
     run: Callable[[Launch, float], torch.Tensor]

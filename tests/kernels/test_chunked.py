@@ -382,7 +382,7 @@ def test_unsupported_operands_are_refused() -> None:
         reduce_launch.matmul_reduce_scatter(a, VendorMatmul(b[:16]), launch, SMALL)
     with pytest.raises(UnsupportedError, match="of 32 and of 12 elements"):
         gather_launch.all_gather_matmul(a, [VendorMatmul(b[:, :12])], launch, SMALL)
-    with pytest.raises(UnsupportedError, match="not contiguous and aligned to 16 bytes"):
+    with pytest.raises(UnsupportedError, match="expected it contiguous and aligned to 16 bytes"):
         gather_launch.all_gather_matmul(a.t(), [VendorMatmul(b)], launch, SMALL)
     with pytest.raises(
         UnsupportedError, match="needs 8192 bytes and 1 signals with protocol credits; its slot has 4096"

@@ -80,7 +80,10 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
                 or found.shape != exact.shape
                 or not torch.allclose(found.double(), exact, rtol=2e-2, atol=5e-2)
             ):
-                problems.append(f"{name}: {tuple(found.shape)} is not {tuple(exact.shape)}, or its values are off")
+                problems.append(
+                    f"{name}: a wrong value, shape or token; the result has shape {tuple(found.shape)}, expected"
+                    f" {tuple(exact.shape)}"
+                )
     return problems
 
 

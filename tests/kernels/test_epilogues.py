@@ -101,7 +101,7 @@ def test_epilogues_survive_a_round_trip_through_text() -> None:
 
 
 def test_a_function_has_room_for_two_extra_tensors() -> None:
-    with pytest.raises(ValueError, match="read 3 extra tensors; it has room for 2"):
+    with pytest.raises(ValueError, match="read 3 extra tensors; a launch has room for 2"):
         kernels.source_of(((("row",), SILU), None, (("row", "row"), SILU)))
 
 
@@ -165,7 +165,7 @@ class Case:
         widths: columns of each result.
         rows: rows of a shard.
         missing: rows that the last shard lacks.
-        keep: the call also returns the gathered tensor.
+        keep: the workspace must still hold the gathered tensor after the kernel. So the kernel does not end the call.
     """
 
     pattern: str

@@ -221,7 +221,7 @@ def test_unsupported_operands_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="rows of 4 and of 24 elements"):
         narrow = VendorMatmul(torch.zeros(8, N).half())
         contracted_launch.contracted_all_to_all_matmul(torch.zeros(8, 4).half(), [narrow], launch, SMALL)
-    with pytest.raises(UnsupportedError, match="not contiguous"):
+    with pytest.raises(UnsupportedError, match="expected it contiguous"):
         contracted_launch.contracted_all_to_all_matmul(torch.zeros(K, 8).half().t(), [VendorMatmul(b)], launch, SMALL)
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):
         gather_launch.all_to_all_matmul(torch.zeros(8, K), [VendorMatmul(b.float())], launch, SMALL)

@@ -230,13 +230,13 @@ def test_unsupported_operands_are_refused() -> None:
         fused.all_gather_matmul(a, b[:, :12], launch, p)
     with pytest.raises(UnsupportedError, match="expected a contiguous row of 16 elements"):
         fused.all_gather_matmul(a, b, launch, p, torch.zeros(4).half())
-    with pytest.raises(UnsupportedError, match="not contiguous and aligned to 16 bytes"):
+    with pytest.raises(UnsupportedError, match="expected it contiguous and aligned to 16 bytes"):
         fused.all_gather_matmul(a.t(), b, launch, p)
     with pytest.raises(UnsupportedError, match="its slot has 4096 and 2"):
         fused.all_gather_matmul(torch.zeros(64, 32).half(), b, launch, replace(p, parts=4))
     with pytest.raises(UnsupportedError, match="3 rows cannot be cut"):
         fused.matmul_reduce_scatter(a[:3], b, launch, p)
-    with pytest.raises(UnsupportedError, match="2 tiles are multiplied, and the slot has words for 1"):
+    with pytest.raises(UnsupportedError, match="the product has 2 tiles, but the slot has words for only 1"):
         fused.matmul_all_reduce(a, b, replace(launch, slot=replace(launch.slot, tiles=launch.slot.tiles[:1])), p)
     with pytest.raises(UnsupportedError, match="64 ranks; expected at most 63"):
         fused.matmul_reduce_scatter(torch.zeros(64, 32).half(), b, replace(launch, world_size=64), p)

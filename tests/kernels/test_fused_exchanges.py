@@ -206,7 +206,8 @@ def test_is_equal_to_the_matmul_and_the_exchange(name: str) -> None:
 
 
 def test_room_planned_for_columns_suffices() -> None:
-    """The planner counts a slice of columns as rows of the whole product. This is at least what the call needs."""
+    """The planner plans a slice of columns as if it were a slice of the product's rows. The planned room must be at
+    least what the call needs."""
     for parts in (0, 1, 4):
         p = FusedParameters(2, parts=parts, **SMALL_TILES)
         for rows in (1, 17, 40, 100):

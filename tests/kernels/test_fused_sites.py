@@ -24,7 +24,8 @@ CALLS = 2
 
 
 def _check(rank: int, world_size: int, folder: str, names: list[str] | None, schedule: str = "fused") -> list[str]:
-    """Run the cases in ``names``, or all of them. Returns the problems found on this rank."""
+    """Run the cases in ``names``. If ``names`` is ``None``, run all of ``fused_cases.cases``. Returns the problems
+    found on this rank."""
     use_shared_memory(folder)
     problems = []
     config = OverlapConfig(schedule=schedule, mode="strict")
@@ -148,8 +149,8 @@ def test_exchanges_of_a_contracted_dim(tmp_path: Path, schedule: str, world_size
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_chunks_of_a_sum_of_matmuls(tmp_path: Path, world_size: int) -> None:
-    """Such sums occur in the backward of layers that read one tensor. Catches a product that is computed from another
-    chunk's rows, left out, or added twice."""
+    """Such sums occur in the backward of layers that read the same tensor. Catches a product that is computed from
+    another chunk's rows, left out, or added twice."""
     names = list(sums(world_size))
     tried = names if world_size == 2 else [names[1], names[3], names[6]]
     for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), tried, "chunked", timeout=400)):

@@ -34,7 +34,8 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> str | None:
 
 
 def _check(rank: int, world_size: int, folder: str, names: list[str] | None) -> list[str]:
-    """Run the cases in ``names``, or all of them. Returns the problems found on this rank."""
+    """Run the cases in ``names``. If ``names`` is ``None``, run all of ``scaled_sites.cases``. Returns the problems
+    found on this rank."""
     use_shared_memory(folder)
     problems = []
     for name in names or cases(world_size):

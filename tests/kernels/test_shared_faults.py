@@ -85,7 +85,7 @@ def _aborts(rank: int, world_size: int, folder: str, files: str) -> tuple[str, b
     use_shared_memory(folder)
     shared_file.SHARED_FOLDER = Path(files)
     faults = workspace_of(dist.group.WORLD, CPU).faults
-    assert files in Path("/proc/self/maps").read_text(), "the board is not in that folder"
+    assert files in Path("/proc/self/maps").read_text(), f"no file in {files} is mapped, so the board is not there"
     before = faults.error()
     dist.barrier()
     if rank == 1:

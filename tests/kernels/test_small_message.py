@@ -169,9 +169,9 @@ def test_a_rank_that_reads_late_gets_the_rows_of_its_own_call(name: str) -> None
 
 
 def test_the_kernel_rounds_where_a_model_rounds() -> None:
-    """The kernel rounds to the tensors' dtype wherever separate ops would round. Here both compute the same sum, so the
-    kernel's results are bitwise equal to those of separate ops. (The test uses fp16, because the interpreter truncates
-    bf16.)"""
+    """The kernel rounds to the tensors' dtype wherever separate ops would round. Here the kernel and separate ops
+    compute the same sum, so the kernel's results are bitwise equal to those of separate ops. (The test uses fp16,
+    because the interpreter truncates bf16.)"""
     case = replace(CASES["one-shot"], dtype=torch.float16)
     generator = torch.Generator().manual_seed(2)
     product, residual, weight = (

@@ -3,8 +3,8 @@
 the credit times out, but its copy engine still copies the rows of its next call. These rows overwrite rows that rank 0
 has not read yet. Rank 0 must return NaN.
 
-One process acts as both ranks, in Triton's interpreter. Rank 1's rows of this call are signalled. Before rank 0 reads
-them, rank 1 begins its next call, for which it gets no credit.
+One process acts as both ranks, in Triton's interpreter. Rank 1 has signalled its rows of one call. Before rank 0
+reads these rows, rank 1 begins its next call, for which rank 1 gets no credit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the stress checks for GPUs (``tests.gpu.check_stress``) on gloo processes, with kernels in Triton's interpreter.
-The checks must pass. They must report wrong results if data is not sent."""
+The checks must pass if all data is sent, and must report wrong results if some of the data is not sent."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ QUICK_EXCHANGES: list[Name] = [
     ("chunked", RECEIVED, "in turn"),
     ("chunked", CONTRACTED, "copy_engine"),
 ]
-"""The same for the patterns with an all-to-all."""
+"""Variants of the patterns with an all-to-all that the interpreter runs quickly."""
 OTHER_EXCHANGES = [n for n in NAMES if n[1] in (SENT, RECEIVED, CONTRACTED) and n not in QUICK_EXCHANGES]
 plain_variants, plain_results = stress_variants.variants, stress_sites.first_results
 
@@ -114,7 +114,7 @@ def _run(
 
     Args:
         names: the variants to run.
-        broken: leave out copies (``_break_copies``).
+        broken: leave out some copies (``_break_copies``).
     """
     use_shared_memory(folder)
     for name in ("synchronize", "_sleep"):

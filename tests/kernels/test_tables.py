@@ -32,7 +32,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Case:
-    """Calls of one site. ``rows``: bags of a slice. ``longest``: bags have 0 to ``longest`` indices; 0: plain rows."""
+    """Calls of one site. ``rows``: the number of bags that one rank receives of each table. ``longest``: bags have 0 to
+    ``longest`` indices. With ``longest`` 0, the site looks up plain rows, and there are no bags."""
 
     world_size: int = 2
     tables: int = 2
@@ -148,7 +149,8 @@ def test_against_fp64_and_the_order_of_torch(name: str) -> None:
             pooled = [[_pooled(one, t, dtype) for t in range(case.tables)] for one in every]
             for rank in range(case.world_size):
                 expected, found = _received(pooled, case, rank), out[call, rank]
-                # (Triton's interpreter cuts off bits when it converts to bf16; GPUs round to nearest.)
+                # (Results in bf16 are not compared bit for bit. Triton's interpreter cuts off bits when it converts to
+                # bf16, and GPUs round to nearest.)
                 if dtype == torch.float32 and case.dtype != torch.bfloat16:
                     assert torch.equal(found, expected.to(case.dtype)), f"call {call} rank {rank}"
                 torch.testing.assert_close(found.to(dtype), expected, rtol=1e-2, atol=1e-2)
@@ -182,8 +184,8 @@ def test_plain_rows_keep_the_sign_of_zero() -> None:
 
 
 def test_facts_that_were_not_copied_are_copied_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a copy fails, the next call must copy its facts, even if it has the same facts as the call that failed.
-    Otherwise it would read addresses of another batch."""
+    """If the copy of a call's facts fails, the next call must copy its own facts, even if both calls have the same
+    facts. Otherwise the next call would read addresses of another batch."""
     launch = SharedWorkspace.of(2, *Case().need).launch(0)
     _on_device([1, 2], launch)
 

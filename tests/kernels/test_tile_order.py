@@ -66,7 +66,7 @@ def test_an_all_reduce_multiplies_every_tile_once_band_after_band(
 
 @pytest.mark.parametrize(("tiles_shard", "tiles_part", "world_size"), SIZES)
 def test_a_scatter_sends_to_all_peers_evenly(tiles_shard: int, tiles_part: int, world_size: int) -> None:
-    """At every point of the order, the numbers of tiles for any two peers differ by at most one."""
+    """At every point of the order, the numbers of tiles claimed so far for any two peers differ by at most one."""
     peers = [s for s, _, _ in _turns(tiles_shard, tiles_part, world_size, bands=False) if s != RANK]
     for end in range(len(peers)):
         counts = [peers[:end].count(s) for s in range(world_size) if s != RANK]

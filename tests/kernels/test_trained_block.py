@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a sequence-parallel block forward and backward, with schedules that turn each site into one op. The block runs
-on several processes, with kernels in Triton's interpreter. Its results are compared with fp64."""
+"""Runs a sequence-parallel block forward and backward, with schedules ``chunked`` and ``fused``, which turn a site into
+one op. The block runs on several processes, with kernels in Triton's interpreter. Its results are compared with
+fp64."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.interpreted import interpreted
 from tests.support.shared_memory import use_shared_memory
 
-# Backward reduce-scatters a sum of three matmuls and a sum of two. No fused kernel computes such sums.
+# The backward has two reduce-scatters, one of a sum of three matmuls and one of a sum of two matmuls. No fused kernel
+# computes such sums, so ``fused`` keeps these two sites.
 EXPECTED = {
     "chunked": {
         "forward: all_gather_matmul chunked": 2,

@@ -195,9 +195,9 @@ OWN = [
 
 def test_ranks_measure_together_if_inner_sizes_and_biases_differ() -> None:
     """The sizes of a call may be new to rank 0 only. If rank 0 then measured alone, it would wait for peers that
-    already run the collective. So all ranks measure together. Only the inner size and the bias of rank 0 count: sites
-    that are alike on rank 0 share one measurement. After a site has a plan, it is not measured again, even if an inner
-    size changes."""
+    already run the collective. So all ranks measure together. Whether a site is measured depends on rank 0's inner size
+    and on whether rank 0 has a bias. Sites that are equal in both share one measurement. After a site has a plan, it is
+    not measured again, even if an inner size changes."""
     first, second = run_ranks(2, _own, timeout=120)
     assert first == second and first[0] == ["bias of rank 0", "no bias", "inner of rank 0"]
 
@@ -217,8 +217,8 @@ def _call(waves: wave_groups.GroupWaves, parameters: WaveParameters = PARAMETERS
 
 
 def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
-    """The wait of the kernel times out. The kernel then sets the rows of the group to NaN and ends. The next call
-    raises an error."""
+    """The wait of the kernel times out. The kernel then sets the rows of its group of waves to NaN and ends. The next
+    call raises an error."""
     place = waves.place
     waves.counters[2 * FLAG_WORDS] = 3
     c = torch.zeros(64, 16).half()

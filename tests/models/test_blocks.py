@@ -14,8 +14,8 @@ from tests.support.gloo_ranks import run_ranks
 
 REPEATED = ("none", "full", "selective, matmuls only")
 """Kinds of checkpointing with which ``test_block`` runs the hand-written block in thorough tests only. Without
-checkpointing, this block has the same sites as the DTensor block. With selective checkpointing, it runs in every test.
-The other kinds recompute more or fewer of the same collectives."""
+checkpointing, this block has the same sites as the DTensor block. With kind ``selective``, the block runs in every
+test. The other kinds of checkpointing recompute more or fewer of the collectives that ``selective`` recomputes."""
 
 
 @pytest.mark.parametrize(

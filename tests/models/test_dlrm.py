@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles an unchanged DLRM-style model with Inductor on gloo ranks. Its tables are divided among the ranks."""
+"""Compiles an unchanged DLRM-style model with Inductor on gloo ranks. The model's tables are divided among the
+ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def _trained(model: DLRM, call: Any, batches: list[Batch]) -> list[torch.Tensor]
 
 
 def _training(rank: int, world_size: int, kind: str, joined: str) -> list[str]:
-    """The problems on this rank. On two ranks, Inductor's code runs. On more, the rewritten graphs are interpreted."""
+    """Returns the problems on this rank. With two ranks, Inductor's code runs. With more ranks, the rewritten graphs
+    are interpreted."""
     compile_anew(kernels=False)
     model = _model(rank, kind, joined)
     eager = _model(rank, kind, joined)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture-of-experts models of ``transformers`` under their expert-parallel plan. The experts' all-reduces are sites
-of both grouped matmuls. All ranks agree, although the number of the rank is a constant in each rank's graph.
-Logits agree with fp64."""
+"""Runs mixture-of-experts models of ``transformers`` under their expert-parallel plan. Each layer of experts must be
+one site with both grouped matmuls. All ranks must agree, although the number of the rank is a constant in each rank's
+graph. Logits must agree with fp64."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _problems(
     model = hugging_face.load(family, folder, "cpu", experts=world_size)
     exact = hugging_face.whole(family, folder, "cpu", experts_implementation="eager")
     ids = hugging_face.ids("cpu")
-    # Kernels are built for one model only (by ``make test-thorough``).
+    # C++ kernels are built for one model only (by ``make test-thorough``).
     compile_anew(kernels=family == "mixtral")
     reports: list[OverlapReport] = []
     reporting.forget_reports()
@@ -90,9 +90,9 @@ def test_experts_of_a_model(
 def _trained(
     rank: int, world_size: int, family: str, folder: str, limits: tuple[int, ...], fields: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Training steps, each with a recompile limit for rank 0. With limit 1, rank 0 compiles nothing more. Frames that
-    would need another graph after a change of routing run uncompiled on rank 0. Each rank has its own switches,
-    ``fields``."""
+    """Run training steps, each with a recompile limit for rank 0. From a step with limit 1 on, rank 0 compiles no
+    further graph. Frames that would need another graph after a change of routing run uncompiled on rank 0. Each rank
+    has its own switches, ``fields``."""
     import overlap_inductor
 
     model = hugging_face.load(family, folder, "cpu", experts=world_size).train()
@@ -128,22 +128,22 @@ def _trained(
 # (``tests/numerics/test_uncompiled_frames.py`` and ``test_dispatched_experts.py`` train and recompile smaller layers.)
 @pytest.mark.thorough
 def test_training_where_routing_makes_graphs_differ(tmp_path: Path) -> None:
-    """The graphs around the exchange of tokens hold how many tokens each expert got, so ranks recompile at different
-    times. Catches ranks that take this for a difference of their plans."""
+    """The graphs before and after the exchange of tokens depend on how many tokens each expert got, so ranks recompile
+    at different times. Catches ranks that take a peer's recompile for a difference of their plans."""
     arguments = "mixtral, one layer", str(tmp_path), (64, 1, 1), [{}, {}]
     results = run_ranks(2, _trained, *arguments, timeout=400)
     for result in results:
         assert result["problems"] == [] and result["warnings"] == [], result
         assert result["counts"]["sites_overlapped"] > 0 and "reason.ranks_differ" not in result["counts"], result
     first, second = (r["graphs"] for r in results)
-    assert first[0] == first[-1] and second[0] < second[-1], "rank 0 compiled as often as rank 1"
+    assert first[0] == first[-1] and second[0] < second[-1], "rank 0 compiled after the first step, or rank 1 did not"
 
 
-# (``test_ranks_that_differ`` trains a smaller block on ranks that differ.)
+# (``test_ranks_that_differ`` trains a smaller block on ranks whose plans differ.)
 @pytest.mark.thorough
 def test_training_with_plans_that_differ(tmp_path: Path) -> None:
     """The plain program of a forward passes a ``DeviceMesh`` on to the backward. Catches a plain program that returns
-    ``None`` in its place."""
+    ``None`` in place of the ``DeviceMesh``."""
     arguments = "mixtral, one layer", str(tmp_path), (64,), [{}, {"sub_chunks": 2}]
     results = run_ranks(2, _trained, *arguments, timeout=400)
     for result in results:

@@ -30,7 +30,8 @@ def run(folder: Path, dump: Path) -> list[tuple[float, int]]:
     results = folder / f"results of {dump.name}"
     results.mkdir()
     command = [str(SCRIPT), str(folder / "model"), str(results)]
-    # Without ``torchrun``, which imports torch in a process of its own and sets the same variables.
+    # This runs no ``torchrun``, which would import torch in one more process. ``rank_environment`` and ``run_ranks``
+    # set the variables that ``torchrun`` sets.
     run_ranks(command, 2, results, environment=environment, timeout=500, on_line=print, on_wait=lambda: None)
     return [tuple(json.loads((results / f"rank{rank}.json").read_text())) for rank in range(2)]
 

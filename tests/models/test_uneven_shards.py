@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs DTensor layers forward and backward. Their sizes are not multiples of the group's size. All ranks must have the
-same plan, and the results must agree with those of eager PyTorch."""
+"""Runs DTensor layers forward and backward. The layers' sizes are not multiples of the group's size. All ranks must
+have the same plan, and the results must agree with those of eager PyTorch."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ def _check(
     """
     problems = []
     compile_anew()
-    # Sites without a looping op are refused. Of the cases with such a site, only the first runs.
+    # With ``step_node_budget``, sites without a looping op are refused. Of the cases with such a site, only the first
+    # runs.
     refused = sorted(WITHOUT_LOOPING_OP)[1:] if "step_node_budget" in fields else []
     tolerance = 1e-4 if dtype == torch.float32 else 6e-2
     sizes = {name: [6] for name in names or cases(world_size, 4) if name not in refused}
@@ -207,8 +208,8 @@ def _is_not_generated(name: str) -> bool:
 def _dynamic(
     rank: int, world_size: int, fields: dict[str, Any], generated: bool, which: Callable[[str], bool]
 ) -> list[str]:
-    """Compile each function whose name is accepted by ``which`` once, and call it with several token counts. Returns
-    the problems found on this rank. (torch itself compiles again for zero tokens and for one token.)"""
+    """Compile once each function whose name ``which`` accepts, and call the compiled function with several token
+    counts. Returns the problems found on this rank. (torch itself compiles again for zero tokens and for one token.)"""
     import overlap_inductor
 
     g = dist.group.WORLD

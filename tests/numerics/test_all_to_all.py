@@ -199,5 +199,6 @@ def _bit_for_bit(rank: int, world_size: int, budget: int) -> list[str]:
 
 @pytest.mark.parametrize("budget", [4000, pytest.param(1, marks=pytest.mark.thorough)])
 def test_equal_bit_for_bit_to_the_same_matmuls_slice_by_slice(budget: int) -> None:
-    """Catches a slice that is computed by another matmul, or sums that are added in another order than they arrive."""
+    """Catches a slice that is computed by a matmul of another shape, or products that are added in another order than
+    that in which their slices arrive."""
     assert run_ranks(3, _bit_for_bit, budget, timeout=300) == [[]] * 3

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the operator bench as ``torchrun`` does, on two gloo processes. Then makes tables and plots from the rows that
-it wrote."""
+the bench wrote."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FIELDS = {
 
 
 def _command(rank: int, world_size: int, arguments: list[str]) -> str:
-    """What ``python -m bench.operators ARGUMENTS`` prints on this rank, by a process that has already imported
-    torch."""
+    """Run ``python -m bench.operators ARGUMENTS`` in this rank's process, which has already imported torch. Returns
+    what the command prints."""
     sys.argv = ["operators", *arguments]
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         try:

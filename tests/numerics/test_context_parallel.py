@@ -34,7 +34,7 @@ PATTERN = "all_gather_attention"
 
 class _Problem:
     """One rank's tensors, ``[batch, heads, tokens, width]``, and the output in fp64. All ranks must make the same
-    problems, one after the other."""
+    problems in the same order."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class _Problem:
 
 
 def _statuses(reports: list[OverlapReport]) -> list[tuple[str, str]]:
-    """The pattern and status of each site, and the reason of each near miss. The gather of the queries, a near miss
-    without a matmul, is left out."""
+    """The pattern and status of each site, and the reason of each near miss. Near misses without a matmul are left out.
+    The gather of the queries is such a near miss."""
     found = [(s.facts.pattern, s.decision.status) for r in reports for s in r.sites]
     return found + [
         (m.reason.code, m.reason.text) for r in reports for m in r.near_misses if m.reason.code != "no_matmul"
@@ -126,7 +126,7 @@ def _compared(rank: int, world_size: int, part: slice) -> list[str]:
     ids=["2 ranks", "3 ranks", "2 ranks, other layers", "3 ranks, other masks", "3 ranks, other layers"],
 )
 def test_random_attention(world_size: int, part: slice) -> None:
-    """Catches a wrong merge, and keys and mask columns of a wrong rank. Also catches wrong results of queries that see
+    """Catches a wrong merge, and keys and mask columns of a wrong rank. Also catches wrong results for queries that see
     no key of one rank or no key at all."""
     assert run_ranks(world_size, _compared, part, timeout=500) == [[]] * world_size
 
@@ -227,8 +227,8 @@ def _gpu_ops(rank: int, world_size: int) -> list[str]:
 
 
 def test_ops_of_gpus() -> None:
-    """Catches a log-sum-exp that is read in a wrong layout, and one that the op was not asked to compute. Also catches
-    a result that uses values that an op does not define."""
+    """Catches a log-sum-exp that is read in a wrong layout, and a log-sum-exp that is read although the op was not
+    asked to compute it. Also catches a result that uses values that an op does not define."""
     assert run_ranks(2, _gpu_ops) == [[]] * 2
 
 

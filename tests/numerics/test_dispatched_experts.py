@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts between two exchanges of rows on gloo ranks, forward and backward against fp64, whatever the experts'
-loads."""
+"""Runs layers of experts between two exchanges of rows on gloo ranks, forward and backward, with several loads of the
+experts. Compares the results with fp64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _errors(layer: DispatchedExperts, compiled: Any, rank: int, ranks: int, *given: Any) -> dict[str, float]:
-    """The largest errors of the output and of the gradients on this rank, relative to the largest value of each."""
+    """The largest error of the output and of each gradient on this rank. An error is relative to the tensor's largest
+    value, or to 1 if all values are smaller."""
     tokens, loads, dtype = given
     x, ids, scores = inputs(tokens + rank, loads, rank, dtype)
     layer.zero_grad()
@@ -89,7 +90,8 @@ def test_every_load(world_size: int, tokens: int, dtype: torch.dtype, shared: bo
 
 
 def _generated(rank: int, world_size: int) -> tuple[list[list[str]], dict[str, float], list[str]]:
-    """As ``_every_load``, with the sites of each graph, for two loads and Inductor's generated code."""
+    """Like ``_every_load``, but runs Inductor's generated code with two loads, and returns the sites of each graph
+    separately."""
     compile_anew(kernels=False)
     torch._dynamo.config.capture_scalar_outputs = True
     layer = DispatchedExperts(rank, world_size, shared=True)
@@ -105,8 +107,8 @@ def _generated(rank: int, world_size: int) -> tuple[list[list[str]], dict[str, f
 
 
 def test_generated_code() -> None:
-    """Catches a buffer that Inductor reuses while rows travel, a size that it cannot print, and a recompile for other
-    loads."""
+    """Catches a buffer that Inductor reuses while rows travel, a size that Inductor cannot write into its code, and a
+    recompile for other loads."""
     for rank, found in enumerate(run_ranks(2, _generated, timeout=400)):
         assert found == ([[PATTERN]] * 2, {}, []), f"rank {rank}"
 

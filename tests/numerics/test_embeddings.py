@@ -104,8 +104,9 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
             if not torch.equal(one, other):
                 problems.append(f"{what}: result {i} differs by {(one - other).abs().max()}")
         sites = _overlapped(reports)
-        # A single table is a site only if it is an ``nn.Embedding``, and only in forward. Bags of one table are looked
-        # up in one op, and no other table's gradient could hide the transfer of its gradient.
+        # A single table is a site only if it is an ``nn.Embedding``, and only in forward. If there is one table of
+        # bags, a single op looks up all its bags, so no lookup is left to hide a transfer. In backward, no other
+        # table's gradient could hide the transfer of this table's gradient.
         if mine and tables > 1 and sites != [tables] * (1 + trained):
             problems.append(f"{what}: sites {sites} {[n.reason for r in reports for n in r.near_misses]}")
         if mine and tables == 1 and kind == "embedding" and sites != [1]:

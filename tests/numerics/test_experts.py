@@ -34,10 +34,11 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "biases": {"kind": BiasedExperts},
     "gate apart": {"kind": ApartExperts},
 }
-"""Arguments of ``_every_load``: ``kind`` of experts and their ``spelling``."""
+"""Values of ``_every_load``'s argument ``layer``: ``kind`` is the class of the experts, and ``spelling`` holds keyword
+arguments of this class."""
 REPEATED = ("argsort", "negative places", "late weights")
-"""Other spellings of ``put``. They run unrolled in thorough tests only. (``tests/compile/test_experts_graph.py``
-compares the graphs of all spellings.)"""
+"""Spellings that compute what ``put`` computes. Their unrolled steps run in thorough tests only.
+(``tests/compile/test_experts_graph.py`` compares the graphs of all spellings.)"""
 
 
 def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -51,7 +52,8 @@ def _scattered(x: torch.Tensor) -> torch.Tensor:
 def _every_load(
     rank: int, world_size: int, tokens: int, layer: dict[str, Any], scatters: bool, options: dict[str, Any]
 ) -> tuple[list[tuple[str, bool]], dict[str, float], list[str]]:
-    """``(pattern of each site, whether its steps are unrolled; {loads: relative error}, problems)`` of one graph."""
+    """``([(pattern, whether the steps are unrolled) of each overlapped site], {loads: relative error}, problems)`` of
+    one graph."""
     kind = layer.get("kind", Experts)
     experts = kind(rank, world_size, **layer.get("spelling", {}), **({"reduce": _scattered} if scatters else {}))
     reports: list[OverlapReport] = []
@@ -138,7 +140,7 @@ def _generated(rank: int, world_size: int, options: dict[str, Any]) -> tuple[lis
 
 @pytest.mark.parametrize("budget", [3000, pytest.param(1, marks=pytest.mark.thorough)])
 def test_any_number_of_tokens(budget: int) -> None:
-    """Catches a block of the first call's size, and a guard that the pieces add."""
+    """Catches a block that keeps the size that it had in the first call, and a guard that the pieces add."""
     for statuses, errors, graphs in run_ranks(2, _generated, {"step_node_budget": budget}, timeout=400):
         assert statuses == ["overlapped"] and graphs == 1
         assert {tokens: error for tokens, error in errors.items() if not error < TOLERANCE} == {}

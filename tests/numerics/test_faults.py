@@ -68,8 +68,9 @@ def _disagree(rank: int, world_size: int, fields: list[dict[str, Any]]) -> tuple
     ids=["sub-chunks", "direction"],
 )
 def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
-    """A rewritten graph that runs outside Inductor's callable has no plain program. So every rank must raise an error
-    that names the rank and the difference."""
+    """This test's backend runs the rewritten graph itself. So if plans differ, there is no plain program that could run
+    in its place, and every rank must raise an error. The error names the ranks whose plans differ from the rank's own
+    plan, and says what differs."""
     odd = next(i for i, f in enumerate(fields) if f)
     for rank, (kind, text, _) in enumerate(run_ranks(3, _disagree, fields)):
         assert kind == "AgreementError" and words in text, f"rank {rank}: {kind} {text}"
@@ -78,7 +79,8 @@ def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
 
 
 def _other_model(rank: int, world_size: int, other: str) -> tuple[str, str, float]:
-    """One collective of rank 1's model has another kind or another dtype than that of rank 0. The sizes are equal."""
+    """The collective of rank 1's model has another kind, reduce op or dtype than the collective of rank 0's model. The
+    inputs of both collectives have equal shapes."""
     group = _group()
     functions: dict[str, Callable[..., torch.Tensor]] = {
         "sum": lambda x, w: reduce_scatter(x @ w, "sum", 0, group),
@@ -136,8 +138,8 @@ def _switched_off_on_one(rank: int, world_size: int) -> tuple[str, str, float]:
 
 
 def test_switched_off_on_one_rank() -> None:
-    """A rank whose overlap is off publishes no plan. The other rank must raise an error at its deadline. It must not
-    send to a peer that waits in another collective."""
+    """A rank whose overlap is off publishes no plan. The other rank must raise an error at its own deadline. The other
+    rank must not send to a peer that waits in another collective."""
     on, off = run_ranks(2, _switched_off_on_one)
     assert on[0] == "AgreementError" and "rank 1 published no plan" in on[1] and on[2] < 60
     # No peer takes part in rank 1's all-gather. It fails at the group's timeout, or when rank 0's process ends.
@@ -156,8 +158,8 @@ def _one_compiles_again(rank: int, world_size: int) -> list[tuple[str, str, floa
 
 
 def test_one_rank_alone_compiles_again() -> None:
-    """Rank 1 compiles again, to another plan. If plans are compared at first runs only, rank 0 runs the agreed plan,
-    and its transfers find no partner. The error of rank 0 must say why."""
+    """Both ranks compile again, but only rank 1 gets another plan. In this test, a plan is compared at its first run only.
+    So rank 0 runs its agreed plan without comparing it again, and its transfers find no partner. The error of rank 0 must say why."""
     (first, kept), (second, changed) = run_ranks(2, _one_compiles_again, expect_failure=True)
     assert first[0] == second[0] == "ok", (first, second)
     assert (
@@ -285,8 +287,8 @@ def _edges(rank: int, world_size: int) -> list[str]:
 
 
 def test_unusual_inputs() -> None:
-    """Catches a result with other strides than in eager PyTorch, a wait for a piece without rows, and remaining rows
-    that are lost."""
+    """Catches a result with other strides than in eager PyTorch, a wait for a piece without rows, and the loss of
+    the rows that are left over if the number of ranks does not divide the number of rows."""
     for rank, found in enumerate(run_ranks(2, _edges, timeout=400)):
         assert found == [], f"rank {rank}: {found}"
 

@@ -43,7 +43,7 @@ def _worker(rank: int, world_size: int, settings: str, folder: str, compare_all:
 
 
 def run(folder: Path, words: list[str], compare_all: bool = False) -> list[Any]:
-    """What each rank's worker prints. With ``compare_all`` it may be a traceback."""
+    """What each rank's worker prints. With ``compare_all``, a rank's text may instead be a traceback."""
     pytest.importorskip("transformers", reason="transformers comes with the test extra")
     settings = layers.settings_of(layers.parsed([*TINY.split(), *words, "--trace", str(folder)]), 500)
     text = json.dumps(dataclasses.asdict(settings))
@@ -70,7 +70,8 @@ def test_variants_are_compared_and_timed(phase: str, only: list[str], tmp_path: 
     assert all(any(": ring" in site for site in row["sites"]) for row in ring)
     assert bool(ring) == any(name.startswith("ring") for name in only)
     assert all(row["error"] < 1e-5 for row in rows if row["variant"] != LOCAL)
-    # The collectives of the plain program are counted in a graph with overlap that is not rewritten.
+    # The bench counts the plain program's collectives in the graph of a variant with overlap that the sequence-parallel
+    # rewrite has not changed.
     uncounted = [LOCAL, PLAIN] if all("sequence_parallel on" in name for name in only) else [LOCAL]
     assert all(row["collectives"] for row in rows if row["variant"] not in uncounted)
     assert all(row["median_ms"] >= row["fastest_ms"] > 0 for row in rows)
@@ -81,10 +82,10 @@ def test_variants_are_compared_and_timed(phase: str, only: list[str], tmp_path: 
     assert traced and all(row["matmul"] > 0 for row in traced)
 
 
-# (Every test checks the errors of the right variants.)
+# (``test_variants_are_compared_and_timed`` checks the errors of the variants whose results must be right.)
 @pytest.mark.thorough
 def test_a_wrong_variant_ends_the_bench(tmp_path: Path) -> None:
     """The results of the variant without collectives are wrong on purpose. The test marks this variant as
-    right. So the bench compares its results, and must end."""
+    right. So the bench compares this variant's results, finds the error, and must end."""
     for text in run(tmp_path, ["--phases", "forward", "--variants", LOCAL], compare_all=True):
         assert "Wrong: forward no collectives: error" in text

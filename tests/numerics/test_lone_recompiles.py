@@ -144,7 +144,8 @@ def _ahead(rank: int, world_size: int, calls: int) -> dict[str, Any]:
     group = dist.group.WORLD
     same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [group], False)
     kept = agreement.Comparison(_plan("g0: all_reduce float32 [4] kept", False), [group], False)
-    # (``ComparedCall`` makes the same two calls. ``count`` returns False if a rank is late, and ``call`` then decides.)
+    # (``ComparedCall``, too, calls ``count`` first. If a rank is late, ``count`` returns False, and ``call`` then
+    # decides.)
     found = [same.call().overlapped, same.call().overlapped, same.count() or same.call().overlapped]
     dist.barrier()
     if rank:
@@ -191,15 +192,15 @@ def _compiled_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_a_kept_plan_that_ran_before_needs_no_answer(tmp_path: Path) -> None:
-    """The recompiled graph exchanges the same data as before. Catches a rank that nevertheless waits for another rank's
-    answer, which never comes, and then raises an error."""
+    """The recompiled graph exchanges the same data as the graph that it replaces. Catches a rank that nevertheless
+    waits for another rank's answer, which never comes, and then raises an error."""
     for result in run_ranks(2, _compiled_again, str(tmp_path)):
         assert result["wrong"] == result["warnings"] == [] and result["page"] is None and result["seconds"] < 8, result
 
 
 def _late(rank: int, world_size: int) -> bool:
-    """Rank 0 is late by more than ``ABSENT`` seconds. It compiles nothing here, so it has not announced itself to the
-    other rank."""
+    """Rank 0 is late by more than ``ABSENT`` seconds. Rank 0 compiles nothing here, so it has not announced to the
+    other rank that it compiles with overlap on."""
     call_board.ABSENT = 0.5
     plan = _plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True)
     same = agreement.Comparison(plan, [dist.group.WORLD], False)
@@ -248,7 +249,7 @@ def _disabled(rank: int, world_size: int) -> bool:
 
 
 def test_a_slow_rank_overlaps_a_call_after_which_another_rank_disabled_overlap() -> None:
-    """Catches a slow rank that runs the plain program although the other rank runs the overlapped one."""
+    """Catches a slow rank that runs the plain program although the other rank runs the overlapped program."""
     assert run_ranks(2, _disabled) == [True, True]
 
 
@@ -272,8 +273,8 @@ def _differs_for_long(rank: int, world_size: int) -> list[int]:
 
 
 def test_reasons_of_old_verdicts_do_not_stay_in_the_store() -> None:
-    """A verdict says whether the ranks overlap a call. Its reason does not fit on the page, so it is in the store.
-    Reasons of old calls must be deleted."""
+    """A verdict says whether the ranks overlap a call. The reason of a verdict does not fit on the page, so the reason
+    is in the store. Reasons of old calls must be deleted."""
     for _, first, second in run_ranks(2, _differs_for_long, timeout=120):
         assert second - first < call_store.KEPT_CALLS, (first, second)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If one row of a 2-D mesh cannot run the plan of the others, all ranks of the mesh run the plain program."""
+"""All ranks of a 2-D mesh run the plain program if one rank has another plan, or if one row of the mesh cannot run its
+plan."""
 
 from __future__ import annotations
 

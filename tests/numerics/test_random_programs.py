@@ -20,9 +20,9 @@ from tests.support.program_checks import check
 from tests.support.random_programs import Program
 
 COUNT = 4
-"""The number of programs in each case. Most trained programs have no site. Of the 12 trained programs from seed 31 on,
-9 have a site. After a change to the finder or to a rewrite, run thousands of programs with
-``python -m tests.numerics.test_random_programs``.
+"""The number of programs in each case. Most trained programs have no site. So the trained cases begin at seed 31: of
+the 12 trained programs from there on, 9 have a site. After a change to the finder or to a rewrite, run thousands of
+programs with ``python -m tests.numerics.test_random_programs``.
 """
 
 HOPS = {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}

@@ -125,8 +125,7 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
     ],
 )
 def test_drawn_layers(world_size: int, examples: int) -> None:
-    """Catches a shape, dtype or switch with a wrong slice, with rows that are lost, or with a gradient that is summed
-    twice."""
+    """Catches a shape, dtype or switch at which a slice is wrong, rows are lost, or a gradient is summed twice."""
     results = run_ranks(world_size, _draws, examples, timeout=500)
     assert {count for count, _ in results} == {examples}
     for rank, (_, problems) in enumerate(results):

@@ -181,8 +181,8 @@ def test_warm_cache_on_one_rank(tmp_path: Path) -> None:
 
 
 def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
-    """Overlap is off on rank 1, either by its mode (``told``) or because it compiles with plain Inductor
-    (``silent``)."""
+    """Overlap is off on rank 1. With ``told``, rank 1's mode is ``off``. With ``silent``, rank 1 compiles with plain
+    Inductor."""
     from overlap_inductor.runtime import call_board
 
     call_board.ABSENT = 3.0
@@ -250,7 +250,7 @@ def _again(rank: int, world_size: int, changes: list[dict[str, Any]]) -> dict[st
 
 
 def test_a_rank_that_recompiles_alone_to_another_exchange() -> None:
-    """The ranks compare plans at every call. So the other rank runs the plain program for as long as rank 1's plan
+    """The ranks compare plans at every call. So both ranks run the plain program for as long as rank 1's plan
     differs."""
     results = run_ranks(2, _again, [{}, {"sub_chunks": 2}])
     assert all(r["problems"] == [] for r in results), results
@@ -426,7 +426,7 @@ def test_a_group_of_one_rank_where_others_have_more() -> None:
 
 
 def test_a_dry_run_on_the_fake_backend_runs() -> None:
-    """Some frameworks plan with such a dry run: one process acts as a rank of a group that does not exist."""
+    """Some frameworks plan with a dry run: one process acts as a rank of a group that does not exist."""
     from tests.support.fake_group import fake_group
 
     compile_anew(kernels=False)

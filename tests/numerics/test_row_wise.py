@@ -69,7 +69,8 @@ def check(rank: int, world_size: int, names: list[str]) -> list[str]:
     problems: list[str] = []
     for name in names:
         fn, _, _ = PROGRAMS[name]
-        # Some programs also run as one op.
+        # With ``ONE_OP``, the programs in ``LOOPING`` run as one looping op, and the sites of the programs in ``OWN``
+        # must be refused.
         for fields in (FIELDS[world_size], *([ONE_OP] if name in LOOPING | OWN else [])):
             problems += _wrong(
                 name, fn, arguments(name, world_size, torch.Generator().manual_seed(rank)), fields, name in TRAINED
@@ -113,6 +114,7 @@ SAMPLE = [
     ids=["2 ranks", "2 ranks, other programs", "3 ranks"],
 )
 def test_overlap_does_not_change_the_programs_results(world_size: int, names: list[str]) -> None:
-    """Catches an operand that is cut at wrong rows or that must not be cut, and a term that is added twice."""
+    """Catches an operand that is cut at wrong rows or that is cut although it must stay whole, and a term that is added
+    twice."""
     for rank, problems in enumerate(run_ranks(world_size, check, names, timeout=400)):
         assert not problems, f"rank {rank}: " + "\n".join(problems)

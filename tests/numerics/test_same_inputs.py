@@ -60,7 +60,7 @@ def _calls(rank: int, world_size: int, schedule: str, differ: bool) -> dict[str,
 @pytest.mark.parametrize("schedule", ["ring", "auto"])
 def test_all_ranks_run_the_plain_program(schedule: str) -> None:
     """With ``auto``, no site of this small graph is overlapped. But the sequence-parallel rewrite has changed the
-    graph, so the rewritten graph must not run."""
+    graph. With the weights that differ, the rewritten graph would give other results, so it must not run."""
     for result in run_ranks(2, _calls, schedule, True):
         assert result["worst"] < 1e-4 and result["status"] == ["rewritten"], result
         assert bool(result["overlapped"]) == (schedule == "ring")
@@ -73,7 +73,7 @@ def test_the_rewritten_graph_runs_if_the_inputs_are_the_same() -> None:
 
 
 def _by_a_size(rank: int, world_size: int) -> float:
-    """The worst error."""
+    """The largest error on this rank."""
     compile_anew(kernels=False)
     local = torch.ones(4 + rank, 3)
     torch._dynamo.mark_dynamic(local, 0)
@@ -89,7 +89,8 @@ def _by_a_size(rank: int, world_size: int) -> float:
 
 
 def test_a_tensor_made_of_a_size_that_ranks_do_not_exchange_may_differ() -> None:
-    """Each rank scales the norm by a size of its own. The size is a symbol, so it is not part of the compared plans."""
+    """Each rank scales the norm's weight by a size of its own. The size is a symbol, so it is not part of the compared
+    plans."""
     errors = run_ranks(2, _by_a_size)
     assert max(errors) < 1e-3, errors
 
@@ -118,7 +119,7 @@ def test_a_training_graph_has_no_plain_program() -> None:
 
 
 class Layer(torch.nn.Module):
-    """``_layer`` with parameters."""
+    """A module like ``_layer``, whose weights are parameters."""
 
     def __init__(self, rank: int, number: int, differs: bool, grad: bool = False) -> None:
         super().__init__()
@@ -244,8 +245,8 @@ def _train_and_recompile(rank: int, world_size: int, lone: int) -> dict[str, Any
     ids=["one rank compiles again", "all ranks compile again"],
 )
 def test_weights_are_hashed_once(lone: int) -> None:
-    """A graph that is compiled after training steps gets the weights' digests of the first graph. So a rank that
-    compiles again alone does not wait for the others."""
+    """A graph that is compiled after training steps takes the weights' digests that were computed for the first graph.
+    So a rank that compiles again alone does not wait for the others."""
     for rank, result in enumerate(run_ranks(2, _train_and_recompile, lone)):
         assert result["off"] < 1e-5 and result["texts"] == [], result
         assert result["hashed"].count((H,)) == 1 and result["graphs"] == (4 if rank < lone else 2), result

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the sequence-parallel rewrite on tensor-parallel blocks that are compiled and trained as users do it. The
-rewrite must replace the all-reduces of the blocks and must not change their results."""
+"""Tests the sequence-parallel rewrite on tensor-parallel blocks that are compiled and trained as in users' programs.
+The rewrite must replace the blocks' all-reduces and must not change the blocks' results."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     "dynamic, even": (4, 4, 6, set()),
 }
 FAST = ("[B, S, H], odd, accumulated gradients", "DTensor")
-"""The blocks that run in every test. The others run in thorough tests only. They differ in the dtype, in the kind of
-checkpointing, in dropout, or in how many layers a graph holds. ``tests/compile`` compares their graphs. A block with
-a dynamic number of tokens runs on three ranks."""
+"""The blocks that run in every test on two ranks. ``dynamic, even`` runs in every test on three ranks. All other blocks
+run in thorough tests only. The other blocks differ from these in the dtype, in the kind of checkpointing, in dropout,
+or in how many layers a graph holds. ``tests/compile`` compares their graphs."""
 
 
 def _rows(
@@ -207,8 +207,9 @@ def _other_weights(rank: int, world_size: int, trains: bool, schedule: str) -> t
 @pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["ring", "auto"])
 def test_ranks_with_other_norms_run_the_plain_program(schedule: str) -> None:
-    """As written, each rank scales all tokens by its own weights. After the rewrite, it would scale only its own rows.
-    So all ranks must run the plain program. ``auto`` overlaps no site of these sizes."""
+    """As written, each rank scales all tokens by its own norm weights. After the rewrite, each rank would scale only
+    its own rows, which would change the results. So all ranks must run the plain program. ``auto`` overlaps no site of
+    these sizes, but the stretch is still rewritten."""
     found = run_ranks(2, _other_weights, False, schedule, timeout=300)
     assert all(error < LIMIT and rewritten == 1 for error, _, rewritten in found), found
     texts = [text for _, heard, _ in found for text in heard]

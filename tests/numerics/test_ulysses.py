@@ -29,8 +29,8 @@ def _run(
     rank: int, world_size: int, batch: int, trained: bool, plain: bool, options: dict[str, Any], generated: bool = True
 ) -> tuple[list[list[str]], dict[str, float], list[str]]:
     """``(patterns of each graph's overlapped sites, {what: relative error against fp64}, problems)``. The patterns of a
-    graph also hold the status of sites that are not overlapped, and the reasons of near misses. Only the code of
-    a ``plain`` attention has C++ kernels. Without ``generated``, the rewritten graphs are interpreted."""
+    graph also hold the status of sites that are not overlapped, and the reasons of near misses. C++ kernels are built
+    only for a ``plain`` attention. Without ``generated``, the rewritten graphs are interpreted."""
     compile_anew(kernels=plain)
     torch.manual_seed(0)
     hidden, own = 8 * world_size, 6
@@ -52,7 +52,7 @@ def _run(
         (expected * weights).sum().backward()
         errors["input"] = _error(x.grad, y.grad[:, mine])
         for (name, parameter), other in zip(block.named_parameters(), exact.parameters(), strict=True):
-            # Each rank has the gradient of its own tokens.
+            # Each rank's gradient is a sum over that rank's tokens only.
             dist.all_reduce(parameter.grad)
             errors[name] = _error(parameter.grad, other.grad)
     reports = all_reports() if generated else reports
@@ -105,7 +105,7 @@ def test_looping_ops(budget: int) -> None:
 
 
 def test_attention_of_plain_matmuls() -> None:
-    """Catches a projection that loses its exchange to a matmul of the attention."""
+    """Catches a site that takes a matmul of the attention in place of a projection."""
     _check(2, 1, False, True, {}, patterns=[FORWARD])
 
 
@@ -140,7 +140,7 @@ def _lengths(rank: int, world_size: int, options: dict[str, Any], generated: boo
     ids=["unrolled", "unrolled, generated code", "looping"],
 )
 def test_a_dynamic_sequence(options: dict[str, Any], generated: bool) -> None:
-    """Catches sizes of slices that are those of the first call."""
+    """Catches slices that keep the sizes of the first call."""
     for graphs, errors in run_ranks(2, _lengths, options, generated, timeout=300):
         assert graphs == 1 and {what: error for what, error in errors.items() if error > 1e-5} == {}
 

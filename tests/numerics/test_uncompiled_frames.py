@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank alone runs a frame uncompiled, because Dynamo's recompile limit is reached there. The collectives of the
-frame are then not in a graph of this rank, but they are in graphs of its peers."""
+"""Some ranks reach Dynamo's recompile limit and run a frame uncompiled, while the other ranks compile the frame. The
+frame's collectives are then in graphs of the other ranks only."""
 
 from __future__ import annotations
 
@@ -162,7 +162,8 @@ def test_a_site_runs_uncompiled_on_one_rank(world_size: int, as_on_gpus: bool, k
 
 def _noisy(rank: int, world_size: int, differs: bool) -> dict[str, Any]:
     """Between calls, the ranks meet at a barrier in which rank 0 sends more messages than the others. So the backends
-    of the ranks count different numbers. If ``differs``, rank 1 alone compiles another exchange for the last steps."""
+    of the ranks count different numbers of operations. If ``differs``, rank 1 alone compiles another exchange for the
+    last steps."""
     compile_anew(kernels=False)
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=100):
         steps = _Steps(rank)
@@ -175,8 +176,8 @@ def _noisy(rank: int, world_size: int, differs: bool) -> dict[str, Any]:
             else:
                 steps.run_block()
             dist.monitored_barrier()
-            # Rank 0 has counted the most. It is late by more time than the other ranks take to report that they are
-            # inside a collective.
+            # Rank 0's backend has counted the most operations. Rank 0 then comes late to the next call, by more time
+            # than the other ranks take to report that they are inside a collective.
             time.sleep(0 if rank else 3 * call_report.INTERVAL)
     return {**steps.result, "issued": steps.count()}
 

@@ -64,7 +64,8 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
     problems = []
     compile_anew(kernels=False)
     named = cases(rank, world_size)
-    # Sites without a looping op are refused. Of the cases with such a site, only the first runs.
+    # With ``step_node_budget``, sites without a looping op are refused. Of the cases with such a site, only the first
+    # runs.
     refused = sorted(WITHOUT_LOOPING_OP)[1:] if "step_node_budget" in fields else []
     kept = WITHOUT_LOOPING_OP if "step_node_budget" in fields else ()
     for batch in batches(names or [n for n in named if n not in refused]):

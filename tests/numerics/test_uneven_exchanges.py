@@ -88,7 +88,7 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
         if constant or min(sum(parts[r * world_size : (r + 1) * world_size]) for r in range(world_size)) < 2:
             return
         problems.extend(f"{what}: {text}" for r in reports for text in r.notices)
-        # An exchange that comes before a matmul in forward comes after one in backward, and the reverse.
+        # An exchange that comes before a matmul in forward comes after a matmul in backward, and the reverse.
         sites = {s.facts.pattern for r in reports for s in r.sites if s.decision.status == "overlapped"}
         if sites != {SENT, RECEIVED}:
             problems.append(f"{what}: {sites} {[m.reason.text for r in reports for m in r.near_misses]}")
@@ -128,7 +128,7 @@ def _constants(rank: int, world_size: int, parts: list[list[int]]) -> tuple[list
 
 @pytest.mark.parametrize("parts", [[[1, 4], [0, 2]], [[2, 2], [2, 3]]])
 def test_constant_parts(parts: list[list[int]]) -> None:
-    """Ranks agree although each has other constants in its graph. If the parts of one rank happen to be equal, that
+    """Ranks agree although the constants in their graphs differ. If the parts of one rank happen to be equal, that
     rank's plan differs, and all ranks run the graph as written."""
     results = run_ranks(2, _constants, parts, timeout=300)
     assert [problems for problems, _, _ in results] == [[], []]
@@ -156,7 +156,7 @@ def _generated(rank: int, world_size: int) -> tuple[list[str], list[list[str]]]:
 
 
 def test_generated_code_serves_all_counts() -> None:
-    """Catches a size that Inductor cannot print, and a recompile for other counts."""
+    """Catches a size that Inductor cannot write into its code, and a recompile for other counts."""
     for rank, (problems, patterns) in enumerate(run_ranks(2, _generated, timeout=400)):
         assert problems == [], f"rank {rank}"
         assert patterns == [[RECEIVED, SENT], [RECEIVED, SENT]]

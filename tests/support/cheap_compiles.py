@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes compiles in a test process faster: leaves out work that serves only logs or later compiles. No test needs
-it."""
+"""Makes compiles in a test process faster: leaves out work that serves only logs or later compiles. No test needs this
+work."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ ENVIRONMENT = {
 }
 """For Inductor: no pool of processes that compile Triton kernels for a GPU. Each pool imports torch once more. C++
 kernels use no vector instructions, so each takes a quarter less time to build. (The package reads and writes no C++.)
-Inductor does not ask the compiler which vector instructions it knows. To ask takes a second in each process. With an
-empty cache folder, the process also builds a library for each kind of vector instructions, which takes some seconds.
+Inductor does not ask which vector instructions the C++ compiler knows. Asking would take a second in each process. With
+an empty cache folder, the process would also build a library for each kind of vector instructions, which would take
+some seconds.
 For Dynamo: no garbage collection after each compile.
 """
 

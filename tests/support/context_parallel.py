@@ -29,14 +29,15 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 def heads_first(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
 ) -> torch.Tensor:
-    """``[batch, heads, own tokens, width]``."""
+    """Attention on tensors ``[batch, heads, own tokens, width]``."""
     return attend(q, gathered(k, 2), gathered(v, 2), mask)
 
 
 def tokens_first(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
 ) -> torch.Tensor:
-    """As ``heads_first``, for ``[batch, own tokens, heads, width]``. Projections return tensors in this layout."""
+    """Like ``heads_first``, but on tensors ``[batch, own tokens, heads, width]``. Projections return tensors in this
+    layout."""
     return attend(*(x.transpose(1, 2) for x in (q, gathered(k, 1), gathered(v, 1))), mask).transpose(1, 2)
 
 

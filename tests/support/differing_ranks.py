@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that ranks run with different plans, and what a test asks of each rank."""
+"""Blocks that ranks run with different plans, the blocks' inputs, and what a test collects on each rank: wrong results
+and counters."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ from tests.support.expert_layers import LOADS
 
 
 class LoopedExperts(DispatchedExperts):
-    """The same layer with a loop over this rank's experts, as torchtitan's ``_run_experts_for_loop`` writes it: one
-    ``mm`` of each expert's rows. The number of rows of each expert is an unbacked symbol of its own."""
+    """The same layer with a loop over this rank's experts, as torchtitan's ``_run_experts_for_loop`` writes it: each
+    expert's rows go through matmuls of their own. The number of rows of each expert is an unbacked symbol of its
+    own."""
 
     def _experts(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         parts = torch.split(x, counts.tolist())

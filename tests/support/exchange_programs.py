@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws random programs that hold all-to-alls. Some exchange equal parts of the rows. Others change a tensor from
-shards of one dim to shards of another dim, as Ulysses and DTensor do."""
+"""Draws random programs that hold all-to-alls. Some all-to-alls exchange equal parts of the rows. Other all-to-alls
+change a tensor from shards of one dim to shards of another dim, as in Ulysses and DTensor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spellings K and L of ``tests.support.spellings``: all-to-alls before and after matmuls.
 
-``{name: (function, makers of its inputs, (pattern, dim, matmuls with the role of the cut dim))}``, as ``SPELLINGS``.
+``SPELLINGS`` here has the form of ``SPELLINGS`` there: ``{name: (function, makers of its inputs, (pattern, dim, matmuls
+with the role of the cut dim))}``.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ A stream runs its queue in order. To record an event is to mark a point in a str
 mark at the time when the wait is queued, even if the event is recorded again later. A stream that waits for an event of
 a running capture joins the capture. Two kinds of waits are errors. In one, the event belongs to a capture that has
 ended. In the other, a capture waits for an event that was recorded outside it. Replaying a graph queues its calls on
-the current stream, in the order of their capture. A GPU runs one *call* at a time, while its other streams go
-on with other work. The call ends when every rank has begun it.
+the current stream, in the order of their capture. A *call* is work that all ranks do together. A GPU runs one call at a
+time, while its other streams go on with other work. The call ends when every rank has begun it.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Gpu:
 
 
 def run(gpus: Sequence[Gpu]) -> list[list[tuple[str, Any]]]:
-    """Play all queues. Returns, for each rank, the work that could not run. On GPUs, it would wait forever."""
+    """Play all queues. Returns, for each rank, the work that could not run. On GPUs, this work would wait forever."""
     queues = [[list(stream.queue) for stream in gpu.streams] for gpu in gpus]
     done: set[Mark] = set()
     begun: list[tuple[int, str] | None] = [None] * len(gpus)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the one-time work of a first compile in the process that imports this module, without the package."""
+"""Does the one-time work of a first compile in the process that imports this module. The package is not imported."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Python programs in forks of one process that has imported torch already.
 
-``import torch`` takes 1.6 s of processor time, and Inductor three more. A *base* is a process that imports torch once.
-It does not import the package, nor anything that environment variables switch on. ``ForkBase.run`` forks the base for a
-command line of Python, and gives the fork an environment of its own. ``ForkBase.grown`` gives a base that has imported
-Inductor, too. It is a fork of the first base, so torch is imported once for both.
+``import torch`` takes 1.6 s of processor time, and the import of Inductor takes 3 s more. A *base* is a process that
+imports torch once. It does not import the package, nor anything that environment variables switch on. ``ForkBase.run``
+forks the base for a command line of Python, and gives the fork an environment of its own. ``ForkBase.grown`` gives a
+base that has imported Inductor, too. It is a fork of the first base, so torch is imported once for both.
 
 In the fork, ``import torch`` brings torch's modules back and does what the last lines of ``torch/__init__.py`` do: they
 read the environment and call the entry points of ``torch.backends``. Until then ``sys.modules`` has no module of torch,
@@ -40,7 +40,7 @@ HASH_SEED = "1"
 TORCH = ("torch", "torch.distributed.fsdp", "sympy")
 """torch, and what ``import torch._inductor.config`` imports besides Inductor, Dynamo and Triton."""
 INDUCTOR = ("tests.support.first_compile",)
-"""What a base with torch imports besides, for programs that compile."""
+"""What a base imports in addition to ``TORCH``, for programs that compile."""
 
 
 class ForkBase:
@@ -62,7 +62,8 @@ class ForkBase:
         )
 
     def grown(self, modules: tuple[str, ...]) -> ForkBase:
-        """A base that has also imported ``modules``. It ends with this one. Programs of both run one at a time."""
+        """A base that has also imported ``modules``. The new base ends when this base ends. Programs of both bases run
+        one at a time."""
         base = copy.copy(self)
         base.more = (*self.more, *modules)
         return base
@@ -147,7 +148,7 @@ def _serve(modules: list[str]) -> dict[str, Any]:
 
 
 def _load(modules: Iterable[str]) -> None:
-    """Import ``modules``. Garbage collections of forks do not visit what they made."""
+    """Import ``modules``. Garbage collections of forks do not visit the objects that these imports made."""
     for name in modules:
         importlib.import_module(name)
     gc.collect()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands ``python`` and ``overlap-inductor`` for shell scripts that run in forks of a ``ForkBase``. A fork need not
-import torch again.
+"""Commands ``python`` and ``overlap-inductor`` for shell scripts. The commands run in forks of a ``ForkBase``, which
+need not import torch again.
 
 Each command is a small script without imports of packages. It sends its arguments, environment and folder over a
 socket to this process, which passes them to the base and answers with the output and the exit status.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor's code of a function whose sites are rewritten as rings, and the order of the steps in it."""
+"""Inductor's code of a function whose sites are rewritten as rings, and the order of the steps in this code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVENTS = {
     "exchange_wait.default(": "wait",
     "extern_kernels.mm(": "mm",
     "extern_kernels.addmm(": "mm",
-    "extern_kernels.bias_addmm(": "mm",  # autotuning chooses this op if it measured the op as faster
+    "extern_kernels.bias_addmm(": "mm",  # autotuning chooses this op if it was faster than ``addmm``
     "cpp_fused": "pointwise",
     "_c10d_functional.all_to_all_single.default(": "exchange",
     "_c10d_functional.all_gather_into_tensor.default(": "gather",
@@ -48,13 +48,13 @@ def without_kernels() -> Iterator[None]:
 
 
 class _NotRunError(Exception):
-    """Ends the first call of a compiled function in place of the generated code."""
+    """Ends the first call of a compiled function before the generated code runs."""
 
 
 def code_of(fn: Callable[..., Any], *arguments: Any) -> str:
-    """The code that Inductor generates for ``fn``, which holds one graph. The code is not run, because an op
-    may refuse its inputs. A fake group's collectives and kernels that are not built leave arbitrary values in
-    buffers."""
+    """The code that Inductor generates for ``fn``, which must compile to one graph. The code is not run. A fake group's
+    collectives and kernels that are not built would leave arbitrary values in buffers, and an op may refuse such
+    values."""
     from torch._inductor.graph import GraphLowering
     from torch._inductor.output_code import CompiledFxGraph
 

@@ -33,7 +33,8 @@ PRELOADED_MODELS = [
     "transformers.integrations.tensor_parallel",
     "accelerate",
 ]
-"""Modules that are imported, too, if this process has imported ``transformers``. Some of its tests then run models."""
+"""Further modules that are imported if this process has imported ``transformers``, because some of this process's tests
+then run models."""
 
 
 def compile_anew(kernels: bool = True) -> None:
@@ -103,8 +104,8 @@ def run_ranks(
     warm: bool = True,
     grouped: bool = True,
 ) -> list[Any]:
-    """Run ``function(rank, world_size, *args)`` on every rank and return the results by rank. With ``expect_failure``
-    ranks may raise or die. The result is then a traceback, or says that the rank left no result.
+    """Run ``function(rank, world_size, *args)`` on every rank and return the results by rank. With ``expect_failure``,
+    ranks may raise or die. The result of such a rank is a traceback, or says that the rank left no result.
 
     ``warm=False`` starts each rank as a new process, in which this package was never used. With ``grouped=False``,
     ``function`` makes the process group itself, as a script under ``torchrun`` does.

@@ -48,7 +48,8 @@ def test_pictures_were_drawn_from_the_rows(path: Path) -> None:
 
 
 def test_pictures_of_the_pages_are_pictures() -> None:
-    """Catches an image file that no browser can show, for example one that holds only the target of a symbolic link."""
+    """Catches an image file that no browser can show, for example one that holds
+    only the path to which a symbolic link pointed."""
     found = {
         (path.parent / name).resolve()
         for path in (make_docs.README, *pages.pages())
@@ -107,7 +108,7 @@ def test_the_page_on_reports_names_every_file_and_outcome() -> None:
 
 
 def test_every_part_is_on_one_page() -> None:
-    """Catches a table that is made for no page or for two."""
+    """Catches a generated part that is on no page or on two pages."""
     found = [name for path in (make_docs.README, *pages.pages()) for name in pages.names(path.read_text())]
     assert sorted(found) == sorted(make_docs.PARTS)
 
@@ -152,7 +153,8 @@ def test_only_the_part_is_replaced() -> None:
 @pytest.mark.parametrize("picture", range(len(PICTURES)))
 def test_drawings_are_possible(picture: int) -> None:
     """Catches a drawing in which work starts before its inputs are ready, two boxes of one lane overlap, or a part of
-    the matmul is missing. Also catches an overlapped drawing that is not faster or does not expose less."""
+    the matmul is missing. Also catches a drawing with overlap
+    that is not faster, or that does not expose less, than the plain drawing."""
     plain, overlapped = (make() for make in PICTURES[picture])
     for timeline in (plain, overlapped):
         for box in timeline.boxes:
@@ -174,7 +176,7 @@ def test_exposed_is_what_no_matmul_covers() -> None:
 
 
 def test_schedules_page_names_every_schedule_and_real_ops() -> None:
-    """Catches a schedule that the page does not describe, and an op that was renamed."""
+    """Catches a schedule that the page does not describe, and an op that the page names but that does not exist."""
     text = (pages.DOCS / "schedules.md").read_text()
     assert re.findall(r"^## (\w+)", text, re.MULTILINE) == ["keep", *(s.name for s in registry.SCHEDULES)]
     registry.define_ops()
@@ -188,15 +190,15 @@ def test_schedules_page_names_every_schedule_and_real_ops() -> None:
 
 @pytest.mark.parametrize("path", [*pages.pages(), pages.ROOT / "README.md"], ids=lambda path: path.name)
 def test_commands_name_modules_that_exist(path: Path) -> None:
-    """Catches a command of a check or benchmark that was renamed or removed."""
+    """Catches a command whose check or benchmark was renamed or removed."""
     named = re.findall(r"-m ((?:tests|bench)\.[\w.]+\w)", path.read_text())
     missing = [name for name in named if not (pages.ROOT / f"{name.replace('.', '/')}.py").is_file()]
     assert missing == []
 
 
 def test_samples_run_in_order_in_one_folder(tmp_path: Path) -> None:
-    """Catches a sample that does not see a file of an earlier sample, and an output that is compared with the wrong
-    sample."""
+    """Catches a sample that does not see a file of an earlier sample, and an expected output that is compared with
+    the output of the wrong sample."""
     text = (
         "<!-- file: a.txt -->\n```text\none\n```\n"
         "```bash\nexit 1\n```\n"

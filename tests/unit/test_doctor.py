@@ -143,7 +143,7 @@ def test_a_switch_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch, 
     check = named(doctor.switches(), name)
     assert check.state == BAD and f"Did you mean {near}" in check.advice
     bad = [other.name for other in doctor.switches() if other.state == BAD and "entry point" not in other.name]
-    assert bad == [name], "the error must appear once"
+    assert bad == [name], "the misspelt variable must be reported once"
 
 
 def test_dump_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_a_torch_without_the_backend_runs_no_ring(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_doctor_names_no_schedule() -> None:
-    """Catches a list of schedules in the doctor, which would miss a new schedule."""
+    """Catches a list of schedules in the doctor's sources. Such a list would miss a new schedule."""
     sources = [path.read_text() for path in Path(doctor.__file__).parent.glob("doctor*.py")]
     assert len(sources) >= 4
     assert not re.findall(rf"\b({'|'.join(schedule.name for schedule in SCHEDULES)})\b", "".join(sources))

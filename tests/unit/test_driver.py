@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls to CUDA's driver, their order and their errors. A fake library records the calls. A test can make one of its
-calls fail."""
+"""Calls to CUDA's driver, their order and their errors. A fake library records the calls. A test can choose one
+call that fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from overlap_inductor.runtime import driver
 
 
 class Library:
-    """Records calls; ``fails``: the name of the call that returns an error."""
+    """Records the calls of its functions. The function whose name is ``fails`` returns an error."""
 
     def __init__(self, fails: str = "") -> None:
         self.fails = fails

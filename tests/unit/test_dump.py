@@ -56,7 +56,7 @@ def test_the_same_report_again_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_another_process_writes_the_same_bytes(torch_base: ForkBase, tmp_path: Path) -> None:
-    """Catches a time, a process number, an address, or an order that depends on the hash seed."""
+    """Catches a dump that holds a time, a process number, an address, or an order that depends on the hash seed."""
     script = (
         "import sys; from overlap_inductor.report.dump import write_dump; from tests.unit import sample_reports as s\n"
         "for r in (s.llama(3), s.block(), s.llama(2)): write_dump(r, sys.argv[1], 0)"
@@ -72,7 +72,7 @@ def test_another_process_writes_the_same_bytes(torch_base: ForkBase, tmp_path: P
 
 
 def test_another_report_of_the_same_name_gets_a_suffix(tmp_path: Path) -> None:
-    """Catches a recompile that overwrites the report of the graph before it."""
+    """Catches a recompile that overwrites the report of an earlier graph of the same name."""
     places = [write_dump(samples.llama(layers), tmp_path, 0) for layers in (1, 2, 1, 3)]
     assert [p.name for p in places if p] == ["0_0_inference", "0_0_inference_2", "0_0_inference", "0_0_inference_3"]
     assert "layers.{0..1}" in (tmp_path / "rank_0" / "0_0_inference_2" / "report.txt").read_text()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of a graph's exchange is the same on all ranks, even if other parts of their graphs differ."""
+"""The text of a graph's exchange is the same on all ranks, even if the ranks' graphs differ in ways that do
+not change what is sent."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ def test_symbols_of_reordered_dims_are_named_alike() -> None:
 
 @pytest.mark.parametrize("splits", [False, True], ids=["one dim", "split dims"])
 def test_the_order_is_named_if_a_dim_other_than_the_first_is_scattered(splits: bool) -> None:
-    """The text names the order of the dims. A rank's graph may split the columns into several dims, which must not
-    change the text."""
+    """The text names the order of the dims. A rank's graph may split the columns into several dims. Such a split
+    must not change the text."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(6 * 4, 16), made.input(16, 8, name="w"))

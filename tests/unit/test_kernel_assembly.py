@@ -59,7 +59,7 @@ def test_signals_assemble_for_hopper() -> None:
         and events.count("red.release.sys") == 2
     )
     # Of all threads that time out, only the thread that finds the abort word clear writes the record. This thread then
-    # signals the board and all ranks.
+    # marks the board, and sets the ranks' abort words.
     given_up = re.findall(
         r"atom\.relaxed\.sys\.global\.cas|st\.relaxed\.sys\.global|st\.release\.sys\.global\.s32(?=[^\n]*, 1;)", text
     )
@@ -85,7 +85,8 @@ def _unspecialised(kernel: Any) -> set[int]:
 
 
 def _weights(count: int, block_n: int, halves: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types of the arguments for ``count`` transposed weights of a gather. The other weights are constants."""
+    """The types of the arguments for ``count`` transposed weights of a gather, and the constants of the kernel. The
+    arguments for the absent weights are constants, too."""
     types, constants = {}, {"COUNT": count}
     for i in range(4):
         names = (f"b{i}_desc", f"c{i}_desc", f"c{i}", f"bias{i}")
@@ -269,14 +270,14 @@ def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path
     assert not [line for loop in loops for line in loop if "LDL" in line or "STL" in line], (
         "a loop over K keeps something on the stack"
     )
-    # If each thread read a flag by itself, only some threads of a block might see it. They would diverge and not meet
-    # at a barrier.
+    # If each thread read a flag by itself, only some threads of a block might see the signal. The threads would then
+    # diverge and not meet at a barrier.
     assert "ld.volatile" not in text
 
 
 def test_all_slices_of_a_contraction_share_a_loop(tmp_path: Path) -> None:
     """With the planned parameters, there is one loop over K. The loop reads this rank's own rows or the workspace, each
-    through a tensor map. The kernel selects the map before the loop, and reads it where it is."""
+    through a tensor map. The kernel selects the map before the loop, and does not copy the map to the stack."""
     left_out = ("SCATTERED", *NO_EPILOGUE)
     constants = {name: value for name, value in GATHER.items() if name not in left_out}
     constants |= {"PARTS": 4, "PUSHERS": 12, "KEEP": False, "HALVES": True, "BIAS": True}
@@ -289,8 +290,8 @@ def test_all_slices_of_a_contraction_share_a_loop(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.thorough), 4])
 def test_weights_of_one_launch_share_a_loop(count: int, tmp_path: Path) -> None:
     """With the planned parameters, there is one loop over K for the rank's own tiles and one for the peers' tiles,
-    whatever the number of weights. The kernel selects a weight's tensor map before the loop, and reads the map where it
-    is. The bulk copy unit cannot read a copy of the map on the stack."""
+    whatever the number of weights. The kernel selects a weight's tensor map before the loop, and does not copy
+    the map to the stack. The bulk copy unit could not read such a copy."""
     types, others = _weights(count, 256, halves=True)
     constants = (
         GATHER
@@ -345,8 +346,9 @@ SIGMOID_AND_RESIDUAL = (("full", "row"), (("sigmoid", "x"), ("mul", "t0", "e1"),
 def test_epilogues_keep_the_loops_over_k_off_the_stack(
     kernel: Any, programs: tuple[Any, ...], words: int, tmp_path: Path
 ) -> None:
-    """Uses the planned parameters. An op on a whole accumulator needs registers for a second accumulator. So the test
-    allows ``words`` stack accesses outside the loops over K. (They are counted with Triton 3.6 only.)"""
+    """Uses the planned parameters. An op on a whole accumulator needs registers for a second accumulator. If too few
+    registers are left, values go to the stack. So the test allows ``words`` instructions that access the stack, all
+    outside the loops over K. (These instructions are counted with Triton 3.6 only.)"""
     constants = (
         {**GATHER, "PARTS": 4, "KEEP": False, "BIASES": 0}
         if kernel is all_gather_matmul
@@ -379,8 +381,8 @@ def test_epilogues_keep_the_loops_over_k_off_the_stack(
 def test_a_matmul_in_groups_stores_in_bulk_and_counts_after_a_fence(
     transposed: bool, shards: dict[str, int], tmp_path: Path
 ) -> None:
-    """Uses the planned parameters. A block counts a tile after its bulk stores are done: after a barrier, one thread
-    adds to the count with a release."""
+    """Uses the planned parameters. A block counts a tile after the tile's bulk stores are done. After a barrier, one
+    thread of the block adds to the count with a release."""
     right = f"tensordesc<bf16[{'256, 64' if transposed else '64, 256'}]>"
     constants = {"BATCH": 8, "THREADS": 256, "HALVES": True, "TRANSPOSED": transposed, "BIAS": True, **shards}
     text, machine, shared = _assembled(matmul_in_groups, constants, (128, 256, 64), tmp_path, 4, {"b_desc": right})
@@ -441,7 +443,7 @@ def test_a_tile_is_counted_when_its_bulk_stores_are_done(
         for i in counted
         if events[max(0, i - 3) : i] == ["cp.async.bulk.wait_group 0", "fence.proxy.async.global", "bar.sync"]
     ]
-    # (In a reduce-scatter, the last such add counts the blocks that have ended.)
+    # (In ``matmul_reduce_scatter``, the last add counts blocks that have ended, and no tiles.)
     assert fenced and fenced == (counted if kernel is matmul_all_reduce else counted[:-1]), events
 
 

@@ -43,7 +43,8 @@ def arange(layout: Layout) -> np.ndarray:
 
 @st.composite
 def regrouped(draw: st.DrawFn, shape: list[int]) -> list[int]:
-    """A shape with the same number of elements: neighbours are merged, dims are split, and ones are inserted."""
+    """A shape with as many elements as ``shape``: neighbouring dims are merged, dims are split, and ones are
+    inserted."""
     shape = list(shape)
     for _ in range(draw(st.integers(0, 3))):
         at = draw(st.integers(0, len(shape) - 1))
@@ -142,7 +143,7 @@ def test_without_rank_is_the_shard(shard: list[int], world_size: int) -> None:
 @given(st.data(), shards, world_sizes)
 def test_same_elements(data: st.DataObject, shard: list[int], world_size: int) -> None:
     """``same_elements`` is true only if both layouts hold the same elements in the same order. Two layouts with
-    different atoms of equal sizes are not the same."""
+    different atoms of equal sizes hold different elements."""
     raw = Layout.gathered(shard, world_size)
     order = data.draw(st.permutations(range(len(shard))))
     moved = raw.permute(order)

@@ -32,8 +32,8 @@ from tests.unit.reasons import weight
 
 @pytest.mark.parametrize("name", CASES)
 def test_reason(name: str) -> None:
-    """Catches a check that no longer refuses its graph or gives another reason. Also catches a graph that is changed
-    although a check refused the site."""
+    """Catches a check that does not refuse its graph, or that gives another reason than the expected one. Also catches
+    a graph that is changed although a check refused the site."""
     code, status, function = CASES[name]
     with fake_group(WORLD_SIZES.get(code, 2)):
         report = function()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping op of gathers, without other ranks. Its matmuls on slices, one after the other, must give the whole
-matmul in every form."""
+"""The looping op of gathers, without other ranks. In every form, the sequence of its matmuls on slices must give
+the result of the whole matmul."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_slices_make_the_whole_matmul(form: Form, rows: int, width: int) -> None
 
 
 def test_a_split_contraction_is_summed_in_fp32() -> None:
-    """If slices were summed in bf16, every small one after a large one would be lost."""
+    """If the products of slices were summed in bf16, a small product would be lost when it is added to a large sum."""
     shards = torch.tensor([256.0, 1.0, 1.0]).bfloat16().view(3, 1, 1)
     found = slice_by_slice(Form("lhs", "K", False), shards, torch.ones(3, 1).bfloat16(), None, [0, 1])
     assert found.dtype == torch.bfloat16 and found.item() == 258

@@ -91,8 +91,8 @@ def test_every_fact_can_be_set() -> None:
 
 
 def test_the_key_has_the_facts_and_not_the_path(tmp_path: Path) -> None:
-    """If the key held the path, a moved file would cause a new compile. If it held only the path, a changed file would
-    get cached code for the old facts."""
+    """If the key held the path, a moved file would cause a new compile. If the key held only the path, a changed file
+    would get cached code for the old facts."""
     one = OverlapConfig(machine=write(tmp_path / "a.json", {"link_bytes": 62500000, "step_seconds": 1e-4}))
     same = OverlapConfig(machine=write(tmp_path / "b.json", {"step_seconds": 0.0001, "link_bytes": 6.25e7}))
     other = OverlapConfig(machine=write(tmp_path / "a.json", {"link_bytes": 62500001, "step_seconds": 1e-4}))

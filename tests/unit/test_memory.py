@@ -23,7 +23,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def on_gpu(number: int) -> Any:
-    """A fake tensor on GPU ``number``, whose ``new_empty`` returns its arguments."""
+    """A fake tensor on GPU ``number``. The tensor's ``new_empty`` returns the arguments of the call."""
     return SimpleNamespace(
         is_cuda=True, get_device=lambda: number, new_empty=lambda *sizes, **keywords: ("new_empty", sizes, keywords)
     )
@@ -36,7 +36,7 @@ def test_on_the_current_gpu(asked: list[Any]) -> None:
 
 
 def test_on_another_gpu_the_tensor_allocates(asked: list[Any]) -> None:
-    """The allocator can only take memory of the current GPU."""
+    """The allocator of the generated code takes memory from the current GPU only."""
     rows: Any = memory.rows_like(on_gpu(0), 3, 8, torch.float16)
     token: Any = memory.token_like(on_gpu(0))
     assert (rows, token) == (("new_empty", (3, 8), {"dtype": torch.float16}), ("new_empty", (1,), {})) and not asked

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A site has the name that its user gives the module, even if a decorator wraps the module's ``forward``."""
+"""A site is named by the path at which the model holds the site's module, even if a decorator wraps a ``forward``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from overlap_inductor.sites.naming import module_of
 
 
 def _renaming_keywords(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator like the one that Hugging Face uses for renamed arguments. It receives ``self`` as ``args[0]``."""
+    """A decorator like the one that Hugging Face uses for renamed arguments. The wrapper receives ``self`` as
+    ``args[0]``."""
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **keywords: Any) -> Any:

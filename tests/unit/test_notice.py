@@ -91,7 +91,7 @@ def test_a_level_without_a_handler_shows_it(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_level_of_its_own_silences_it(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """For example, ``TORCH_LOGS=-overlap_inductor`` sets a level for the package that silences the line."""
+    """For example, ``TORCH_LOGS=-overlap_inductor`` sets a level for the package. This level silences the line."""
     log.setLevel(logging.ERROR)
     heard = listener(root)
     notice.show("line")

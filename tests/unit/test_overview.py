@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of all graphs of a dump folder, which shows each run by itself."""
+"""The page that lists all graphs of a dump folder. The page shows each run separately."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_as(base: ForkBase, folder: Path, rank: int, layers: str, **variables: str) -> None:
-    """Write reports in a separate process, as a launcher would start it for ``rank``."""
+    """Write reports in a separate process. The process is started as a launcher starts the process of ``rank``."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
     base.run("-c", WRITE, str(folder), str(rank), layers, env=environment).check_returncode()
 
@@ -66,7 +66,7 @@ def test_a_second_run_is_not_read_as_the_first(two_runs: Path) -> None:
     assert shown == [
         [("0_0_inference_2", "0..1", "5 sites found: 4 overlapped, 1 refused; 2 near misses")],
         [("0_0_inference", "0..1", "11 sites found: 10 overlapped, 1 refused; 5 near misses")],
-    ], "the second run has overwritten the first one's first graph"
+    ], "the second run has overwritten the report of the first run's first graph"
 
 
 def test_the_command_names_the_runs(two_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,16 +106,16 @@ def test_the_first_write_leaves_a_page(tmp_path: Path) -> None:
 
 
 def test_the_page_is_complete_when_the_process_has_ended(torch_base: ForkBase, tmp_path: Path) -> None:
-    """The page is not rewritten after every graph, so it may lack the last one for a while. Catches a page that still
-    lacks it when the process has ended."""
+    """The page is not rewritten after every graph, so it may lack the last graph for a while. Catches a page that still
+    lacks this graph when the process has ended."""
     write_as(torch_base, tmp_path, 0, "1,2,3,4,5,6")
     text = (tmp_path / "index.html").read_text()
     assert [f">{name}</a>" in text for name in ("0_0_inference", "0_0_inference_6")] == [True, True]
 
 
 def test_the_page_is_not_made_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of many graphs writes one report for each graph. Catches a cost that is quadratic in the number of
-    graphs."""
+    """A model of many graphs writes one report for each graph. If each report caused a new page of all graphs, the cost
+    would be quadratic in the number of graphs."""
     made = []
     monkeypatch.setattr(overview, "write_overview", made.append)
     monkeypatch.setattr(overview, "_SHARE", 1e9)
@@ -178,7 +178,8 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "2
 
 
 def test_ranks_of_one_launch_have_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a key that depends on the rank. Ranks of one host share a parent process; ranks of other hosts do not."""
+    """Catches a key that depends on the rank. Ranks of one host share a parent process. Ranks of different hosts
+    do not."""
     whole = {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}
     half = {**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}
     key, key_of_two_hosts = runs.launch_key({**whole, "RANK": "0"}), runs.launch_key({**half, "RANK": "0"})

@@ -24,9 +24,9 @@ FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile"
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str], str]:
-    """Names in the source archive and in the wheel, and the wheel's metadata. They are built from a copy, because a
-    build writes into its folder."""
-    pytest.importorskip("setuptools", minversion="77", reason='older ones refuse license = "Apache-2.0"')
+    """Names in the source archive and in the wheel, and the wheel's metadata. Archive and wheel are built from a copy
+    of the project, because a build writes into the project's folder."""
+    pytest.importorskip("setuptools", minversion="77", reason='older versions refuse license = "Apache-2.0"')
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -221,7 +221,7 @@ def test_plans_beyond_the_limit_are_counted_and_not_drawn() -> None:
 def test_sites_with_the_same_sketch_share_it() -> None:
     page = Page(render_html(samples.llama(3)))
     assert len(page.named("figure")) == 1
-    assert page.words.count("layers.{0..2}.mlp.down_proj") == 2, "in the table, and at the sketch of both"
+    assert page.words.count("layers.{0..2}.mlp.down_proj") == 2, "in the table, and at the shared sketch"
 
 
 def test_a_kept_site_is_not_drawn() -> None:

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from overlap_inductor.lowerings.chunked import contracted_launch
 from overlap_inductor.lowerings.chunked import exchange_launch
 from overlap_inductor.lowerings.chunked import gather_launch
 from overlap_inductor.lowerings.chunked import reduce_launch
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.fused import calls as fused
 from overlap_inductor.lowerings.fused import contraction
+from overlap_inductor.lowerings.fused import received
 from overlap_inductor.lowerings.fused.launch import Tail
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.one_op.vendor_matmul import Scales
@@ -46,7 +48,8 @@ def several_queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Noted:
-    """A fake launch. ``done`` records each action: ``start`` if the host launched the call, ``graph`` if a graph did.
+    """A fake launch. ``done`` records each action: ``start`` if the host launched the call, ``graph`` if a graph was
+    launched, and ``abort`` if the group was aborted.
     ``failing``: numbers of the graph launches that fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, graphs: bool = True, device: str = "cuda") -> None:
@@ -205,7 +208,7 @@ def test_addresses_that_are_not_used_again_are_forgotten(monkeypatch: pytest.Mon
     for i in range(2 * replay.MOST_OF_A_SITE):
         assert noted.call(memory[i:]) == ["start"]
         assert len(noted.launch.seen) <= replay.MOST_OF_A_SITE
-    assert noted.call(memory[i:]) == ["graph"], "the latest one is remembered"
+    assert noted.call(memory[i:]) == ["graph"], "the latest address is remembered"
 
 
 def test_a_site_makes_no_more_graphs_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +320,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     monkeypatch.setattr(reduce_launch, "launched", note)
     monkeypatch.setattr(exchange_launch, "launched", note)
     monkeypatch.setattr(fused, "launched", note)
-    monkeypatch.setattr(contraction, "launched", note)
+    monkeypatch.setattr(received, "launched", note)
     monkeypatch.setattr(small_message, "launched", note)
     return found
 
@@ -353,7 +356,7 @@ def test_the_key_of_a_chunked_call_holds_all_that_the_call_depends_on(calls: lis
 
 
 def test_the_key_of_an_exchange_in_chunks_holds_all_that_the_call_depends_on(calls: list[Call]) -> None:
-    a, b, bias = (torch.zeros(s) for s in ((8, 8), (8, 8), (8,)))
+    a, b, tall, bias = (torch.zeros(s) for s in ((8, 8), (8, 8), (16, 8), (8,)))
     p, q = ChunkedParameters(2), ChunkedParameters(2)
     for parameters in (p, q):
         for matmul in (VendorMatmul(b, bias), SlicedMatmul(b, bias, count=2)):
@@ -361,8 +364,15 @@ def test_the_key_of_an_exchange_in_chunks_holds_all_that_the_call_depends_on(cal
             assert [*calls[-1][1]] == [t.data_ptr() for t in (a, out, b, bias)]
         out, received = gather_launch.all_to_all_matmul(a, [VendorMatmul(b, bias)], LAUNCH, parameters, True)
         assert {t.data_ptr() for t in (a, b, bias, out, received)} == {*calls[-1][1]}
+        for used in (False, True):
+            made = contracted_launch.contracted_all_to_all_matmul(
+                a, [VendorMatmul(tall, bias)], LAUNCH, parameters, used
+            )
+            assert {t.data_ptr() for t in (a, tall, bias, *made)} <= {*calls[-1][1]} and len(calls[-1][1]) == 5, (
+                "the operand, too"
+            )
     gather_launch.all_gather_matmul(a, [VendorMatmul(b, bias)], LAUNCH, p)
-    assert len({what for what, _ in calls}) == len(calls) == 7 and copies == [addresses for _, addresses in calls]
+    assert len({what for what, _ in calls}) == len(calls) == 11 and copies == [addresses for _, addresses in calls]
 
 
 def test_the_key_of_a_fused_call_holds_all_that_the_call_depends_on(calls: list[Call]) -> None:
@@ -388,7 +398,7 @@ def test_the_key_of_a_fused_call_holds_all_that_the_call_depends_on(calls: list[
             ), "the product, too"
     fused.all_gather_matmuls(a, [b], LAUNCH, q, [bias])
     assert len({what[:5] for what, _ in calls}) == len(calls) == 19 and not any(copies), (
-        "kernels store all of this, so the call declares no tensor as copied"
+        "kernels read and write all of these tensors, so the call declares no tensor as copied"
     )
     fused.all_gather_matmuls(a, [b], LAUNCH, FusedParameters(2, copies_from=a.nbytes), [bias])
     assert copies.pop() == [a.data_ptr()]
@@ -439,7 +449,7 @@ def test_the_key_of_a_fused_exchange_holds_all_that_the_call_depends_on(calls: l
             assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
             out = contraction.contracted_all_to_all_matmul(a, b, LAUNCH, parameters, bias, flag)
             assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
-    # (The result of a later call may have the address of an earlier one.)
+    # (The result of a later call may have the address of the result of an earlier call.)
     assert len({what[:-1] for what, _ in calls}) == len(calls) == 12 and not any(copies)
     fused.all_to_all_matmuls(a, [b], LAUNCH, FusedParameters(2, copies_from=a.nbytes // LAUNCH.world_size), [bias])
     assert copies.pop() == [a.data_ptr()], "copy engines read all slices"

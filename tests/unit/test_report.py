@@ -28,7 +28,8 @@ from tests.unit import sample_reports as samples
     "report", [samples.llama(3), samples.block(), samples.empty(), samples.hostile(), samples.broken()]
 )
 def test_round_trip_restores_the_whole_report(report: OverlapReport) -> None:
-    """Catches a field that is written but not read back. A graph from a cache would then have another report."""
+    """Catches a field that is written but not read back. The report of a graph from a cache would then
+    lack this field."""
     restored = OverlapReport.from_json(report.to_json(graphs=True))
     assert restored == report
     assert restored.counters() == report.counters()
@@ -117,7 +118,7 @@ def test_layers_with_other_plans_sizes_or_values_in_reasons_stay_apart() -> None
 
 def test_node_names_in_reasons_do_not_keep_layers_apart() -> None:
     """The reasons of the layers differ only in the name of a node (mm, mm_1, mm_2). Catches a report that shows one row
-    for each layer for that reason alone."""
+    for each layer only because these names differ."""
     report = samples.empty()
     for i, node in enumerate(["mm", "mm_1", "mm_27"]):
         reason = Reason("other_users", f"{node} is also used by add_{i}")

@@ -55,8 +55,8 @@ def test_slots_fit_the_buffer(route: str, world_size: int, parts: int) -> None:
 @every_size
 @pytest.mark.parametrize("route", GATHERS)
 def test_gathers_bring_every_shard_to_every_rank(route: str, world_size: int, parts: int) -> None:
-    """Catches a rank that sends a shard before it has received it, a shard that never arrives, and a shard that arrives
-    later than ``distances`` says."""
+    """Catches a rank that sends a shard before the rank has received this shard. Also catches a shard that never
+    arrives, and a shard that arrives later than ``distances`` says."""
     have = [{(rank, part) for part in range(parts)} for rank in range(world_size)]
     for index, ranks in enumerate(hops(route, world_size, parts)):
         before = [set(h) for h in have]
@@ -123,7 +123,7 @@ def test_travel_adds_every_partial_sum_once(world_size: int, parts: int) -> None
 
 @every_size
 def test_broadcast_sends_every_shard_to_every_rank(world_size: int, parts: int) -> None:
-    """Every rank sends its own pieces to every other rank. A piece's slot must be its owner's rank."""
+    """Every rank sends its own pieces to every other rank. A piece's slot must be the rank of the piece's owner."""
     have = [{(rank, part) for part in range(parts)} for rank in range(world_size)]
     for ranks in hops("broadcast", world_size, parts):
         for rank, h in enumerate(ranks):
@@ -151,7 +151,7 @@ def test_bounds_cut_all_rows_evenly(total: int, parts: int) -> None:
 
 
 def test_unknown_routes_are_errors() -> None:
-    """Catches a misspelt route that moves nothing without an error."""
+    """Catches a misspelt route that is accepted and moves nothing."""
     with pytest.raises(ValueError, match="unknown route 'circle'; expected one of ring"):
         routes.hop("circle", 4, 0, 1, 0)
     with pytest.raises(ValueError, match="route 'owner' receives no shards in steps"):

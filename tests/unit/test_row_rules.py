@@ -112,8 +112,8 @@ REFUSED: dict[str, tuple[str, Op]] = {
         "concatenates tensors with different tokens",
         lambda g, x: g.op("cat.default", [g.view(x, B * S, H), g.op("select.int", g.tokens(B * S, 3, 2), 2, 0)], 1),
     ),
-    # A part of the features whose start may depend on the rank. If it does, the ranks' graphs differ only in the number
-    # of the start.
+    # The part of the features that the op takes may depend on the rank. The ranks' graphs then differ only in the
+    # number that says where the part starts.
     "one of 3 equal slices": ("the rank's own", lambda g, x: g.op("slice.Tensor", x, 2, 2, 4)),
     "one of 3 equal splits": ("the rank's own", lambda g, x: g.call(getitem, g.op("split.Tensor", x, 2, 2), 1)),
     "one of 3 groups": ("the rank's own", lambda g, x: g.op("select.int", g.view(x, B, S, 3, 2), 2, 1)),
@@ -194,8 +194,8 @@ def test_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", SUMS)
 def test_sum_over_tokens(name: str) -> None:
-    """With uneven rows, a rank's rows may reach beyond the last token. A sum leaves these rows out. A maximum or
-    minimum is rewritten only if the tokens divide evenly."""
+    """With uneven rows, a rank's rows may reach beyond the last token. A sum leaves out the rows beyond the last
+    token. A maximum or minimum is rewritten only if the tokens divide evenly."""
     op, reduce_op = SUMS[name]
     for world_size in (2, 3):
         with fake_group(world_size):
@@ -210,7 +210,7 @@ def test_sum_over_tokens(name: str) -> None:
                 (combined,) = (n for n in made.graph.nodes if "all_reduce" in str(n.target))
                 assert combined.args[1] == reduce_op
             elif divides:
-                # An all-reduce would drop a NaN.
+                # The parts are not combined by an all-reduce, because an all-reduce would drop a NaN.
                 (combined,) = (n for n in made.graph.nodes if n.target in EXTREMA.values() and "wait" in str(n.args[0]))
                 assert combined.target is EXTREMA[reduce_op]
             else:
@@ -247,8 +247,8 @@ def test_sums_that_only_results_read_are_combined_in_one_all_reduce() -> None:
 
 
 def test_a_sum_that_rows_read_is_combined_where_it_stands() -> None:
-    """The graph quantises with one scale: it takes the largest value of all tokens, then divides each row by it. So the
-    largest value must be combined before the rows are divided."""
+    """The graph quantises with one scale. It computes the scale from the largest magnitude in all tokens, and divides
+    each row by the scale. So the largest magnitude must be combined before the rows are divided."""
     with fake_group(2):
         made = TokenGraph()
         x = made.op("add.Tensor", made.tokens(B, S, H), made.same(B, S, H))
@@ -260,8 +260,8 @@ def test_a_sum_that_rows_read_is_combined_where_it_stands() -> None:
 
 
 def test_an_operand_may_have_the_tokens_in_two_ways() -> None:
-    """``positions`` has the shape ``[S, H]``. One stretch broadcasts it over the batch. In another stretch, its rows
-    are all the tokens."""
+    """``positions`` has the shape ``[S, H]``. One stretch broadcasts ``positions`` over the batch. In another
+    stretch, the rows of ``positions`` are the tokens."""
     with fake_group(2):
         made = TokenGraph()
         positions = made.same(6, H)
@@ -284,7 +284,7 @@ def test_fp8_rows_are_gathered_as_bytes() -> None:
 
 
 def test_numbers_that_are_sizes_of_the_tokens_are_the_same_on_all_ranks() -> None:
-    """A mean over tokens divides by the number of tokens, which all ranks know. Another symbolic number may differ
+    """A mean over tokens divides by the number of tokens, which all ranks know. Any other symbolic number may differ
     between ranks."""
     with fake_group(2):
         made = TokenGraph()

@@ -51,7 +51,7 @@ def test_the_streams_wait_for_each_other_at_fork_and_join(said: list[str]) -> No
 
 def test_a_stream_that_was_not_entered_is_not_waited_for(said: list[str]) -> None:
     """In a capture, an error may be raised before the side stream is entered. If ``join`` then waited for the side
-    stream, CUDA would raise an error about a stream outside the capture. That error would hide the first one."""
+    stream, CUDA would raise an error about a stream outside the capture. That error would hide the first error."""
     side = SideStream(CUDA)
     side.join()
     assert said == []

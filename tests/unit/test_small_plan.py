@@ -58,8 +58,8 @@ def test_a_call_is_cut_so_that_a_block_can_wait_for_it(world_size: int, rows: in
 
 @given(st.sampled_from([2, 3, 8]), st.integers(1, 200), st.integers(1, 1024).map(lambda n: 8 * n))
 def test_a_site_of_dynamic_rows_has_room_for_each_of_its_calls(world_size: int, most: int, columns: int) -> None:
-    """Fewer rows may need more bytes. For example, at 8 ranks and hidden size 8192, one-shot with 7 rows needs more
-    bytes than two-shot with 8 rows."""
+    """A call with fewer rows may need more bytes than a call with more rows. For example, at 8 ranks and hidden size
+    8192, one-shot with 7 rows needs more bytes than two-shot with 8 rows."""
     room = needed_up_to("{}", world_size, most, columns, 2)
     for rows in {1, most // 2 + 1, min(17, most), most}:
         need = needed(parameters_of("{}", world_size, rows, columns, 2), world_size, rows, columns, 2)

@@ -70,8 +70,9 @@ class _OnGpu(torch.Tensor):
 
 
 def test_the_direct_launch_replaces_only_the_varying_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The varying arguments stand between fixed ones. A launch takes them in another order than the kernel does. A
-    descriptor becomes several arguments of the C launcher: map, shape and strides."""
+    """The varying arguments stand between fixed arguments. A launch takes the varying arguments in an order that
+    differs from the kernel's order. A descriptor becomes several arguments of the C launcher: map, shape and
+    strides."""
     given: list[tuple[Any, ...]] = []
     driver = ModuleType("triton.backends.nvidia.driver")
     driver.TMA_DTYPE_DEVICE_TO_HOST = {0: 0}  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outcomes that a sweep of models reports. The sweep compares each model with overlap to the same model without."""
+"""The outcomes that a sweep of models reports. The sweep compares each model with overlap to the same model without
+overlap."""
 
 from __future__ import annotations
 

@@ -120,7 +120,9 @@ def test_schedules_of_one_site_have_their_own_parameters(group: Any) -> None:
         ready(fused_plan, settings='{"min_rows": 513}') is None
         and ready(fused_plan, settings='{"min_rows": 513}', rows=257) is not None
     )
-    assert ready(fused_plan, "matmul_all_reduce") is None, "its two legs need twice the bytes that the site has"
+    assert ready(fused_plan, "matmul_all_reduce") is None, (
+        "the two legs of an all-reduce need twice the bytes of the slot"
+    )
 
 
 def test_a_site_without_a_prepared_slot_is_an_error(group: Any) -> None:
@@ -142,8 +144,8 @@ def test_a_destroyed_group_leaves_nothing() -> None:
 
 
 def test_a_call_is_ended_even_if_a_later_matmul_fails(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a failed call were not ended, peers would wait for its credit. In the next call, this rank would read the rows
-    of the failed call."""
+    """If a failed call were not ended, peers would wait for this rank's credit. In the next call, this rank would
+    read the rows of the failed call."""
     fused = pytest.importorskip(
         "overlap_inductor.lowerings.fused.calls",
         reason="Triton comes with the package's test extra; environments of other torch versions may have none",
@@ -161,7 +163,7 @@ def test_a_call_is_ended_even_if_a_later_matmul_fails(group: Any, monkeypatch: p
 
 
 def test_too_many_rows_are_not_a_small_message_even_if_the_slot_holds_them(group: Any) -> None:
-    """Several sites share a slot, whose size is that of the largest request. So the slot may have room for more rows
+    """Several sites share a slot. The slot has the size of the largest request. So the slot may have room for more rows
     than the kernels support."""
     workspace.prepare(group, CPU, json.dumps([["small", 2**26, 4096, "halves"]]), 2**30)
     weight = torch.empty(16, 4096, dtype=torch.bfloat16)

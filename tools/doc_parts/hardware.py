@@ -33,7 +33,8 @@ UNKNOWN = "unknown: `overlap-inductor demo` measures it"
 def table() -> str:
     lines = [[f"{name}, one machine with NVLink", _names(_on_gpus(name)), *_measured(name)] for name in GPUS]
     own = [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]
-    # Several machines, or GPUs of other vendors: the schedules that need no kernels of this package.
+    # Schedules that need no kernels of this package run on other GPUs and across machines, too. An A100 runs exactly
+    # these schedules.
     several = [s.name for s in SCHEDULES if s.name in _on_gpus("NVIDIA A100")]
     compare = "unknown: time your model with and without overlap"
     lines.append(["other GPUs, GPUs without NVLink, groups over several machines", _names(several), "not yet", compare])
@@ -53,7 +54,7 @@ def table() -> str:
 def _on_gpus(name: str) -> list[str]:
     """Names of the schedules that run on 8 GPUs of one machine, if the GPUs reach each other's memory."""
     with planning_for(Box(name, name, len(RANKS), GPUS[name], machine_for("cuda"))):
-        # A plan may be made for another machine. The tensors in this process may then be on the CPU.
+        # (The plan is for the GPUs of the ``Box``, so the device of this process may be the CPU.)
         return [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]
 
 
@@ -63,7 +64,7 @@ def _names(schedules: Sequence[str]) -> str:
 
 def _measured(name: str) -> list[str]:
     """The numbers of GPUs on which schedules were measured, and what a user can expect. The name of a GPU in a row may
-    also have its memory, as in ``NVIDIA H100 80GB HBM3``."""
+    also give the size of the GPU's memory, as in ``NVIDIA H100 80GB HBM3``."""
     stored = [row for row in rows.read(rows.RESULTS / "operators.jsonl") if row["gpu"].startswith(name)]
     *others, most = [str(count) for count in sorted({row["world_size"] for row in stored})] or [""]
     counts = f"{', '.join(others)} and {most} GPUs" if others else f"{most} GPUs"

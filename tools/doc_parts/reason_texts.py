@@ -54,7 +54,7 @@ GROUPS: dict[str, dict[str, str]] = {
             " cases. Before a reduction, it is cut into blocks of tokens. One index must then stand before the"
             " reduction and bring the rows back to the tokens, and only pointwise ops may stand between the matmul and"
             " this index. Between two all-to-alls, it is cut by ranks. Each row must then be computed by itself, and"
-            " the second all-to-all must return the rows to the ranks from which the first one brought them."
+            " the second all-to-all must return the rows to the ranks from which the first all-to-all brought them."
         ),
         "fsdp_weight_gather": "The collective gathers a weight (FSDP), and a setting of Inductor hides this gather.",
     },

@@ -4,12 +4,12 @@
 A comment before a code block says what the block is::
 
     <!-- file: NAME -->   the block is written to the file NAME in the run's folder
-    <!-- runs -->         the block is run there, by Python or bash as its fence says
+    <!-- runs -->         the block is run in the run's folder, by Python or bash as the block's fence says
     <!-- runs in the checkout -->
                           the block is run in the root of the repository
     <!-- output -->       the block is the standard output of the last block that ran
 
-All blocks of one text share a folder and run in the text's order, so later blocks find the files of earlier ones.
+All blocks of one text share a folder and run in the text's order, so later blocks find the files of earlier blocks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def run(found: Iterable[Sample], folder: Path, programs: Path | None = None) -> 
     ``python`` and ``overlap-inductor`` are used.
 
     Raises:
-        SampleError: a block failed; the text has its output.
+        SampleError: a block failed. The text of the error has the block's output.
     """
     outputs, last = [], ""
     for sample in found:

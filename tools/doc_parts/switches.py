@@ -13,7 +13,7 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts import names
 
 NAMES = {"schedule": names.SCHEDULES, "transport": names.TRANSPORTS, "patterns": names.PATTERNS}
-"""The fields whose values are names that a registry knows."""
+"""For each field whose values are names: the names that the field accepts. A registry adds these names."""
 
 
 def table() -> str:
@@ -42,7 +42,7 @@ def docstrings() -> dict[str, str]:
     for statement, following in zip(cls.body, cls.body[1:]):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             if not (isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)):
-                raise ValueError(f"OverlapConfig.{statement.target.id} has no string below it that says what it does")
+                raise ValueError(f"OverlapConfig.{statement.target.id} needs a string below it that gives its meaning")
             found[statement.target.id] = " ".join(str(following.value.value).split())
     return found
 

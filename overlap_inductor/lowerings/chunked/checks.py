@@ -36,7 +36,7 @@ def check_sent(sent: torch.Tensor) -> None:
     """Raise ``UnsupportedError`` if no transport can read ``sent`` in place."""
     if not sent.is_contiguous() or sent.data_ptr() % 16:
         raise UnsupportedError(
-            f"what is sent, of shape {list(sent.shape)} and strides {list(sent.stride())}, is not contiguous and"
+            f"what is sent has shape {list(sent.shape)} and strides {list(sent.stride())}; expected it contiguous and"
             " aligned to 16 bytes"
         )
 

@@ -26,20 +26,20 @@ class ChunkedCost:
             (``cost_model.kind_of``).
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
         ranks / exchange_ranks: largest measured group, and largest group in which all-to-alls were measured.
-        copy_exposed: exposed fraction of the copy of the gathered tensor while a matmul runs. On 2 H200s, returning the
-            gathered tensor costs a call in chunks 10 us for 2048 tokens and 46 us for 8192. The copy of a fused kernel
-            runs under no matmul: there the costs are 23 and 67 us. (bench/results/handed_out.jsonl; not measured in
-            larger groups.)
+        copy_exposed: the fraction of the gathered tensor's copy that is exposed although a matmul runs. On 2 H200s,
+            returning the gathered tensor costs a call in chunks 10 us for 2048 tokens and 46 us for 8192. The copy of a
+            fused kernel runs under no matmul: there the costs are 23 and 67 us. (bench/results/handed_out.jsonl; not
+            measured in larger groups.)
         host_seconds / peer_seconds: host time of a call's launches, and of each peer of a leg.
         gain_seconds: smallest gain over ``keep`` for which a call pays. A host-bound model gains nothing from a smaller
             saving.
-        replay_seconds: host time of a call that is one CUDA graph.
+        replay_seconds: host time of a replayed call, which is one CUDA graph.
         band_tiles: fewest tiles of a band, if bands are multiplied as they arrive (``contracted_launch``). It is the
             number of SMs of an H200.
-        replay_gain_seconds / replay_gain_peer_seconds: smallest gain for which such a call pays. Each leg needs a fixed
-            gain, or a gain for each peer if the gains of all peers are more. Late peers may cost this much time.
-        replay_tiles: such a call is considered if it has at least this many tiles for each rank. A smaller chunk leaves
-            most of the GPU idle and takes as long as a larger one.
+        replay_gain_seconds / replay_gain_peer_seconds: smallest gain for which a replayed call pays. Each leg needs a
+            fixed gain, or a gain for each peer if the gains of all peers are more. Late peers may cost this much time.
+        replay_tiles: a replayed call is considered if it has at least this many tiles for each rank. A smaller chunk
+            leaves most of the GPU idle and takes as long as a larger one.
     """
 
     exposed: tuple[float, float, float, float] = (0.12, 0.1, 0.36, 0.25)

@@ -48,7 +48,7 @@ class _Sent:
 
     Attributes:
         chunks: for each chunk, the ranges of rows to multiply, and the function that sends them.
-        own: range of this rank's own slice; ``None`` if a chunk has multiplied it.
+        own: range of this rank's own slice; ``None`` if a chunk contains it.
         receive: copies the slices of the other ranks into the product when they have arrived.
         end: ends the call.
     """

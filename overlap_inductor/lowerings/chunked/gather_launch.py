@@ -140,7 +140,8 @@ def multiplied(
     """Run a call whose matmuls follow a transfer, or replay its launches.
 
     Args:
-        what: everything that the launches depend on besides tensors and ``parameters``.
+        what: the kind of call. The launches depend on this kind, on the tensors, on ``parameters`` and on the settings
+            of the vendor's library.
         sent: what is sent to the peers.
         rows: rows of each matmul's result.
         others: other tensors that the launches write. ``None`` for an absent tensor.

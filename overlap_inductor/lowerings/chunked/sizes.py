@@ -6,7 +6,7 @@ The unit of time is the matmul of one shard's rows; ``ratio`` is the time of one
 after the other, and so do matmuls. Each rank multiplies its own shard in one matmul: first if shards are gathered, last
 if sums are scattered. ::
 
-    gather:   chunk i is at least one shard: all shards that arrive while the chunks before it are multiplied
+    gather:   chunk i consists of all shards that arrive while the chunks before it are multiplied, at least one shard
     scatter:  the sizes are chosen from the last chunk to the first. Each is as large as possible, but the transfer of
               the chunk must end before the transfer of the next chunk has to begin. Then the sizes are evened out, if
               the last transfer still ends in time. If there is only one chunk, and its transfer would end with almost

@@ -177,7 +177,7 @@ def matmul_all_to_all(
 
     Args:
         a: ``[world_size * rows, K]``, with a slice of rows for each rank; ``[rows, K]`` if the slices are columns.
-            Otherwise as in ``matmul_reduce_scatter``, like ``b`` and ``bias``.
+            All else about ``a``, ``b`` and ``bias`` is as in ``matmul_reduce_scatter``.
 
     Returns:
         ``[world_size * rows, width]``: a slice from each rank, in the order of ranks.

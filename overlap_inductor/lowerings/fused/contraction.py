@@ -67,8 +67,8 @@ def _prepare(call: Received, launch: Launch, p: FusedParameters) -> Kernel:
     whole = own.new_empty(0, world_size * inner)
     if inner % p.block_k or len(b) != world_size * inner:
         raise UnsupportedError(
-            f"{len(b)} rows of the right operand are contracted with {world_size} slices of {inner}; expected slices of"
-            f" whole blocks of {p.block_k}"
+            f"{len(b)} rows of the right operand are contracted with {world_size} slices of {inner} columns; expected"
+            f" {world_size * inner} rows, and slices of a multiple of {p.block_k} columns"
         )
     check_operands(whole, b, bias)
     launch.check_room(*needed(PATTERN, world_size, rows, inner, columns, a.element_size(), p))

@@ -61,7 +61,7 @@ def prepare_gather(call: Received, launch: Launch, p: FusedParameters) -> Kernel
     transposed = {lies_transposed(b) for b in rhs}
     if len(transposed) > 1 or not 1 <= len(rhs) <= MOST_WEIGHTS:
         raise UnsupportedError(
-            f"one launch multiplies by 1 to {MOST_WEIGHTS} weights of one layout, not by those of strides"
+            f"one launch multiplies by 1 to {MOST_WEIGHTS} weights of one layout, not by weights with strides"
             f" {[list(b.stride()) for b in rhs]}"
         )
     call.tail.check(call.results)

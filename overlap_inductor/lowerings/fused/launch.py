@@ -86,7 +86,7 @@ def key_of(
     operand is not aligned to 16 bytes."""
     if not a.is_contiguous() or a.data_ptr() % 16:
         raise UnsupportedError(
-            f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous and"
+            f"the left operand has shape {list(a.shape)} and strides {list(a.stride())}; expected it contiguous and"
             " aligned to 16 bytes"
         )
     key: list[object] = [

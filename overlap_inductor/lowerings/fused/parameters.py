@@ -28,8 +28,8 @@ each in the place of one rank of 4 or of 8 (``bench.mirrored``, bench/results/mi
 
 @dataclass(frozen=True, eq=False)
 class FusedParameters:
-    """The tunable parameters. They are compared by identity, because they are part of a key that is looked up at every
-    call. ``parameters_of`` makes only one object for the same text and number of blocks.
+    """The tunable parameters. Objects of this class are compared by identity, because such an object is part of a key
+    that is looked up at every call. ``parameters_of`` makes only one object for the same text and number of blocks.
 
     Attributes:
         blocks: number of blocks of the grid, ideally the number of SMs.
@@ -126,11 +126,11 @@ GATHERS = ("all_gather_matmul", "all_to_all_matmul")
 
 
 CONTRACTED = 64
-"""A slice of a contracted dim must be a multiple of this many elements: a block of K (``block_k``) belongs to one
-source."""
+"""A slice of a contracted dim must be a multiple of this many elements, because a block of K (``block_k`` elements)
+belongs to one source."""
 MOST_WEIGHTS = 4
 """Most weights that one launch multiplies a gathered tensor by: q, k, v and a gate. The vendor's matmul takes any
-others."""
+further weights."""
 
 
 def copiers() -> list[PeerCopies]:

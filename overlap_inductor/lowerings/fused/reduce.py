@@ -66,7 +66,7 @@ def _arguments(
         all_rows, columns = all_rows * world_size, columns // world_size
     if world_size > MOST_RANKS:
         raise UnsupportedError(
-            f"the group has {world_size} ranks; expected at most {MOST_RANKS}, whose credits a block keeps"
+            f"the group has {world_size} ranks; expected at most {MOST_RANKS}, because a block keeps one bit per rank"
         )
     rows = -(-all_rows // world_size)
     part_rows = band_rows(rows, world_size, p)
@@ -190,7 +190,8 @@ def prepare_all_reduce(
     """
     found = _arguments(matmul_all_reduce, "matmul_all_reduce", a, b, out, launch, p, bias, average, tail)
     if (tiles := len(product) // p.block_m * -(-b.shape[1] // p.block_n)) > launch.slot.tiles.numel():
-        raise UnsupportedError(f"{tiles} tiles are multiplied, and the slot has words for {launch.slot.tiles.numel()}")
+        words = launch.slot.tiles.numel()
+        raise UnsupportedError(f"the product has {tiles} tiles, but the slot has words for only {words}")
     stored = TensorDescriptor.from_tensor(product, [p.block_m, p.block_n // 2 if p.halves else p.block_n])
     # (The product is passed twice: as a descriptor for bulk stores and as a pointer for loads. ``a`` and ``b`` come
     # first.)

@@ -2,8 +2,8 @@
 """Schedule ``fused`` for a site, which becomes one op. The epilogue of the op's kernel computes the pointwise ops that
 follow the site's results.
 
-With a dynamic token count there is no epilogue. Calls of few tokens run as written, and the op would have to run their
-pointwise ops one by one.
+With a dynamic token count there is no epilogue. The reason is that calls of few tokens run as written. In these calls,
+the op would have to run the epilogue's pointwise ops one by one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class FusedSchedule(TableSchedule):
         if site.facts.pattern not in GATHERS:
             return settings
         # The number of slices in which a shard is pushed depends on the tiles of all weights. A rank's weights may have
-        # more or fewer columns than its peers', so the plan holds a number of tiles from rounded sizes.
+        # more or fewer columns than its peers' weights. So the plan's number of tiles is computed from rounded sizes.
         rights = [right for _, right in operands(served(site))]
         columns = [rounded(int(rights[i].shape[1])) for i in in_one_launch(rights)]
         return {**settings, "column_tiles": column_tiles(columns, parameters_of(json.dumps(settings), 1))}
@@ -67,7 +67,7 @@ class FusedSchedule(TableSchedule):
         if "epilogue" not in parameters:
             return super().rewrite(emit, site, parameters)
         site = served(site)
-        # Found again, because the rewrites of sites before this one have put other nodes into the graph.
+        # The tails are found again, because the rewrites of sites before this one have put other nodes into the graph.
         tails = tails_of(site, parameters["epilogue"])
         if described(tails) != parameters["epilogue"]:
             raise RuntimeError(f"the epilogue was planned as {parameters['epilogue']} and is now {described(tails)}")

@@ -32,7 +32,7 @@ from overlap_inductor.transports.call_arguments import call_arguments
 
 @dataclass(frozen=True)
 class Lookups:
-    """The lookups of one call, the same number of tensors in each list that is not empty.
+    """The lookups of one call. All lists of tensors that are not empty have the same length.
 
     Attributes:
         tables: ``[rows, width]``, contiguous and aligned to 16 bytes.
@@ -80,7 +80,8 @@ class Lookups:
                 raise UnsupportedError(f"a table has {wrong[0]} {name}; expected {expected}")
         for tensor in (*self.indices, *self.offsets):
             if tensor.dtype != index.dtype or tensor.dtype not in (torch.int32, torch.int64):
-                raise UnsupportedError(f"indices and offsets are {tensor.dtype}; expected all int32 or all int64")
+                found = ", ".join(sorted({str(index.dtype), str(tensor.dtype)}))
+                raise UnsupportedError(f"dtypes of indices and offsets: {found}; expected all int32 or all int64")
         for weights, indices in zip(self.samples, self.indices):
             if weights.dtype != like.dtype or weights.numel() != indices.numel():
                 raise UnsupportedError(
@@ -184,7 +185,7 @@ def _on_device(values: list[int], launch: Launch) -> torch.Tensor:
     if capturing:
         _CAPTURED.append(host)
         return host.to(device, non_blocking=True)
-    # The previous call has read its facts by then: the calls of a rank run one after the other.
+    # When this copy runs, the previous call has read its facts: the calls of a rank run one after the other.
     facts.memory.copy_(host, non_blocking=True)
     # Only now: if the copy raises an error, the next call must copy again.
     facts.values = values

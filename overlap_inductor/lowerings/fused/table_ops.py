@@ -30,7 +30,7 @@ from overlap_inductor.torch_compat.memory import token_like
 
 aten = torch.ops.aten
 MODES = ("sum", "mean")
-"""How a bag is pooled, by the number that torch gives it."""
+"""The ways to pool a bag. A way's index in this tuple is the number that torch gives the way."""
 
 
 def _bags(indices: torch.Tensor, offsets: Sequence[torch.Tensor], last_offset: bool) -> int:
@@ -72,7 +72,7 @@ def _saved(
             (i.new_empty(i.shape[0]), i.new_empty(o.shape[0]), i.new_empty(0))
             for i, o in zip(indices, offsets, strict=True)
         ]
-    # On other devices, their shapes depend on the tables.
+    # On other devices, the shapes of these tensors depend on the tables.
     found = _looked_up(tables, indices, offsets, samples, padding, mode, last_offset)
     return [tuple(map(torch.empty_like, results[1:])) for results in found]
 

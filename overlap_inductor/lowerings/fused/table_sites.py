@@ -58,7 +58,7 @@ def why_not(nodes: PooledNodes) -> str | None:
 
 
 def _why_not_table(lookup: LookupNode, dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot look up one table, whatever the others are."""
+    """Why the kernel cannot look up one table, whatever the site's other tables are. ``None`` if it can."""
     node, table, name = lookup.node, tools.value(lookup.rhs), lookup.node.name
     if not table.is_contiguous() or table.storage_offset() * dtype.itemsize % 16:
         return f"{name} reads a table with strides {list(table.stride())}; expected it contiguous, aligned to 16 bytes"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define ops that run an all-to-all of equal slices and its matmuls inside one op. Otherwise they are like the ops of
+"""Define ops, each of which runs an all-to-all of equal slices and its matmuls. Otherwise they are like the ops of
 ``one_op.ops``.
 
 Shapes (W ranks, this rank's view): ``sent [W*m, K]`` has a slice of rows for each rank. The product ``lhs @ rhs`` has a
@@ -143,7 +143,7 @@ def define_contracted(schedule: str, plan: SitePlan, contract: Gather) -> None:
     ) -> tuple[Tensors, torch.Tensor]:
         group, token, (all_rows, width) = resolve_group(group_name), token_like(chain), sent.shape
         ranks = group.size()
-        # (What a call needs depends on one slice, and so on the right operand's rows for one slice.)
+        # (What a call needs depends on one slice, and so only on the right operand's rows for one slice.)
         one, rows = rhs[0][:width], -(-all_rows // ranks)
         found = ready(plan, "all_to_all_matmul", rows, sent, one, sent.dtype, group, site, settings)
         if found is None:

@@ -135,7 +135,7 @@ class ReceivedRows(GatherRows):
         if isinstance(inner, int) and inner % contracts == 0:
             return None
         return (
-            f"each rank sends {inner} of the elements that are contracted; a {noun} expects a multiple of {contracts}"
+            f"each rank's slice of the contracted dim has {inner} elements; a {noun} expects a multiple of {contracts}"
         )
 
     def write(

@@ -121,7 +121,7 @@ def served(site: OverlapSite) -> OverlapSite:
     In a gather, these are the plain matmuls that the op can compute. They must read the gathered tensor in the same
     shape and dtype as the first of them. The other matmuls stay in the graph and read the gathered tensor that the op
     returns. An example is a weight's gradient, which contracts the tokens. If the op can compute none of the matmuls of
-    an all-to-all in this way, the matmuls that contract the exchanged dim are left.
+    an all-to-all in this way, the site keeps only the matmuls that contract the exchanged dim.
 
     Returns ``site`` unchanged if the op can compute all matmuls, or none, or if some are scaled and some plain.
     """

@@ -9,7 +9,7 @@ An op runs the plain collective and matmul in any of these cases:
 
 - The site has no rows, or fewer rows on all ranks together than the parameter ``min_rows``.
 - It has more rows than its workspace was planned for.
-- Its group had no room for its workspace (``runtime.workspace`` logs that).
+- The group had no room for the site's workspace (``runtime.workspace`` logs that).
 
 Rows and workspace are the same on all ranks, so all ranks make the same choice.
 """
@@ -37,8 +37,8 @@ Optional = Sequence[torch.Tensor | None]
 
 
 class SitePlan(Protocol):
-    """The functions of a schedule's ``parameters`` module that its op calls. ``needed`` returns ``(bytes, signals)``
-    that a call needs in its workspace slot."""
+    """The functions that a schedule's op calls in the schedule's ``parameters`` module. ``needed`` returns the
+    ``(bytes, signals)`` that a call needs in its workspace slot."""
 
     def parameters_of(self, settings: str, blocks: int, /) -> Any: ...
     def needed(

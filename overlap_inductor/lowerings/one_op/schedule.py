@@ -219,7 +219,7 @@ class OneOpSchedule:
         return self.why_not_between(facts.collective.ranks, source.device)
 
     def _why_no_scaled(self, pattern: str) -> str | None:
-        """Why the schedule has no op for fp8 with scales; ``None`` if it has one."""
+        """Why the schedule has no op of ``pattern`` for fp8 with scales; ``None`` if it has one."""
         if self.why_not_scaled is None:
             return f"no {self.noun} multiplies fp8 with scales"
         if pattern in self.only_plain:
@@ -267,8 +267,8 @@ class OneOpSchedule:
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         machine, own = machine_of(site, config), served(site)
         if isinstance(own.nodes.tokens, int):
-            # Replay is assumed only if the token count is static. With a dynamic count, the addresses of tensors
-            # change.
+            # A call is replayed only if its tensors have the same addresses as in an earlier call. With a dynamic token
+            # count, the addresses change. So the estimate assumes replay only for a static count.
             sizes = replace(sizes_at(own), replays=self.replays and config.replay == "on" and not symmetric.one_queue())
             return self.forced(site, config) if self.pays(sizes, machine) else None
         example = max(hint(own.nodes.tokens), 1)

@@ -76,7 +76,7 @@ class VendorMatmul:
             scale = self.scales.a
             if scale.numel() > 1:
                 scale = scale[start:stop]
-                # A slice of scales may start at any row, but the library needs them aligned to 16 bytes.
+                # The slice may start at any row. The library reads only scales whose address is a multiple of 16.
                 scale = scale if scale.data_ptr() % 16 == 0 else scale.clone()
             aten._scaled_mm.out(
                 rows,
@@ -99,9 +99,9 @@ class VendorMatmul:
 
 @dataclass(frozen=True)
 class SlicedMatmul(VendorMatmul):
-    """Computes one slice of the columns of ``a @ b + bias`` for each rank, one below the other. With ``a [m, K]`` and
-    ``count`` ranks, slice ``r`` of the columns is in rows ``r * m`` to ``(r + 1) * m - 1`` of ``out``. A sliced matmul
-    has neither scales nor added products."""
+    """Computes ``a @ b + bias`` in slices of columns, one slice for each rank. In ``out``, the slices are one below the
+    other. With ``a [m, K]`` and ``count`` ranks, slice ``r`` of the columns is in rows ``r * m`` to ``(r + 1) * m - 1``
+    of ``out``. A sliced matmul has neither scales nor added products."""
 
     count: int = 1
 

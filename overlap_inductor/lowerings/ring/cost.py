@@ -13,16 +13,16 @@ from overlap_inductor.facts.cost_model import written_seconds
 from overlap_inductor.facts.machine import Machine
 
 TOLERANCE = 1.05
-"""A ring of fewer sub-chunks may be estimated up to this factor slower than the fastest one. Each sub-chunk adds nodes,
-which Inductor compiles."""
+"""Among rings whose estimates are at most this factor slower than the fastest ring's, the ring with the fewest
+sub-chunks is chosen. The reason is that each sub-chunk adds nodes that Inductor must compile."""
 
 
 def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
     """Estimated seconds of a ring that cuts each shard into ``parts`` sub-chunks.
 
     They are the sum of three terms. The first is the longer of matmul and transfer. The second is one piece of the
-    shorter one: this piece stays exposed. The third is a fixed cost for each step. Each piece of a grouped matmul reads
-    the experts' weights again.
+    shorter of the two: this piece stays exposed. The third is a fixed cost for each step. Each piece of a grouped
+    matmul reads the experts' weights again, so the matmul takes at least the time of all these reads.
     """
     read = sizes.world_size * parts * sizes.weights / machine.memory_bytes
     matmul = max(matmul_seconds(sizes, machine) / machine.overlapped_efficiency, read)
@@ -36,8 +36,8 @@ def pays(sizes: SiteSizes, machine: Machine, parts: int, margin: float = MARGIN)
     """Whether the ring is estimated to be faster than ``keep`` by at least the factor ``margin``, and to hide at least
     the time that its steps cost.
 
-    The second condition protects the host, which must launch every step. For a tiny collective, the steps alone may be
-    estimated cheaper than the collective.
+    The second condition protects the host, which must launch every step. A tiny collective may be estimated to take
+    longer than the ring's steps. The first condition alone would then accept a ring that hides almost nothing.
     """
     matmul, wire = matmul_seconds(sizes, machine), sizes.legs * sizes.bytes_sent / machine.link_bytes
     if min(matmul, wire) < sizes.legs * (sizes.world_size - 1) * parts * machine.step_seconds:

@@ -25,7 +25,7 @@ from overlap_inductor.transports import routes
 
 
 class GatherRing:
-    """See ``form.RingForm``. Shards travel round the ring. Each rank multiplies each shard when it arrives."""
+    """See ``form.RingForm``. Shards travel round the ring. A rank multiplies a shard when the shard arrives."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         nodes = nodes_of(site, GatherNodes)
@@ -64,7 +64,8 @@ class GatherRing:
         return looped_gather.rewrite(emit, nodes_of(site, GatherNodes), parts, floor, route)
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """The number of rows of a shard that are cut into sub-chunks; ``None`` if there is one sub-chunk."""
+        """``ExchangeTerms.cut``: the size of the dim of a shard that sub-chunks cut; ``None`` if there is one
+        sub-chunk."""
         nodes = nodes_of(site, GatherNodes)
         if parts == 1:
             return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write some rows of a ``sites.grouped.GroupedMatmul``: its steps for these rows only.
 
-The rows' places are sorted, which puts them into the experts' order. Place ``p`` belongs to the first expert whose end
-is larger than ``p``. So in the piece, an expert's rows end at the number of places that are smaller than its end::
+The rows' places are sorted. The sorted places are in the experts' order. Place ``p`` belongs to the first expert whose
+end is larger than ``p``. So in the piece, an expert's rows end at the number of places that are smaller than its end::
 
     ordered = sort(places[rows])
     ends'   = searchsorted(ordered, ends)
@@ -146,8 +146,8 @@ def places_from_zero(emit: StepEmitter, matmul: GroupedMatmul) -> fx.Node:
 
 
 def _with_rows(matmul: GroupedMatmul) -> fx.Node:
-    """A tensor with one entry for each row, which the steps read and do not compute. If a step were read for its size,
-    it would stay in the graph and compute all rows."""
+    """A tensor that has one entry for each row. The steps read this tensor and do not compute it. If the size of a step
+    were read instead, the step would stay in the graph and compute all rows."""
     steps, last = matmul.steps, matmul.index.args[0]
     for node in steps:
         if is_gather(node):

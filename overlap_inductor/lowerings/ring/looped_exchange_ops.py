@@ -94,8 +94,8 @@ def _matmul_all_to_all_fake(
 
 
 # Returns ``(received [W, rows, width], next token of the chain)``. The slice for rank r is the r-th run of the rows of
-# the product, or of its columns if ``columns``. The rows of a slice consist of ``lead`` equal runs. They are cut into
-# ``parts`` sub-chunks, between runs only.
+# the product, or of its columns if ``columns``. The rows of a slice consist of ``lead`` equal runs. The slice is cut
+# into ``parts`` sub-chunks of whole runs.
 define(
     "matmul_all_to_all(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, bool columns, SymInt lead,"
     " int parts, SymInt min_rows, ScalarType dtype, str group_name, str site, str transport='') -> (Tensor, Tensor)",

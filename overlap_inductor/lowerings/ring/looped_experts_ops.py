@@ -11,10 +11,11 @@ computes every other rank's rows when they have arrived. It returns each piece a
 
 The op returns while the last pieces are under way. Step ``exchange_wait`` waits for them.
 
-The rows of a piece are computed in the order of their experts. Entry i of ``index`` says where row i, in the order of
-all experts, is among the rows that arrived. So the inverse of ``index`` gives the position of each arrived row in this
-order. The op sorts the positions of a piece's rows, and searches for ``ends`` in them: this gives where each expert's
-rows end in the piece. So the op needs no row counts by expert, and the host reads nothing.
+The rows of a piece are computed in the order of their experts. Row i in this order, counted over all pieces, is row
+``index[i]`` of the rows that arrived. So the inverse of ``index`` gives the position of each arrived row in the
+experts' order. The op sorts the positions of a piece's rows, and searches for ``ends`` in the sorted positions. This
+gives where each expert's rows end in the piece. So the op needs no row counts by expert, and the host reads nothing
+from the GPU.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def _all_to_all_experts(
     arrived[places[rank][0] : places[rank][-1]].copy_(x[cuts[rank][0] : cuts[rank][-1]])
     there = exchanges.open_uneven(arrived, in_elements(places, width), "direct", group, site, transport)
     # An open exchange is found by its buffer's address. If no rows arrive and none return, both buffers have the same
-    # address. So this exchange, which no other op looks for, is closed before the second one opens.
+    # address. So the first exchange is removed from the open ones before the second opens. Its hops still run: this op
+    # holds it, and no other op looks for it.
     exchanges.close_exchange(arrived, group, site)
     buffer = x.new_empty(cuts[-1][-1], parsed.width, dtype=getattr(torch, parsed.dtype))
     back = exchanges.open_uneven(buffer, in_elements(cuts, parsed.width), "direct", group, site, transport)
@@ -122,7 +124,8 @@ def _all_to_all_experts(
         start, stop = places[(rank - 1 - step) % world_size][part : part + 2]
         there.wait(hop)
         experts.compute(start, stop)
-        # Route ``direct`` sends to rank r + 1 + i in step i, and these rows came from rank r - 1 - step.
+        # These rows came from rank r - 1 - step. Route ``direct`` sends to rank r + 1 + i in step i, so they return in
+        # step world_size - 2 - step.
         back.post((world_size - 2 - step) * parts + part, experts.results[start:stop].view(-1))
     return buffer, experts.results, experts.handed_out, chain.new_empty(1)
 
@@ -146,7 +149,8 @@ def _all_to_all_experts_fake(
 
 
 # Returns ``(buffer of the returned rows, results that are being sent, what the program hands out, next token of the
-# chain)``. ``sent`` and ``received``: the parts of the first exchange. ``parts``: pieces of a part.
+# chain)``. ``sent`` and ``received``: for each rank, how many rows the first exchange sends to it and receives from it.
+# ``parts``: the number of pieces into which the rows for each rank are cut.
 define(
     "all_to_all_experts(Tensor chain, Tensor x, Tensor index, Tensor ends, Tensor[] rows, Tensor[] whole, str program,"
     " SymInt[] sent, SymInt[] received, int parts, str group_name, str site, str transport='') -> (Tensor, Tensor,"

@@ -71,7 +71,8 @@ class Form:
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, transposed (a view) if the slices are the right operand. ``x`` is an operand or the result of this
-        matmul. The view belongs to the same matmul written with the slices on the left. A second call gives ``x``."""
+        matmul. The view belongs to the same matmul written with the slices on the left. A second call undoes the
+        first."""
         return x.t() if self.operand == "rhs" else x
 
     def result_shape(self, shard: torch.Tensor, other: torch.Tensor, world_size: int) -> list[int]:
@@ -166,7 +167,8 @@ def as_it_stood(
     biases: Sequence[torch.Tensor | None],
     world_size: int,
 ) -> Tensors:
-    """The whole matmuls as the program wrote them, on ``gathered [W * m, k]``, the ranks' shards in order."""
+    """The results of the whole matmuls, as the program wrote them. ``gathered [W * m, k]``: all shards, in the ranks'
+    order."""
     return [_whole(f, gathered, o, b, world_size) for f, o, b in zip(forms, others, biases, strict=True)]
 
 
@@ -225,8 +227,8 @@ def multiply_arrivals(
     group: dist.ProcessGroup,
     sent: Callable[[int], torch.Tensor | None] = lambda hop: None,
 ) -> Tensors:
-    """Multiply every shard of ``gathered [rows, k]``: first this rank's own shard, then each other sub-chunk when it
-    arrives. Returns the result of each matmul.
+    """Multiply every shard of ``gathered [rows, k]``: first this rank's own shard, then the sub-chunks of the other
+    shards as they arrive. Returns the result of each matmul.
 
     Args:
         forms, others, biases: how each matmul reads the shards, its other operand and its bias.

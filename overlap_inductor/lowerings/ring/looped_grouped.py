@@ -2,8 +2,8 @@
 """Writes the sum of experts' rows and its reduction as one looping op of ``lowerings.ring.looped_grouped_ops``.
 
 The op computes the steps of a grouped matmul (``sites.row_steps``) as a ``RowProgram``. It brings the rows into the
-tokens' order and sums them for each token. Sites with several leaves, or with another reduction than a sum, are only
-unrolled.
+tokens' order and sums them for each token. Sites with several leaves, or that combine a token's rows by another
+op than a sum, are only unrolled.
 """
 
 from __future__ import annotations

@@ -325,7 +325,7 @@ def _matmul_all_gather_fake(
     return lhs.new_empty(resolve_group(group_name).size() * lhs.shape[0], width, dtype=dtype), chain.new_empty(1)
 
 
-# ``width``: columns of the gathered tensor. This rank may compute fewer columns; the others are filled with zeros.
+# ``width``: columns of the gathered tensor. This rank may compute fewer columns; the missing ones become zeros.
 define(
     "matmul_all_gather(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, SymInt width, int parts, SymInt min_rows, "
     "ScalarType dtype, str group_name, str site, str transport='') -> (Tensor, Tensor)",

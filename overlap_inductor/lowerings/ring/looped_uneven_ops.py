@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping ops of all-to-alls whose parts have different sizes: ``looped_exchange_ops`` for any number of rows.
+"""The looping ops of all-to-alls whose parts have different sizes. They are the ops of ``looped_exchange_ops`` for
+parts with any numbers of rows.
 
 ``sent`` and ``received`` are the numbers of rows that this rank sends to each rank and receives from each rank, as
 ``all_to_all_single`` takes them. A part may be empty. The sender and the receiver of a part cut it into pieces in the
@@ -32,7 +33,8 @@ def check_parts(rows: int, sent: Sequence[int], received: Sequence[int], rank: i
     if sum(sent) != rows or sent[rank] != received[rank] or min(*sent, *received) < 0:
         raise ValueError(
             f"site {site}: rank {rank} of the group has {rows} rows, sends {list(sent)} and receives {list(received)}."
-            " Expected: parts that add up to the rows, and the same own part in both lists"
+            " Expected: no negative number, sent numbers that add up to the rank's rows, and in both lists the same"
+            f" number at index {rank}"
         )
 
 

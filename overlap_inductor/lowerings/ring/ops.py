@@ -12,8 +12,8 @@ A gather in the graph (W ranks, S sub-chunks; ``chain`` is a one-byte tensor tha
     y        = assemble([y0, y1, ...], shifts=[0, -1, ...])
 
 Why the order holds: the op that waits for a hop *mutates* the buffer. So a matmul that reads a slice of the buffer is
-between two mutations of it. Inductor's scheduler moves no read of a buffer past a write to the same buffer. This alone
-fixes the order start, matmul, step, matmul.
+between two mutations of the buffer. Inductor's scheduler moves no read of a buffer past a write to the same buffer.
+This alone fixes the order start, matmul, step, matmul.
 
 Why memory is not reused too early: a gather sends from the buffer and receives into the buffer, because the own shard
 is first copied into its slot. Each step has the buffer as an argument, so the buffer lives until the last hop has
@@ -189,7 +189,8 @@ def _exchange_keep(buffer: torch.Tensor, own: torch.Tensor, group_name: str) -> 
     return buffer.new_empty(1)
 
 
-# Copies ``own``, the slice that this rank keeps, into its slot of ``buffer``, which has one slot for each rank.
+# Copies ``own``, the slice that this rank keeps, into this rank's slot of ``buffer``. The buffer has one slot for each
+# rank.
 define(
     "exchange_keep(Tensor(a!) buffer, Tensor own, str group_name) -> Tensor",
     _exchange_keep,
@@ -275,7 +276,8 @@ def _take_fake(
     return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
 
 
-# ``length`` rows of the shard of rank ``r + shift``, from its row ``start`` on. A shard has ``chunk`` rows of ``dim``.
+# Returns ``length`` rows of the shard of rank ``r + shift``, from the shard's row ``start`` on. A shard has ``chunk``
+# rows of ``dim``.
 define(
     "take(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt length, str group_name) -> Tensor",
     _take,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the nodes that compute a slice of a collective's input: the slice of a rank, or some rows of it.
+"""Write the nodes that compute a slice of a collective's input: the slice for one rank, a part of this slice, or some
+rows of the input.
 
 In the graph as written, a matmul or a sum of matmuls computes the whole input. A slice is computed from the slices of
 the matmuls' operands, through the views and pointwise ops of the site's region::

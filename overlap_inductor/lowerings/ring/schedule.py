@@ -161,8 +161,8 @@ def _transport(config: OverlapConfig) -> Exchanges:
 
 
 def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-    """The form's parameters. Of the ``part_counts``, the fewest sub-chunks are taken that are estimated to be about as
-    fast as the fastest."""
+    """The form's parameters. ``sub_chunks`` is the smallest of ``part_counts`` with which the ring is estimated to be
+    about as fast as the fastest ring (``cost.fewest_parts``)."""
     found = form_of(site).parameters(site, config)
     if len(part_counts(site, config)) > 1:
         sizes, machine = sizes_at(site), machine_of(site, config)
@@ -172,7 +172,7 @@ def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
 
 def part_counts(site: OverlapSite, config: OverlapConfig) -> list[int]:
     """The numbers of sub-chunks that the ring may take for the site, largest first. There are several if ``auto`` plans
-    a site of a gather or of a reduction on a CPU. (On GPUs, rings were only measured with all sub-chunks.)"""
+    a site of a gather or of a reduction on a CPU. (On GPUs, rings were measured only with the largest number.)"""
     limit: int = form_of(site).parameters(site, config)["sub_chunks"]
     estimated = config.schedule == "auto" and isinstance(site.nodes, GatherNodes | ReduceNodes) and has_example(site)
     if estimated and not on_gpu(tools.value(site.collectives[0].input).device):

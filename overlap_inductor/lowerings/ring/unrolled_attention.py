@@ -72,8 +72,8 @@ def _attend(emit: StepEmitter, nodes: AttentionNodes, buffers: Buffers, shift: i
     results = emit.call(nodes.attention.node.target, *args, **kwargs)
     output, log_sum_exp = emit.call(getitem, results, 0), _sums(emit, nodes, emit.call(getitem, results, 1))
     if sees_none is not None:
-        # For these queries, the op returns 0 or any other value in place of -inf. The value does not tell that the
-        # query saw no key.
+        # For a query that sees none of these keys, the op may return a log-sum-exp other than -inf, such as 0. This
+        # value does not show that the query saw no key.
         log_sum_exp = emit.call(aten.where.ScalarSelf, sees_none, -math.inf, log_sum_exp)
         if not nodes.attention.hidden_is_zero:
             rows = emit.call(aten.unsqueeze.default, sees_none, -1)
@@ -126,14 +126,14 @@ def _columns(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> fx.Node | 
     source = mask.args[0] if mask.target is aten.expand.default else mask
     if not same_size(tools.shape(source)[-1], whole[-1]):
         source = mask
-    # To cut an expanded mask, Inductor would first write it to memory.
+    # The mask is cut before it is expanded, because Inductor would write an expanded mask to memory before cutting it.
     columns = emit.take(source, len(tools.shape(source)) - 1, shift, keys, 0, keys)
     return columns if source is mask else emit.call(aten.expand.default, columns, [*whole[:-1], keys])
 
 
 def _causal(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
     """``is_causal`` for the keys of rank ``r + shift``, written as a mask. Which of these keys a query sees depends on
-    ``r``, but all ranks have the same graph."""
+    ``r``, but all ranks have the same graph. So the graph computes the mask at run time."""
     query = tools.value(nodes.attention.lhs)
     _, queries, total, _, _ = nodes.attention.sizes
     keys = nodes.sharded_dims[0].chunk

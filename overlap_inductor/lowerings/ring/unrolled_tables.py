@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables`` as unrolled steps of transfers between two
-ranks.
+"""Write ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables`` as unrolled steps. Each step is a transfer
+from one rank to one other rank.
 
 Bags of unknown lengths are looked up one table after the other. While a group of tables is looked up, the group before
 it travels. The lookups themselves do not change::
@@ -54,7 +54,7 @@ class _Exchange:
 
     Attributes:
         groups: ``(first table, number of tables)`` of each group.
-        bounds: the first element of each group in a slot, then the number of a slot's elements.
+        bounds: offsets in a slot, counted in elements: where each group begins, and where the last one ends.
         sent: for each hop, the piece that it sends. The op that waits for the hop keeps the piece alive.
     """
 
@@ -128,8 +128,8 @@ def rewrite_pooled(emit: StepEmitter, nodes: PooledNodes, parts: int) -> Replace
 
 
 def _looked_up(emit: StepEmitter, nodes: PooledNodes, tables: range, shift: int, token: fx.Node | None) -> fx.Node:
-    """The blocks of ``tables`` for rank ``r + shift``. After ``token``, that rank's slice of the indices is looked up,
-    and the result is written to memory once."""
+    """The blocks of ``tables`` for rank ``r + shift``. That rank's slice of the indices is looked up, after the op that
+    returned ``token``. Inductor writes the result to memory, so no reader computes it again."""
     blocks = []
     for lookup in nodes.lookups[tables.start : tables.stop]:
         count = tools.numel(tools.shape(lookup.lhs)) // emit.world_size
@@ -161,8 +161,8 @@ def _joined(emit: StepEmitter, blocks: list[fx.Node]) -> fx.Node:
 
 
 def _ordered(emit: StepEmitter, nodes: PooledNodes, table: int, token: fx.Node | None) -> fx.Node:
-    """The part of ``table``, with an edge that orders its lookup after ``token``. Without this edge, Inductor may run
-    all lookups before the first send. A lookup that stands before ``token`` in the graph stays where it is."""
+    """``nodes.parts[table]``, with an edge that orders the table's lookup after ``token``. Without this edge, Inductor
+    may run all lookups before the first send. A lookup that stands before ``token`` in the graph stays where it is."""
     lookup, part = nodes.lookups[table], nodes.parts[table]
     # Inductor computes a lookup and what follows it in one kernel, but calls a library for bags.
     node = behind_reshapes(part)
@@ -185,7 +185,7 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
     blocks = emit.reshape(emit.convert(nodes.source, nodes.source_layout, nodes.wire), [emit.world_size, count, size])
     if nodes.last_first:
         blocks = emit.call(torch.ops.prims.rev.default, blocks, [1])
-    # One copy. Without it, Inductor would copy the rows again for each of their slices.
+    # ``packed`` copies the rows once. Without it, Inductor would copy them again for each slice that is sent.
     rows = emit.call(overlap.packed.default, emit.reshape(blocks, [emit.world_size * count, size]))
     for group, cut in enumerate(exchange.groups):
         for step in steps:
@@ -195,7 +195,8 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
     replaced: dict[fx.Node, fx.Node] = {}
     computed: list[fx.Node] = []
     for group, (start, length) in enumerate(exchange.groups):
-        # Waits stand in the order of the groups, each before the first reader of its group or of a later group.
+        # Waits stand in the order of the groups. So if a later group is read first, this group's wait must stand before
+        # that reader, too.
         later = [node for node, place in places.items() if place >= start]
         first = min((min(node.users, default=node) for node in later), default=emit.graph.output_node())
         with emit.graph.inserting_before(first):
@@ -209,7 +210,7 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
 
 
 def _read(emit: StepEmitter, nodes: GradientNodes, buffer: fx.Node, place: int, old: fx.Node) -> fx.Node:
-    """The replacement of ``old``, the gradient of one table's result: the blocks at ``place`` of every slot."""
+    """The blocks at ``place`` of every slot. They replace ``old``, the gradient of one table's result."""
     blocks = emit.reshape(buffer, [emit.world_size, nodes.count, nodes.block_size])
     table: Any = emit.narrow(blocks, 1, place, 1)
     own = Layout(nodes.block.refined().dims)

@@ -19,8 +19,8 @@ class SmallMessageCost:
 
     Attributes:
         push_bytes: bytes per second that SMs store to peers, in each direction.
-        seconds: fixed cost.
-        leg_seconds: fixed cost of a second leg.
+        seconds: fixed cost of an all-reduce, in seconds.
+        leg_seconds: additional fixed cost of a second leg, in seconds.
     """
 
     push_bytes: float = 3e11

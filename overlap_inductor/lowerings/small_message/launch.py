@@ -197,8 +197,8 @@ def _prepare(
         raise UnsupportedError(reason)
     if world_size * segments > threads:
         raise UnsupportedError(
-            f"{segments} segments of a row from {world_size} ranks are more flags than a block of {threads} threads can"
-            " wait for; use wider segments"
+            f"each row has {segments} segments with a flag from each of {world_size} ranks: more flags than a block of"
+            f" {threads} threads can wait for; use wider segments"
         )
     launch.check_room(*needed(p, world_size, rows, columns, itemsize))
     # The slot is halved, not the bytes that this call needs: all calls must use the same halves.

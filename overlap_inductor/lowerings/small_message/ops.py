@@ -142,7 +142,7 @@ def _matmul_all_reduce_norm_fake(
     return lhs.new_empty(shape), lhs.new_empty(shape), chain.new_empty(1)
 
 
-# ``(normed, residual_out, token)``.
+# Returns ``(normed, residual_out, token)``.
 define(
     "small_message_matmul_all_reduce_norm(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, Tensor residual, Tensor"
     " weight, float eps, str settings, str group_name, str site) -> (Tensor, Tensor, Tensor)",

@@ -58,7 +58,7 @@ def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dic
     # A block of two-shot holds a segment for each peer. With many peers, narrower segments and smaller blocks are
     # faster (by 2 us on 8 H200s; on 4 they are 1 us slower).
     small_blocks = two_shot and world_size > 4 and columns <= SHORT_ROW
-    # A thread stores 16 bytes: with fewer columns than this some threads would have nothing to store.
+    # A thread stores 16 bytes: in a narrower segment, some threads would have nothing to store.
     narrowest = 32 * (4 if small_blocks else 8) * 16 // itemsize
     units = -(-rows // world_size) if two_shot else max(rows, 1)
     segment = width
@@ -104,7 +104,7 @@ def why_not(dtype: torch.dtype, world_size: int, rows: int, columns: int) -> str
     if columns % 8 or not 0 < columns <= MOST_COLUMNS:
         return f"rows have {columns} elements; expected a multiple of 8 from 8 to {MOST_COLUMNS}"
     if world_size > MOST_RANKS:
-        return f"the group has {world_size} ranks; expected at most {MOST_RANKS}, whose flags one block waits for"
+        return f"the group has {world_size} ranks; expected at most {MOST_RANKS}, because one block waits for all ranks"
     if rows * columns * dtype.itemsize > LIMIT_BYTES:
         return f"{rows * columns * dtype.itemsize} bytes are too many for a small message; the limit is {LIMIT_BYTES}"
     return None

@@ -116,9 +116,9 @@ class SmallMessageSchedule:
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         most = _most_rows(site)
-        # If the number of rows is dynamic, only the largest one is estimated. If the kernel pays there, it also pays
-        # for fewer rows, provided that the plain collective has a larger fixed cost than the kernel. (In the shipped
-        # facts it has.)
+        # If the number of rows is dynamic, only the largest number is estimated. If the kernel pays for that number, it
+        # also pays for fewer rows, provided that the plain collective has a larger fixed cost than the kernel. (In the
+        # shipped facts, the collective's is larger.)
         scale = 1.0 if isinstance(site.nodes.tokens, int) else most / max(hint(site.nodes.tokens), 1)
         return self.forced(site, config) if cost.pays(sizes_at(site, scale), machine_of(site, config)) else None
 
@@ -217,8 +217,8 @@ def _most_rows(site: OverlapSite) -> int:
 
 
 def _norm(site: OverlapSite) -> NormEpilogue | None:
-    """The norm that the kernel also computes, or ``None``. It is ``None`` if the token count is dynamic, because calls
-    beyond the kernel's limit would compute the norm op by op."""
+    """The norm that the kernel also computes, or ``None``. It is ``None`` if the token count is dynamic: calls beyond
+    the kernel's limit would compute the norm op by op, without Inductor's fusion."""
     nodes = nodes_of(site, ReduceNodes)
     if len(nodes.collectives) > 1 or nodes.collectives[0].reduce_op != "sum" or not isinstance(site.nodes.tokens, int):
         return None

@@ -31,7 +31,7 @@ class WaveCost:
 
 
 COSTS = {WITHOUT_PEERS: WaveCost(efficiency=0.95, ranks=2)}
-"""By the machine's name. Others have the defaults of ``WaveCost``."""
+"""By the machine's name. Other machines have the defaults of ``WaveCost``."""
 
 
 def cost_on(machine: Machine) -> WaveCost:

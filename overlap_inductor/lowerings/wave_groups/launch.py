@@ -9,9 +9,9 @@ The fastest of these calls is kept. All ranks use the measurements of the proces
 if their matmuls have the same sizes, layouts and dtype on that rank, and if all or none of them have a bias. The inner
 size and the bias may differ on other ranks: a partition cuts rows, and all ranks have the same number of rows.
 
-The first call also loads every kernel before any of them waits, because loading a module waits for the device. (A
-matmul with another inner size or bias may need another kernel. Its first launch loads this kernel, before any kernel of
-the same call waits.)
+The first call also loads every kernel before any of them waits. The reason is that loading a module waits for the
+device, which may be running a kernel that itself waits. (A matmul with another inner size or bias may need another
+kernel. Its first launch loads this kernel, before any kernel of the same call waits.)
 """
 
 from __future__ import annotations

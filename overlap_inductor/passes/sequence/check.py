@@ -2,8 +2,8 @@
 """Check whether a stretch may be rewritten, with an ordered list of small checks. (``passes.check`` does the same for
 sites.)
 
-Each check has a reason code. To refuse a stretch, it returns a sentence that names the values it refuses. Otherwise it
-returns ``None``. A check changes nothing, and reads only facts that are the same on all ranks.
+Each check has a reason code. To refuse a stretch, the check returns a sentence that names the refused values.
+Otherwise it returns ``None``. A check changes nothing, and reads only facts that are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def _switched_off(stretch: Stretch, context: Context) -> str | None:
     if missing:
         return f"OVERLAP_INDUCTOR_PATTERNS={','.join(context.config.patterns)} leaves out {' and '.join(missing)}"
     if context.config.schedule == "keep":
-        return "OVERLAP_INDUCTOR_SCHEDULE=keep leaves every site as written, and the rewrite alone costs time"
+        text = "OVERLAP_INDUCTOR_SCHEDULE=keep leaves every site as written"
+        return f"{text}, and the sequence-parallel rewrite pays only with overlap"
     return None
 
 

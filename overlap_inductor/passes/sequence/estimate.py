@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimate the time of a stretch as written and as rewritten, each with the plan that the overlap pass would choose.
 
-The rewrite alone costs time, because two collectives replace one. It pays only if the overlap pass hides them. So both
-graphs are planned as the overlap pass would plan them, and their exposed times are added up. For each stretch::
+The rewrite alone costs time, because two collectives replace one. The rewrite pays only if the overlap pass hides these
+two. So the graph as written and the rewritten graph are planned as the overlap pass would plan them. In each graph, the
+exposed times are added up. For each stretch::
 
     exposed = time of each overlapped site - its matmuls; time of every other collective
     pays    = matmuls + exposed as written  >  MARGIN * (matmuls + exposed rewritten)
@@ -118,8 +119,8 @@ def may_pay(stretch: Stretch, factor: float, config: OverlapConfig) -> bool:
 
 
 def pays(written: Cost, rewritten: Cost) -> bool:
-    """Whether the rewrite is estimated to pay. It cannot pay if no gather is hidden, because the same bytes move in
-    more steps."""
+    """Whether the rewrite is estimated to pay. It cannot pay if no gather is hidden: the rewritten graph
+    moves as many bytes as the graph as written, in more steps."""
     if not rewritten.hidden_gathers:
         return False
     matmuls = max(written.matmuls, rewritten.matmuls)

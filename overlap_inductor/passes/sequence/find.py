@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the stretches of a graph. A stretch consists of all-reduces and of the token-wise work between them. This work
-can run on the rows of one rank.
+"""Find the stretches of a graph. A stretch consists of all-reduces and of the token-wise work after them. Each rank
+can do this work for its own rows.
 
 The walk visits each node of the graph once, in the forward and the backward part. It changes nothing. ``H`` marks nodes
 that are held as rows::
@@ -9,7 +9,7 @@ that are held as rows::
     r = add(w, residual)                       H: the residual is cut to rows, or is held as rows already
     n = mul(norm(r), weight)                   H
     y = mm(view(n), wq); z = mm(view(n), wk)   need all rows: one gather of n in front of them
-    s = sum(mul(grad, n), [0, 1])              a sum over tokens: each rank sums its rows, then the ranks combine
+    s = sum(mul(grad, n), [0, 1])              a sum over tokens: each rank sums its rows, then the sums are added
 
 A *stretch* is a connected set of all-reduces and nodes that are held as rows. It is rewritten as a whole or not at all.
 """
@@ -69,8 +69,9 @@ class Stretch:
             are the graph's inputs from which the tensor is computed. These inputs must be the same on all ranks
             (``same_values``).
         needs_whole: for each node whose rows are gathered, the users that need all rows, each with its reason.
-        readers: the users that need all rows of a node that is held as rows, before ``gather_less`` moves gathers.
-        whole_too: nodes that are also computed with all rows, because fewer bytes are gathered in front of them.
+        readers: the users in ``needs_whole`` as the walk found them. ``gather_less`` changes ``needs_whole`` later.
+        whole_too: nodes that are also computed with all rows, because gathering their inputs moves no more bytes than
+            gathering their results.
     """
 
     tokens: Tokens

@@ -55,7 +55,7 @@ def behind(node: fx.Node) -> list[fx.Node]:
 
 
 def of_the_backward(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on a tangent, which exist only in the backward."""
+    """The nodes that depend on a tangent. These nodes exist only in the backward."""
     found = {n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")}
     for node in graph.nodes:
         if any(i in found for i in node.all_input_nodes):
@@ -64,7 +64,8 @@ def of_the_backward(graph: fx.Graph) -> set[fx.Node]:
 
 
 def combine(parts: Iterable[fx.Node], all_reduced: Callable[[fx.Node], fx.Node], writer: Writer) -> list[fx.Node]:
-    """Sum each tensor of ``parts`` over the ranks. All have one dtype and device. Returns each sum as a flat tensor.
+    """Sum each tensor of ``parts`` over the ranks. All tensors have one dtype and device. Returns each sum as a flat
+    tensor.
 
     Args:
         all_reduced: a function that writes the all-reduce of a tensor and its wait.

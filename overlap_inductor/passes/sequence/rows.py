@@ -39,12 +39,12 @@ class Tokens:
 
     @property
     def shard(self) -> Size:
-        """Rows of one rank: ``ceil(T / W)``."""
+        """The number of one rank's rows: ``ceil(T / W)``."""
         return self.count // self.world_size if self.even else (self.count + self.world_size - 1) // self.world_size
 
     @property
     def padded(self) -> Size:
-        """Rows of all ranks, with those beyond the last token."""
+        """The number of all ranks' rows, including the rows beyond the last token."""
         return self.count if self.even else self.shard * self.world_size
 
     @property
@@ -76,8 +76,8 @@ def local_shape(node: fx.Node, rows: Rows) -> list[Size]:
 
 
 def leading_dims(shape: Sequence[Size], tokens: Size, behind: Sequence[Size]) -> int | None:
-    """The number of leading dims of ``shape`` that together have ``tokens`` elements. The other dims must have as many
-    elements as ``behind``. ``None`` if there is no such number."""
+    """The number of leading dims of ``shape`` that together have ``tokens`` elements. ``None`` if there is no such
+    number, or if the other dims together do not have as many elements as the dims ``behind``."""
     for lead in range(1, len(shape) + 1):
         if same_size(tools.numel(list(shape[:lead])), tokens):
             same = same_size(tools.numel(list(shape[lead:])), tools.numel(list(behind)))

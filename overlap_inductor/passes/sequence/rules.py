@@ -118,7 +118,7 @@ class _Along:
 
 
 class _Reduction:
-    """Reductions over features. ``passes.sequence.sums`` handles those over tokens."""
+    """Reductions over features. ``passes.sequence.sums`` handles reductions over tokens."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         source: Any = node.args[0]
@@ -246,9 +246,8 @@ _ON_DIM = {aten.slice.Tensor, aten.select.int, *tools.SPLITS}
 
 
 def _may_be_own_part(node: fx.Node, dim: int, world_size: int) -> bool:
-    """Whether ``node`` takes some of ``world_size`` equal parts of ``dim``, and some part is taken by no node. A rank
-    that scatters features takes only its own part. The number of this part would differ between the graphs of the
-    ranks."""
+    """Whether ``node`` takes some of ``world_size`` equal parts of ``dim``, and some part is taken by no node. If each
+    rank takes only its own part, to scatter features, the number of this part differs between the ranks' graphs."""
     source: Any = node.args[0]
     size = tools.shape(source)[dim]
     if node.target in tools.SPLITS:
@@ -346,7 +345,8 @@ def broadcast(node: fx.Node, inputs: list[fx.Node], held: Held) -> Rows:
 
 
 def same_op(node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
-    """The elementwise ``node`` for rows: its inputs' rows, and all other inputs cut or reshaped to match them."""
+    """Write the elementwise ``node`` for a rank's rows. It reads the rows of each input that is held as rows. Other
+    inputs are cut or reshaped to match these rows."""
     shape = tools.shape(node)
 
     def operand(source: fx.Node) -> fx.Node:

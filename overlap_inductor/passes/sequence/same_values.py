@@ -3,12 +3,12 @@
 
 An op on rows may also read a tensor that is not held as rows. Then each rank reads the part of that tensor that belongs
 to its own rows. The result equals the result of the plain program only if all ranks hold the same tensor. If the tensor
-is computed from results of the group's all-reduces and all-gathers, the graph proves this. If it is computed from
-inputs of the graph, the graph cannot prove it. For example, a norm's weight is the same on all ranks, but a shard of a
-projection is not. So these inputs are listed, and the ranks compare their values at the graph's first run
-(``runtime.same_inputs``). A matmul's result counts as different on each rank, because its weight may be a shard. A
-value that is computed from a symbolic size also counts as different. There is one exception, a size of tensors that the
-ranks exchange: if such a size differed, the ranks' plans would differ too.
+is computed only from results of the group's all-reduces and all-gathers, the graph proves that all ranks hold the same
+tensor. If it is computed from inputs of the graph, the graph cannot prove this. For example, a norm's weight is the
+same on all ranks, but a shard of a projection is not. So these inputs are listed, and the ranks compare their values at
+the graph's first run (``runtime.same_inputs``). A matmul's result counts as different on each rank, because its weight
+may be a shard. A value that is computed from a symbolic size also counts as different. There is one exception, a size
+of tensors that the ranks exchange: if such a size differed, the ranks' plans would differ too.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SameValues:
         return _is_number(node) or _may_differ(node) or self._of_group(node) is not None
 
     def _of_group(self, node: fx.Node) -> str | None:
-        """The kind of collective if ``node`` is one of the group's, else ``None``."""
+        """The kind of ``node`` if it is a collective of the group, else ``None``."""
         same = collectives.group_of(node) == self.group_name
         return (collectives.kept_kind(node) or "").split(" ")[0] if same else None
 
@@ -112,7 +112,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def symbols_of(number: Any) -> set[Any]:
-    """The symbols of a symbolic number; none if ``number`` is not symbolic."""
+    """The symbols of a symbolic number; an empty set if ``number`` is not symbolic."""
     symbolic = isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool))
     return set(number.node.expr.free_symbols) if symbolic else set()
 

@@ -67,7 +67,8 @@ class SizeNodes:
         elif type(expression) in BINARY:
             function = BINARY[type(expression)]
         else:
-            raise ValueError(f"the size {size} has {type(expression).__name__}; expected sums, products and quotients")
+            name = type(expression).__name__
+            raise ValueError(f"the size {size} has the operation {name}; expected sums, products and quotients")
         total = parts[0]
         for part in parts[1:]:
             total = self._node(function, total, part)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions over all tokens of a tensor that is held as rows: each rank reduces its rows, then the ranks combine.
+"""Reductions over all tokens of a tensor that is held as rows: each rank reduces its rows, then the ranks combine
+their results.
 
 The gradient of a norm's weight is such a reduction. So is the largest value of a tensor that is quantised with one
 scale::

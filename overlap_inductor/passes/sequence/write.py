@@ -198,8 +198,8 @@ class RowWriter:
 
     def _sum_of_exchanged(self, old: fx.Node, flat: fx.Node, tokens: Tokens) -> fx.Node:
         """A reduce-scatter written as an all-to-all and a sum. Gloo's reduce-scatter takes longer than its all-reduce:
-        110 ms against 70 ms for 4 MiB on 2 ranks and 500 Mbit/s, where the bytes alone take 33 ms. No schedule could
-        overlap a reduce-scatter here, because no matmul computes ``flat``."""
+        110 ms against 70 ms, for 4 MiB on 2 ranks over a link of 500 Mbit/s. The bytes alone need 33 ms on this link.
+        No schedule could overlap a reduce-scatter here, because no matmul computes ``flat``."""
         behind, dtype = tools.shape(flat)[1:], tools.dtype(flat)
         splits = [self.size(tokens.shard)] * tokens.world_size
         node = self.call(c10d.all_to_all_single.default, flat, splits, splits, tokens.group_name)
@@ -325,7 +325,7 @@ def _is_contiguous(node: fx.Node) -> bool:
 
 
 def _members(stretch: Stretch) -> set[fx.Node]:
-    """The nodes that may have no user after the rewrite."""
+    """The nodes of ``stretch`` that may have no user after the rewrite."""
     replaced = (n for source in stretch.sources for n in _nodes_of(source))
     return {*stretch.rows, *stretch.whole_too, *stretch.sums, *replaced}
 

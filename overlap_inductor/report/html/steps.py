@@ -69,8 +69,8 @@ def beside_gather(matmul: float, transfer: float) -> list[Bar]:
 
 
 def gather(matmul: float, transfer: float, world_size: int, parts: int) -> list[Bar]:
-    """Gather, then matmul. The rank multiplies its own shard while the others arrive, then each sub-chunk after its
-    arrival."""
+    """Gather, then matmul. The rank multiplies its own shard while sub-chunks of other ranks arrive. Then it multiplies
+    each sub-chunk after the sub-chunk has arrived."""
     hops = (world_size - 1) * parts
     hop, step = transfer / hops, matmul / (world_size * parts)
     bars = [Bar("transfer", i * hop, (i + 1) * hop, f"sub-chunk {i + 1}/{hops} arrives") for i in range(hops)]
@@ -121,7 +121,7 @@ def reduce_and_give_back(matmul: float, transfer: float, world_size: int, parts:
 
 
 def bands(matmul: float, transfer: float, parts: int) -> list[Bar]:
-    """Matmul, then all-gather. A band of the result is sent to all ranks while the next is multiplied."""
+    """Matmul, then all-gather. A band of the result is sent to all ranks while the next band is multiplied."""
     bars: list[Bar] = []
     now = free = 0.0
     for i in range(1, parts + 1):

@@ -93,8 +93,8 @@ def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
 
 
 def _in_turn(gathers_first: bool, matmul: float, keep: float) -> list[Bar]:
-    """Collective and matmul, one after the other. The collective's length is ``keep`` minus the matmul, because the
-    parts of ``keep`` were rounded separately."""
+    """Collective and matmul, one after the other. The collective's length is ``keep`` minus the matmul, so that the
+    bars end at ``keep``. The estimates of matmul and collective were rounded separately and may have another sum."""
     between = keep - matmul if gathers_first else matmul
     first, second = ("transfer", "matmul") if gathers_first else ("matmul", "transfer")
     names = {"transfer": "collective", "matmul": "matmul"}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seams: a reduce-scatter and the gather that reads its rows run band by band."""
+"""Seams: a reduce-scatter and the all-gather after it run band by band."""

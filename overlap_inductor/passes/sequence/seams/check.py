@@ -20,7 +20,8 @@ from overlap_inductor.torch_compat import operators
 
 
 def bands_of(seam: Seam, counts: Sequence[int]) -> list[int]:
-    """Those of ``counts`` into which the seam may be cut. Both sites then have as many sub-chunks as bands."""
+    """The numbers among ``counts`` that may be the seam's number of bands. In each site, a shard then has as many
+    sub-chunks."""
     plans = [s.decision.moving for s in (seam.scatter, seam.gather)]
     if any(p.schedule != "ring" or not p.parameters.get("unrolled") or "min_rows" in p.parameters for p in plans):
         return []
@@ -55,7 +56,7 @@ def _scatters_rows(seam: Seam, rows: int) -> bool:
 
 
 def _gathers_rows(seam: Seam, rows: int) -> bool:
-    """Whether each rank gives ``rows`` rows, which the matmuls may read in bands."""
+    """Whether each rank gives ``rows`` rows to the gather, and the gather's matmuls may read them in bands."""
     nodes = seam.gather.nodes
     if not isinstance(nodes, GatherNodes):
         return False
@@ -80,8 +81,8 @@ def _row_wise(seam: Seam, bands: int) -> bool:
 
 
 def _joinable(seam: Seam) -> bool:
-    """Whether each node that is joined is a tensor of known size. The bands of an op with several results, such as
-    ``var_mean``, cannot be joined."""
+    """Whether each node whose bands are joined (``Seam.joined``) is a tensor of known size. The bands of an op with
+    several results, such as ``var_mean``, cannot be joined."""
     return all(tools.is_tensor(n) and not tools.has_unbacked(tools.shape(n)) for n in seam.joined)
 
 

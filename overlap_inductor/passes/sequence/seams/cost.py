@@ -21,8 +21,8 @@ from overlap_inductor.sites.sizes import sizes_at
 from overlap_inductor.torch_compat import operators
 
 MARGIN = 1.05
-"""Bands are chosen only if the estimated time of the two rings one after the other is more than this many times the
-estimated time in bands."""
+"""With schedule ``auto``, bands are chosen only if the two rings one after the other are estimated to take more than
+this many times the time in bands."""
 LAUNCHES = 2
 """Launches of token-wise kernels that each band but the first adds. A residual and a norm become about two kernels.
 Each launch is taken to cost as much as the fixed cost of a hop."""
@@ -44,7 +44,7 @@ class Saved:
         pays: whether bands are estimated to pay.
         total: seconds of both sites in bands.
         scatter: seconds that bands save at the scatter; negative if they cost time.
-        gather: the same at the gather.
+        gather: seconds that bands save at the gather; negative if they cost time.
     """
 
     pays: bool
@@ -76,7 +76,8 @@ class Clocks:
 
 
 def in_turn(scatter: Work, gather: Work, world_size: int, parts: Sequence[int]) -> Clocks:
-    """The gather starts when the whole scatter has arrived. ``parts``: sub-chunks of a shard of each site."""
+    """The gather starts when the whole scatter has arrived. ``parts``: for each site, the number of its
+    sub-chunks of a shard."""
     clocks, (sent, received) = Clocks(), [(world_size - 1) * n for n in parts]
     arrivals = []
     for _ in range(sent):
@@ -113,7 +114,8 @@ def in_bands(scatter: Work, gather: Work, world_size: int, bands: int) -> Clocks
 
 
 def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
-    """What the seam saves if it is written in ``bands``. In turn, each site has the sub-chunks of its own plan."""
+    """What the seam saves if it is written in ``bands``, compared with the two sites one after the other. In that case
+    each site has the sub-chunks of its own plan."""
     sites = seam.scatter, seam.gather
     scatters, gathers = (_work(site, config) for site in sites)
     machine = machine_of(seam.gather, config)

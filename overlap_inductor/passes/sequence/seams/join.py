@@ -25,9 +25,9 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
     may become longer.
 
     A seam has as many bands as each of its sites then has sub-chunks. If the sites may take several numbers of
-    sub-chunks, the fewest bands are taken that are estimated to be about as fast as the fastest. Both sites then take
-    that number, even if they would take fewer by themselves. Alone, a site whose matmul is short needs few sub-chunks,
-    but its seam may need more.
+    sub-chunks, the seam takes the smallest number whose estimated time is close to the shortest estimated time. Both
+    sites then take that number, even if they would take fewer by themselves. Alone, a site whose matmul is short
+    needs few sub-chunks, but its seam may need more.
 
     Bands add nodes. Unrolled rings use a part of the graph's ``step_node_budget``. The seams share the rest, in graph
     order: a seam is written in bands if the nodes that its bands add fit into what is left.
@@ -61,8 +61,8 @@ def added_nodes(seam: Seam, bands: int) -> int:
     the other tensors that the region reads. It also makes one more piece of this rank's own rows, and so adds the
     gather's steps for that piece. If the sites have fewer sub-chunks than bands, their further steps count, too.
 
-    Ranks should decide alike although an op of the region may exist on one rank only. So the number of the region's
-    nodes is rounded up to a multiple of 8."""
+    All ranks should make the same decision, although an op of the region may exist on one rank only. So the number of
+    the region's nodes and slices is rounded up to a multiple of 8."""
     inside = {seam.scattered, *seam.region}
     sliced = {i for n in seam.region for i in n.all_input_nodes if i not in inside}
     region = -(-(len(seam.region) + len(sliced)) // 8) * 8

@@ -15,7 +15,7 @@ Contract: the graph computes the same numbers, because each band is computed by 
 If a step of another site stands between the two sites, the seam fails: waits of one group must keep their order.
 
 Source: Domino (Wang et al., arXiv:2409.15241) cuts the batch and the weights of each layer by hand. The collective of
-one part then runs under the matmuls of the other.
+one part then runs under the matmuls of another part.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def write(
     first, last = found.waits[0], found.sends[-1]
     for site, nodes in steps.items():
         if site not in found.sites and any(first < n < last for n in nodes):
-            raise RuntimeError(f"a step of site {site} stands between the two sites")
+            raise RuntimeError(f"a step of site {site} stands between the steps of the seam's two sites")
     _write(found, parts, values)
 
 
@@ -77,7 +77,7 @@ class _Steps:
     """The steps of one seam.
 
     Attributes:
-        waits: the scatter's wait of each band.
+        waits: the scatter's wait for each band.
         rows: this rank's scattered rows, a ``cat`` of the bands.
         sends: the gather's send of each band.
         start: the op that makes the gather's buffer.
@@ -140,8 +140,8 @@ def _give_whole(
     parts: dict[fx.Node, list[fx.Node]],
     values: StepValues,
 ) -> None:
-    """Join the bands of each node of ``region`` that nodes outside read, after the last send. ``readers``: the nodes
-    before the last send that read the region. They move behind that send."""
+    """After the last send, join the bands of each node of ``region`` that nodes outside the region read. ``readers``:
+    what ``_readers`` returns. These nodes move behind that send."""
     inside, last = set(region), steps.sends[-1]
     behind = last.next
     behind.prepend(steps.rows)
