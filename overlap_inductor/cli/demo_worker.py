@@ -171,9 +171,10 @@ def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Se
 
 
 def serving(settings: Settings) -> list[str]:
-    """Names of the schedules that can run between these ranks. A schedule may still refuse single sites."""
+    """Names of the schedules that can run between these ranks. A schedule may still refuse single sites. A schedule
+    without a transport is left out, because the demo's models have no site for it."""
     ranks, device = tuple(range(dist.get_world_size())), torch.device(settings.device)
-    return [schedule.name for schedule in SCHEDULES if schedule.why_not_between(ranks, device) is None]
+    return [s.name for s in SCHEDULES if s.transports and s.why_not_between(ranks, device) is None]
 
 
 def backend() -> Any:

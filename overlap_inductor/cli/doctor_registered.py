@@ -24,7 +24,8 @@ def registered() -> list[Check]:
 
     checks = [Check("Patterns", p.name, NOTE, f"found at {p.kind}") for p in PATTERNS]
     for schedule in SCHEDULES:
-        value = f"computes {', '.join(schedule.patterns)}; over {', '.join(schedule.transports)}"
+        over = ", ".join(schedule.transports) or "the program's own collectives"
+        value = f"computes {', '.join(schedule.patterns)}; over {over}"
         checks.append(Check("Schedules", schedule.name, NOTE, value))
     checks += runs_here()
     for transport in transports():

@@ -15,6 +15,7 @@ groups along one dim of a mesh have different names, but their ranks call the sa
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Mapping
 from typing import Any
 
@@ -172,7 +173,11 @@ def footprints(sites: list[DecidedSite], config: OverlapConfig) -> dict[str, Sit
 
 
 def plan_of(
-    graph: fx.Graph, config: OverlapConfig, sites: Mapping[str, SiteFootprint], first_op: Mapping[fx.Node, str]
+    graph: fx.Graph,
+    config: OverlapConfig,
+    sites: Mapping[str, SiteFootprint],
+    first_op: Mapping[fx.Node, str],
+    in_order: Collection[str] = (),
 ) -> tuple[ExchangePlan, list[str]]:
     """``(what the graph exchanges, this rank's names of g0, g1, ... in this order)``.
 
@@ -180,6 +185,7 @@ def plan_of(
         graph: the graph after the rewrite, or as written if ``first_op`` is empty.
         sites: what ``footprints`` returned before the rewrite.
         first_op: ``{first op of a rewritten site: the site's id}``.
+        in_order: groups with overlapped sites whose collectives are kept. Only their order is fixed.
     """
     names = _Names()
     steps = []
@@ -194,6 +200,8 @@ def plan_of(
                 steps.append(f"{names.group(group)}: {kind} kept")
     for group, program in graph.output_node().meta.get(DIVIDED, ()):
         steps.append(f"{names.group(group)}: tokens divided among the ranks by program {program}")
+    steps += [f"{names.group(group)}: kept collectives in the graph's order" for group in sorted(in_order)]
     groups = (tuple(names.groups),)
-    plan = ExchangePlan(__version__, config.mode, tuple(steps), bool(first_op), dict(config.cache_key()), groups)
+    overlaps = bool(first_op or in_order)
+    plan = ExchangePlan(__version__, config.mode, tuple(steps), overlaps, dict(config.cache_key()), groups)
     return plan, list(names.groups)

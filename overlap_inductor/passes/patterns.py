@@ -11,6 +11,7 @@ from overlap_inductor.passes.exchange_patterns import AllToAllMatmul
 from overlap_inductor.passes.exchange_patterns import MatmulAllToAll
 from overlap_inductor.passes.find_attention import AllGatherAttention
 from overlap_inductor.passes.find_gather import AllGatherMatmul
+from overlap_inductor.passes.find_held import AttentionExchange
 from overlap_inductor.passes.pattern import Pattern
 from overlap_inductor.passes.reduce_patterns import MatmulAllGather
 from overlap_inductor.passes.reduce_patterns import MatmulAllReduce
@@ -39,6 +40,8 @@ def unregister(pattern: Pattern) -> None:
 
 register(AllGatherMatmul())
 register(AllGatherAttention())
+register(AttentionExchange("attention_all_gather", "all_gather"))
+register(AttentionExchange("attention_all_to_all", "all_to_all"))
 register(MatmulReduceScatter())
 register(MatmulAllReduce())
 register(MatmulAllGather())

@@ -91,6 +91,8 @@ def _why_none(refusals: dict[str, str | None], config: OverlapConfig) -> str:
 def _why_not(schedule: SiteSchedule, site: OverlapSite, config: OverlapConfig) -> str | None:
     if config.transport not in ("auto", *schedule.transports):
         wanted = "" if config.schedule == "auto" else f"OVERLAP_INDUCTOR_TRANSPORT={config.transport}, but "
+        if not schedule.transports:
+            return f"{wanted}schedule {schedule.name} leaves the transfer to the program's own collective"
         return f"{wanted}schedule {schedule.name} can only use transport {' or '.join(schedule.transports)}"
     if site.facts.pattern not in schedule.patterns:
         return f"no {schedule.noun} computes {site.facts.pattern}"

@@ -67,6 +67,9 @@ class Rewriter:
         self.values = StepValues()
         self.first: dict[fx.Node, str] = {}
         self.agreements: list[fx.Node] = []
+        self.in_order: set[str] = set()
+        """Groups with a site whose collectives stay the program's own. All collectives of these groups keep the graph's
+        order, because another rank may lack the site."""
         self.current: DecidedSite | None = None
         """The site that is being rewritten, to which a failure is attributed; ``None`` outside any single site."""
         self.seam: Seam | None = None
@@ -99,7 +102,8 @@ class Rewriter:
             self._write_seams()
         self.graph.eliminate_dead_code()
         in_bands = {site.facts.id for seam in self.seams for site in (seam.scatter, seam.gather)}
-        self.order |= delayed_matmuls.delay(self.graph, exposed, in_bands, self._kept(), flops)
+        for wait, under in delayed_matmuls.delay(self.graph, exposed, in_bands, self._kept(), flops).items():
+            self.order.setdefault(wait, set()).update(under)
         self._chain_kept_collectives()
         live = set(self.graph.nodes)
         for site in sites:
@@ -107,10 +111,10 @@ class Rewriter:
                 self.current = site
                 raise RuntimeError(f"still in the graph although the site's steps replaced them: {', '.join(left)}")
         plan, groups = exchange_steps.plan_of(
-            self.graph, self.config, moved, {n: s for n, s in self.first.items() if n in live}
+            self.graph, self.config, moved, {n: s for n, s in self.first.items() if n in live}, self.in_order
         )
         text = plan.to_json()
-        for agree in self.agreements:
+        for agree in [node for node in self.agreements if node in live]:
             agree.args = (agree.args[0], text, *agree.args[2:])
             # Without the mark, Inductor would evaluate ``agree`` again. Its value would become a new tensor, and so
             # would the values of all steps in its chain.
@@ -226,6 +230,9 @@ class Rewriter:
         self._erase_unused([*replaced, *ends], ends)
         self.emitted.setdefault(group.group_name, []).extend(emit.emitted)
         self.first.update(dict.fromkeys(emit.emitted[:1], site.facts.id))
+        self.order |= emit.order
+        if not emit.emitted:
+            self.in_order.add(group.group_name)
         return replaced
 
     def _erase_unused(self, pending: list[fx.Node], ends: set[fx.Node]) -> None:
@@ -282,6 +289,8 @@ class Rewriter:
             ):
                 if group in newest:
                     self.order.setdefault(node, set()).add(_tensor_of(self.graph, newest[group]))
+                if group in self.in_order:
+                    newest[group] = node
                 pending.setdefault(group, []).append(node)
 
 

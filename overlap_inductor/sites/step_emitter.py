@@ -34,6 +34,7 @@ class StepEmitter:
         module: metadata of the site's module, copied to every node.
         values: the object that evaluates the nodes. All sites of a graph share this object.
         emitted: the overlap ops written so far that communicate, in program order.
+        order: for nodes that must run after others without reading them: these others. The rewriter keeps this order.
         transport: the last arguments of ops that start an exchange: the transport's name, or ``()`` for the schedule's
             default transport.
     """
@@ -46,6 +47,7 @@ class StepEmitter:
     module: dict[str, Any]
     values: StepValues = field(default_factory=StepValues)
     emitted: list[fx.Node] = field(default_factory=list)
+    order: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     transport: tuple[str, ...] = ()
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -27,6 +27,9 @@ EVENTS = {
     "extern_kernels.addmm(": "mm",
     "extern_kernels.bias_addmm(": "mm",  # autotuning chooses this op if it was faster than ``addmm``
     "cpp_fused": "pointwise",
+    "_c10d_functional.all_to_all_single.default(": "exchange",
+    "_c10d_functional.all_gather_into_tensor.default(": "gather",
+    "_c10d_functional.wait_tensor.default(": "wait for it",
     "aten._embedding_bag.default(": "lookup",
     "aten._embedding_bag_backward.default(": "gradient",
     "aten._scaled_dot_product_flash_attention_for_cpu.default(": "attention",
@@ -77,7 +80,7 @@ def lines_of(
     """The lines of the generated ``call``."""
     with fake_group(world_size, rank), torch.no_grad():
         options = fields.pop("options", None)
-        with overlap_inductor.overlap(schedule="ring", **{"sub_chunks": 1, **fields}):
+        with overlap_inductor.overlap(**{"schedule": "ring", "sub_chunks": 1, **fields}):
             code = code_of(torch.compile(fn, options=options), *[torch.randn(s) for s in shapes])
     return [line.strip() for line in code[code.index("def call(") :].split("runner = ")[0].splitlines()]
 

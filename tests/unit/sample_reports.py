@@ -95,7 +95,7 @@ def planned(pattern: str, kind: str, piece: PlanPiece, module: str, status: str 
     return SiteReport(facts, Decision(status, "analytic", [piece]))
 
 
-def _piece(schedule: str, transport: str, us: float, overlaps: bool = True, **parameters: object) -> PlanPiece:
+def _piece(schedule: str, transport: str | None, us: float, overlaps: bool = True, **parameters: object) -> PlanPiece:
     estimate = {"keep": 1342.0, "matmul": 644.0, "collective": 698.0, schedule: us}
     return PlanPiece(schedule, transport, (0, None), parameters, estimate, overlaps)
 
@@ -129,6 +129,7 @@ PIECES = {
         "all_reduce",
         _piece("small_message", "sm_push", 655.0, False, settings="{}"),
     ),
+    "early start": ("attention_all_to_all", "all_to_all", _piece("early_start", None, 720.0)),
 }
 """``{name: (pattern, kind of the pattern's collective, piece)}``. There is at least one piece for every schedule
 (except ``keep``) and for every route of the ring that these patterns use. One piece is slower than the plain graph."""

@@ -18,11 +18,13 @@ from overlap_inductor.errors import ConfigError
 from overlap_inductor.facts import names
 from tests.support.fork_base import ForkBase
 
-SCHEDULES = ("auto", "keep", "ring", "chunked", "fused", "wave_groups", "small_message")
+SCHEDULES = ("auto", "keep", "ring", "chunked", "fused", "wave_groups", "small_message", "early_start")
 TRANSPORTS = ("auto", "p2p", "copy_engine", "sm_push", "nccl")
 PATTERNS = (
     "all_gather_matmul",
     "all_gather_attention",
+    "attention_all_gather",
+    "attention_all_to_all",
     "matmul_reduce_scatter",
     "matmul_all_reduce",
     "matmul_all_gather",

@@ -56,6 +56,11 @@ def beside(matmul: float, transfer: float) -> list[Bar]:
     return [Bar("matmul", 0.0, matmul, "matmul"), Bar("transfer", last - transfer, last, "transfer")]
 
 
+def together(matmul: float, transfer: float) -> list[Bar]:
+    """A matmul and, at the same time, a transfer that neither needs nor moves the matmul's result."""
+    return [Bar("matmul", 0.0, matmul, "matmul"), Bar("transfer", 0.0, transfer, "transfer")]
+
+
 def beside_gather(matmul: float, transfer: float) -> list[Bar]:
     """A gather and, at the same time, the matmul of the rows that have arrived. The matmul does not end before the
     gather."""

@@ -7,6 +7,7 @@ steps in between follow a simple model:
 
 - a piece that does not overlap (``PlanPiece.overlaps``) runs the transfer after the matmul;
 - a piece with parameter ``route`` (``transports.routes``) moves in sub-chunks, step by step;
+- if a pattern's name starts with ``attention``, attention and transfer start together;
 - any other piece runs matmul and transfer at the same time. If the transfer moves the matmul's result, the transfer
   does not end before the matmul. If the matmul reads the gathered tensor, the matmul does not end before the transfer.
 
@@ -88,7 +89,7 @@ def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
             or facts.matmuls[0].kind == "embedding_gradient"
         )
         return piece.parameters["route"] in _SHARDS_TRAVEL or arrives
-    return not facts.collective.reduce_op and not facts.pattern.startswith("matmul")
+    return not facts.collective.reduce_op and not facts.pattern.startswith(("matmul", "attention"))
 
 
 def _in_turn(gathers_first: bool, matmul: float, keep: float) -> list[Bar]:
@@ -108,6 +109,8 @@ def _shape(facts: SiteFacts, piece: PlanPiece) -> tuple[Callable[[float, float],
     gathers_first = _gathers_first(facts, piece)
     if not piece.overlaps:
         return steps.behind, False
+    if facts.pattern.startswith("attention"):
+        return steps.together, False
     if route is None or world_size < 2:
         return (steps.beside_gather if gathers_first else steps.beside), False
     parts = int(piece.parameters.get("sub_chunks", 1))

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find an exchange of keys and values that can run under the attention to the same keys and values.
+
+TokenRing and torch's context parallelism attend to one rank's keys at a time. While a rank attends to the block that it
+holds, it passes the block on (``all_to_all``), or gathers the blocks of all ranks (``all_gather``)::
+
+    block = cat([flatten(k), flatten(v)])
+    moved = all_to_all_single(block, ...)               # to the next rank
+    y0    = scaled_dot_product_attention(q, k, v)       # needs nothing of ``moved``
+    k, v  = pieces of wait_tensor(moved)
+    y1    = scaled_dot_product_attention(q, k, v); merge y1 into y0
+
+Inductor may start the exchange only after ``y0``, and then waits at once. Contract: the graph does not change.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.passes.pattern import Match
+from overlap_inductor.passes.pattern import Miss
+from overlap_inductor.passes.pattern import Search
+from overlap_inductor.sites import attention
+from overlap_inductor.sites import collectives
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.attention import AttentionNode
+from overlap_inductor.sites.held_nodes import HeldNodes
+from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.sites.pieces import piece_of
+from overlap_inductor.torch_compat import operators
+
+STEPS = 12
+"""The most nodes on the way from the keys to the exchange, and from the keys to the attention."""
+
+
+class AttentionExchange:
+    """Pattern ``attention beside an exchange of its keys and values`` (see ``Pattern``). A program may exchange keys
+    and values apart. Then both exchanges are one site, which starts at the first."""
+
+    early = False
+    example = None
+
+    def __init__(self, name: str, kind: str) -> None:
+        self.name, self.kind = name, kind
+
+    def find(self, collective: CollectiveNode, search: Search) -> Match | Miss:
+        taken = search.owned()
+        found = [a for a in _attentions(collective) if _independent(a, collective)]
+        reader = next((a for a in found if a.node not in taken), None)
+        if reader is None:
+            return Miss([_backward(collective)] if _feeds_backward(collective) else [])
+        nodes = HeldNodes(reader, [collective, *_beside(collective, reader, search)])
+        if (reason := _why_not_moved(nodes)) is not None:
+            return Miss([reason], anchor=reader.node)
+        search.merged.update(c.node for c in nodes.exchanges)
+        return Match(nodes)
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether ``node`` only moves, copies or casts elements, or takes some of them."""
+    if node.op != "call_function":
+        return False
+    joined = node.target is tools.aten.cat.default or node.target in tools.SPLITS
+    views = tools.is_reshape(node) or tools.permutation(node) is not None or node.target is tools.aten.select.int
+    return joined or views or tools.is_cast(node) or piece_of(node) is not None
+
+
+def _held(collective: CollectiveNode) -> set[fx.Node]:
+    """The tensors whose elements the exchange sends: its input, and the tensors of which the input is a copy."""
+    found, frontier = {collective.input}, [collective.input]
+    for _ in range(STEPS):
+        reached = {source for node in frontier if _moves(node) for source in node.all_input_nodes} - found
+        found |= reached
+        frontier = list(reached)
+    return found
+
+
+def _attentions(collective: CollectiveNode) -> list[AttentionNode]:
+    """The attention ops whose keys or values are what the exchange sends, or a part of it, in graph order."""
+    found: dict[fx.Node, AttentionNode] = {}
+    seen = _held(collective)
+    frontier = list(seen)
+    for _ in range(STEPS):
+        reached: list[fx.Node] = []
+        for node in frontier:
+            for user in node.users:
+                parsed = attention.parse(user)
+                if parsed is not None and node in (parsed.rhs, parsed.value):
+                    if any(result.users for result in parsed.results()):
+                        found[user] = parsed
+                elif user not in seen and _moves(user):
+                    seen.add(user)
+                    reached.append(user)
+        frontier = reached
+    return [found[node] for node in sorted(found) if len(tools.shape(found[node].lhs)) == 4]
+
+
+def _independent(reader: AttentionNode, collective: CollectiveNode) -> bool:
+    """Whether neither needs the other's result."""
+    return not tools.depends_on(reader.node, collective.node, {}) and not tools.depends_on(
+        collective.node, reader.node, {}
+    )
+
+
+def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> list[CollectiveNode]:
+    """The later exchanges that send keys or values of the same attention in the same group and way, and that can run
+    under the attention together with ``first``."""
+    found: list[CollectiveNode] = []
+    for node, kind, other in search.collectives.values():
+        if kind != first.kind or not isinstance(other, CollectiveNode) or not first.node < node:
+            continue
+        if other.group_name != first.group_name or node in search.merged or node in search.taken():
+            continue
+        if not _independent(reader, other) or reader.node not in [a.node for a in _attentions(other)]:
+            continue
+        together = HeldNodes(reader, [first, *found, other])
+        if not any(tools.depends_on(node, c.node, {}) for c in (first, *found)) and _why_not_moved(together) is None:
+            found.append(other)
+    return found
+
+
+def _why_not_moved(nodes: HeldNodes) -> Reason | None:
+    """Why an exchange cannot start before the attention, or a wait cannot stand behind it; ``None`` if both can."""
+    late, early = nodes.late_starts(), nodes.early_readers()
+    where = nodes.attention.node.name
+    if late and early:
+        text = f"{late[0].node.name} starts after {where}, and {early[0].name} stands before it; expected one of both"
+        return Reason("hoist", text)
+    if late:
+        # Ranks may have different attention, but must issue a group's collectives in one order.
+        node = nodes.attention.node
+        own = {c.node for c in nodes.exchanges}
+        while (node := node.next) is not late[-1].node:
+            if collectives.group_of(node) == late[0].group_name and not operators.is_wait(node) and node not in own:
+                text = f"{node.name} is a collective of the same group between {where} and {late[-1].node.name}"
+                return Reason("hoist", f"{text}; expected the exchange of its keys and values to come first")
+    waits = {wait for c in nodes.exchanges for wait in c.chain()}
+    fixed = next((n for n in early if n not in waits and not _may_sink(n)), None)
+    if fixed is not None:
+        text = f"{fixed.name} ({fixed.target}) reads the exchanged tensor before {where} and cannot be moved behind it"
+        return Reason("hoist", text)
+    return None
+
+
+def _may_sink(node: fx.Node) -> bool:
+    collective = operators.is_functional_collective(node) or operators.is_wait(node)
+    return not collective and not node.is_impure() and not operators.is_mutable(node)
+
+
+def _feeds_backward(collective: CollectiveNode) -> bool:
+    """Whether a backward op of attention reads what the exchange sends, or computes it."""
+    near = _held(collective)
+    readers = {user for node in near for user in node.users}
+    sources = {source for node in near for source in node.all_input_nodes}
+    further = {user for node in readers for user in node.users} | {i for node in sources for i in node.all_input_nodes}
+    return any("attention" in str(n.target) and "backward" in str(n.target) for n in readers | sources | further)
+
+
+def _backward(collective: CollectiveNode) -> Reason:
+    text = f"{collective.node.name} moves keys, values or their gradients beside the backward op of attention"
+    return Reason("matmul_form", f"{text}; this version moves exchanges under forward attention only")

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graphs and the generated code of attention beside exchanges of its keys and values: what starts early, what is
+refused, and what the planner chooses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+from tests.compile.readings import summary
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import report_of
+from tests.support.fake_group import reports_of
+from tests.support.generated_code import events
+from tests.support.generated_code import lines_of
+from tests.support.golden import check_golden
+from tests.support.golden import report_text
+from tests.support.rotated_attention import OP
+from tests.support.rotated_attention import rotation
+from tests.support.rotated_attention import token_ring
+from tests.support.rotated_attention import torch_ring
+
+SCHEDULE = {"schedule": "early_start"}
+SHAPE = (2, 4, 8, 16)
+SLOW = json.dumps({"link_bytes": 6.25e7, "step_seconds": 3e-4})
+
+
+def _own(count: int = 3) -> list[torch.Tensor]:
+    return [torch.randn(SHAPE) for _ in range(count)]
+
+
+def causal_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch_ring(q, k, v, True)
+
+
+NAMES = {"alltoall": "attention_all_to_all", "allgather": "attention_all_gather"}
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="golden files are for torch 2.13")
+@pytest.mark.parametrize("kind", ["full", "causal", "gathered", "by_hand"])
+def test_golden(kind: str) -> None:
+    layer = {"causal": causal_ring, "by_hand": token_ring}.get(kind, torch_ring)
+    with fake_group(2), torch.no_grad(), rotation("allgather" if kind == "gathered" else "alltoall", kind == "causal"):
+        report = report_of(layer, *_own(), **SCHEDULE)
+    text = f"{report_text(report)}\nbefore\n{report.before}\nafter\n{report.after}"
+    check_golden(text.rstrip() + "\n", f"rotated/{kind}.txt")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("method", ["alltoall", "allgather"])
+def test_every_exchange_is_a_site(method: str, ranks: int, causal: bool) -> None:
+    """Each block that is passed on is a site of its own. A gather passes all blocks on at once."""
+    with fake_group(ranks, ranks - 1), torch.no_grad(), rotation(method, causal):
+        report = report_of(causal_ring if causal else torch_ring, *_own(), **SCHEDULE)
+    found = [(s.facts.pattern, s.decision.status) for s in report.sites]
+    count = ranks - 1 if method == "alltoall" else 1
+    assert found == [(NAMES[method], "overlapped")] * count and report.near_misses == [] and not report.failures
+
+
+def _order(method: str, schedule: str) -> list[str]:
+    with rotation(method, False):
+        found = events(lines_of(torch_ring, *[SHAPE] * 3, world_size=4, schedule=schedule))
+    return [event for event in found if event != "pointwise"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_exchanges_run_under_the_attention() -> None:
+    """As written, Inductor starts each exchange only when its result is needed."""
+    assert _order("alltoall", "keep") == ["attention", *["exchange", "wait for it", "attention"] * 3]
+    assert _order("alltoall", "early_start") == [*["exchange", "attention", "wait for it"] * 3, "attention"]
+    assert _order("allgather", "early_start") == ["gather", "attention", "wait for it", *["attention"] * 3]
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_sent_is_kept_until_the_wait() -> None:
+    """Catches a buffer that Inductor frees or reuses while the exchange may still read it."""
+    with rotation("alltoall", False):
+        lines = lines_of(torch_ring, *[SHAPE] * 3, world_size=4, **SCHEDULE)
+    starts = [i for i, line in enumerate(lines) if "all_to_all_single.default(" in line and not line.startswith("#")]
+    waits = [i for i, line in enumerate(lines) if "wait_tensor.default(" in line and not line.startswith("#")]
+    assert len(starts) == len(waits) == 3
+    for start, wait in zip(starts, waits, strict=True):
+        sent = lines[start].split("default(")[1].split(",")[0]
+        assert not [
+            line for line in lines[start + 1 : wait] if sent in line.replace(",", " ").replace(";", " ").split()
+        ]
+
+
+def test_training_forward() -> None:
+    """In a training graph, each wait stands directly behind its exchange."""
+    with fake_group(3), rotation("alltoall", False):
+        forward, *_ = reports_of(torch_ring, *(x.requires_grad_() for x in _own()), **SCHEDULE)
+    assert [s.decision.status for s in forward.sites] == ["overlapped"] * 2
+    names = ("all_to_all_single", "_scaled_dot_product", "wait_tensor")
+    order = [name for line in forward.after.splitlines() for name in names if line.startswith(name)]
+    assert order == [*names] * 2 + [names[1]]
+
+
+def test_keys_and_values_apart_are_one_site() -> None:
+    with fake_group(2), torch.no_grad():
+        report = report_of(token_ring, *_own(), **SCHEDULE)
+    assert summary(report) == [("attention_all_to_all", None, ["attention K"], "overlapped")]
+    assert len(json.loads(report.exchange)["steps"]) == 3
+    lines = report.after.splitlines()
+    first = next(i for i, line in enumerate(lines) if "_for_cpu.default(" in line)
+    assert sum(line.startswith("all_to_all_single") for line in lines[:first]) == 2
+
+
+def test_ranks_with_different_graphs_write_the_same_plan() -> None:
+    """Without load balance, causal ranks skip the blocks that their queries do not see."""
+    plans, sites = set(), []
+    for rank in range(3):
+        with fake_group(3, rank), torch.no_grad(), rotation("alltoall", False):
+            report = report_of(causal_ring, *_own(), **SCHEDULE)
+        plans.add(report.exchange)
+        sites.append(len(report.sites))
+    assert sites == [1, 2, 2] and len(plans) == 1
+    assert json.loads(plans.pop())["steps"] == [
+        *["g0: all_to_all float32 kept"] * 2,
+        "g0: kept collectives in the graph's order",
+    ]
+
+
+@pytest.mark.usefixtures("two")
+def test_a_collective_between_attention_and_exchange() -> None:
+    """The exchange must not pass the other collective: another rank might lack this attention."""
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = OP(q, k, v)[0]
+        total = funcol.all_reduce(q, "sum", dist.group.WORLD)
+        return y, total, funcol.permute_tensor(torch.cat([k.flatten(), v.flatten()]), [1, 0], dist.group.WORLD)
+
+    report = report_of(layer, *_own(), **SCHEDULE)
+    assert summary(report) == []
+    (near,) = [n for n in report.near_misses if n.collective.kind == "all_to_all"]
+    assert near.reason.code == "hoist" and "is a collective of the same group between" in near.reason.text
+
+
+@pytest.mark.usefixtures("two")
+def test_a_dependent_attention_hides_nothing() -> None:
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        both = funcol.permute_tensor(torch.cat([k.flatten(), v.flatten()]), [1, 0], dist.group.WORLD)
+        return OP(q + both[: q.numel()].view(q.shape), k, v)[0]
+
+    report = report_of(layer, *_own(), **SCHEDULE)
+    assert summary(report) == [] and report.near_misses[0].reason.code == "no_matmul"
+
+
+def test_the_ring_leaves_these_exchanges_as_written() -> None:
+    with fake_group(2), torch.no_grad(), rotation("alltoall", False):
+        report = report_of(torch_ring, *_own())
+    (site,) = report.sites
+    assert site.decision.status == "refused" and "computes attention_all_to_all" in site.decision.reasons[0].text
+
+
+@pytest.mark.parametrize(("own", "status"), [(1024, "overlapped"), (2, "kept")])
+def test_the_planner(own: int, status: str) -> None:
+    """The exchange of a long sequence is worth hiding. The fixed cost of a short one stays."""
+    with fake_group(2), torch.no_grad(), rotation("alltoall", False):
+        given = [torch.randn(2, 4, own, 16) for _ in range(3)]
+        report = report_of(torch_ring, *given, schedule="auto", machine=SLOW)
+    (site,) = report.sites
+    estimate = site.decision.plan[0].estimate_us
+    assert site.decision.status == status
+    assert max(estimate["matmul"], estimate["collective"]) <= estimate["early_start"] <= estimate["keep"]
