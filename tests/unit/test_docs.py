@@ -220,3 +220,8 @@ def test_a_failing_sample_is_an_error(tmp_path: Path) -> None:
 def test_another_version_of_torch_is_not_a_difference() -> None:
     assert samples.same("torch 2.13.0+cpu, 2 sites", "torch 2.11.0+cu130, 2 sites")
     assert not samples.same("torch 2.13.0+cpu, 2 sites", "torch 2.13.0+cpu, 1 site")
+
+
+def test_readme_is_short() -> None:
+    """README has at most 180 lines. What does not fit belongs to a page of ``docs``."""
+    assert len(make_docs.README.read_text().splitlines()) <= 180
