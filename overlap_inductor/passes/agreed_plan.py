@@ -200,7 +200,7 @@ def plan_of(
                 steps.append(f"{names.group(group)}: {kind} kept")
     for group, program in graph.output_node().meta.get(DIVIDED, ()):
         steps.append(f"{names.group(group)}: tokens divided among the ranks by program {program}")
-    steps += [f"{names.group(group)}: kept collectives in the graph's order" for group in sorted(in_order)]
+    steps += [f"{name}: kept collectives in the graph's order" for name in sorted(map(names.group, in_order))]
     groups = (tuple(names.groups),)
     overlaps = bool(first_op or in_order)
     plan = ExchangePlan(__version__, config.mode, tuple(steps), overlaps, dict(config.cache_key()), groups)

@@ -15,6 +15,8 @@ Inductor may start the exchange only after ``y0``, and then waits at once. Contr
 
 from __future__ import annotations
 
+import types
+
 from torch import fx
 
 from overlap_inductor.facts.decision import Reason
@@ -30,6 +32,8 @@ from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.pieces import piece_of
 from overlap_inductor.torch_compat import operators
 
+NAMESPACES = ("aten", "prims", *operators.FUNCTIONAL_COLLECTIVES)
+"""Namespaces of ops that show whether they are collectives. An op of another namespace may call one inside."""
 STEPS = 12
 """The most nodes on the way from the keys to the exchange, and from the keys to the attention."""
 
@@ -45,6 +49,8 @@ class AttentionExchange:
         self.name, self.kind = name, kind
 
     def find(self, collective: CollectiveNode, search: Search) -> Match | Miss:
+        if collective.wait is collective.node:
+            return Miss()  # the op waits for its own result, so nothing can run beside it
         taken = search.owned()
         found = [a for a in _attentions(collective) if _independent(a, collective)]
         reader = next((a for a in found if a.node not in taken), None)
@@ -107,12 +113,14 @@ def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> lis
     """The later exchanges that send keys or values of the same attention in the same group and way, and that can run
     under the attention together with ``first``."""
     found: list[CollectiveNode] = []
+    unavailable = {*search.merged, *search.taken()}
     for node, kind, other in search.collectives.values():
         if kind != first.kind or not isinstance(other, CollectiveNode) or not first.node < node:
             continue
-        if other.group_name != first.group_name or node in search.merged or node in search.taken():
+        if other.group_name != first.group_name or node in unavailable or other.wait is node:
             continue
-        if not _independent(reader, other) or reader.node not in [a.node for a in _attentions(other)]:
+        # The second test walks much of the graph, so it stands behind the first one.
+        if reader.node not in [a.node for a in _attentions(other)] or not _independent(reader, other):
             continue
         together = HeldNodes(reader, [first, *found, other])
         if not any(tools.depends_on(node, c.node, {}) for c in (first, *found)) and _why_not_moved(together) is None:
@@ -135,11 +143,47 @@ def _why_not_moved(nodes: HeldNodes) -> Reason | None:
             if collectives.group_of(node) == late[0].group_name and not operators.is_wait(node) and node not in own:
                 text = f"{node.name} is a collective of the same group between {where} and {late[-1].node.name}"
                 return Reason("hoist", f"{text}; expected the exchange of its keys and values to come first")
+            if _may_hold_collectives(node):
+                text = f"{node.name} ({node.target}) stands between {where} and {late[-1].node.name}"
+                return Reason("hoist", f"{text} and may issue collectives; expected the exchange to come first")
+        for exchange in late:
+            if (reader := _later_reader(exchange, nodes.attention.node)) is not None:
+                # Inductor may compute such an op in place, although the exchange is still sending the tensor.
+                text = f"{reader.name} reads what {exchange.node.name} sends, between {where} and the exchange"
+                return Reason("hoist", f"{text}; expected only views, copies and attention there")
     waits = {wait for c in nodes.exchanges for wait in c.chain()}
     fixed = next((n for n in early if n not in waits and not _may_sink(n)), None)
     if fixed is not None:
         text = f"{fixed.name} ({fixed.target}) reads the exchanged tensor before {where} and cannot be moved behind it"
         return Reason("hoist", text)
+    return None
+
+
+def _may_hold_collectives(node: fx.Node) -> bool:
+    """Whether ``node`` is a nested region, or an op that does not show which collectives it issues."""
+    if node.op != "call_function" or isinstance(node.target, types.BuiltinFunctionType | types.FunctionType):
+        return node.op == "call_module"
+    return operators.qualified_name(node)[0] not in NAMESPACES
+
+
+def _later_reader(exchange: CollectiveNode, after: fx.Node) -> fx.Node | None:
+    """A node between ``after`` and the exchange that computes with the memory that the exchange sends."""
+
+    def is_view(node: fx.Node) -> bool:
+        viewed = node.target is tools.aten.select.int or tools.is_reshape(node) or tools.permutation(node) is not None
+        return node.op == "call_function" and viewed
+
+    root = exchange.input
+    while is_view(root):
+        root = root.all_input_nodes[0]
+    shared, frontier = {root}, [root]
+    while frontier:
+        for user in frontier.pop().users:
+            if is_view(user) and user not in shared:
+                shared.add(user)
+                frontier.append(user)
+            elif after < user < exchange.node and not _moves(user) and attention.parse(user) is None:
+                return user
     return None
 
 

@@ -32,6 +32,7 @@ from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import MatmulSizes
 from overlap_inductor.sites.nodes import OverlapSite
+from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.target import target
 
@@ -137,9 +138,17 @@ def moved_by(collective: CollectiveNode) -> cost_model.SiteSizes:
     local, world_size = _local_bytes(collective), collective.world_size
     gathers = collective.kind == "all_gather"
     sent = local * (world_size - 1) * (1.0 if gathers else 1.0 / max(world_size, 1))
+    if _sends_to_one_rank(collective):
+        sent = local
     legs = 2 if collective.kind == "all_reduce" else 1
     itemsize, exchanges = tools.dtype(collective.input).itemsize, collective.kind == "all_to_all"
     return cost_model.SiteSizes(0.0, sent, itemsize, world_size, legs, 0, gathers, exchanges=exchanges)
+
+
+def _sends_to_one_rank(collective: CollectiveNode) -> bool:
+    """Whether an all-to-all is a permutation, as in a ring: all parts but one are empty at compile time."""
+    parts = operators.argument(collective.node, "input_split_sizes") if collective.kind == "all_to_all" else None
+    return isinstance(parts, list | tuple) and len(parts) > 1 and sum(part != 0 for part in parts) == 1
 
 
 def _local_bytes(collective: CollectiveNode) -> float:

@@ -5,12 +5,16 @@ refused, and what the planner chooses."""
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from torch import fx
 
+from overlap_inductor.passes import find_held
 from tests.compile.readings import summary
 from tests.support.fake_group import fake_group
 from tests.support.fake_group import report_of
@@ -26,7 +30,18 @@ from tests.support.rotated_attention import torch_ring
 
 SCHEDULE = {"schedule": "early_start"}
 SHAPE = (2, 4, 8, 16)
+SLOW_MATMULS = json.dumps({"collective_seconds": 1e-9, "link_bytes": 1e9, "matmul_flops": {"4": 5.5e10}})
 SLOW = json.dumps({"link_bytes": 6.25e7, "step_seconds": 3e-4})
+
+
+@torch.library.custom_op("rotated_test::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+@opaque.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
 def _own(count: int = 3) -> list[torch.Tensor]:
@@ -139,6 +154,57 @@ def test_a_collective_between_attention_and_exchange() -> None:
     assert summary(report) == []
     (near,) = [n for n in report.near_misses if n.collective.kind == "all_to_all"]
     assert near.reason.code == "hoist" and "is a collective of the same group between" in near.reason.text
+
+
+@pytest.mark.usefixtures("two")
+def test_an_opaque_op_between_attention_and_exchange() -> None:
+    """Catches an exchange that passes an op which may issue a collective of the same group inside."""
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = OP(q, k, v)[0]
+        total = opaque(q)
+        return y, funcol.permute_tensor(
+            torch.cat([k.flatten(), v.flatten(), total.flatten()]), [1, 0], dist.group.WORLD
+        )
+
+    report = report_of(layer, *_own(), **SCHEDULE)
+    assert summary(report) == []
+    (near,) = [n for n in report.near_misses if n.collective.kind == "all_to_all"]
+    assert near.reason.code == "hoist" and "may issue collectives" in near.reason.text
+
+
+def test_what_is_sent_is_computed_with_after_the_attention() -> None:
+    """Inductor may compute an op in place, in the memory of the keys, although the exchange is still sending them."""
+    graph = fx.Graph()
+    keys = graph.placeholder("keys")
+    attention = graph.call_function(torch.ops.aten.relu.default, (keys,))
+    view = graph.call_function(torch.ops.aten.reshape.default, (keys, [8]))
+    between = graph.call_function(torch.ops.aten.sin.default, (view,))
+    exchange = graph.call_function(torch.ops.aten.clone.default, (keys,))
+    graph.call_function(torch.ops.aten.sin.default, (keys,))
+    sent: Any = SimpleNamespace(input=keys, node=exchange)
+    assert find_held._later_reader(sent, attention) is between
+    assert find_held._later_reader(sent, between) is None
+
+
+@pytest.mark.usefixtures("two")
+def test_an_exchange_that_waits_for_itself_is_no_site() -> None:
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        moved = torch.ops._dtensor.shard_dim_alltoall(k, 2, 1, dist.group.WORLD.group_name)
+        return OP(q, k, v)[0], moved
+
+    report = report_of(layer, *_own(), **SCHEDULE)
+    assert summary(report) == [] and not report.failures
+
+
+def test_auto_chooses_alike_for_causal_and_whole_blocks() -> None:
+    """Rank 0 of a causal ring has only a causal block, the others also have whole blocks. At this rate of the link, the
+    work of a whole block pays, and that of a causal block does not."""
+    plans = set()
+    for rank in range(3):
+        with fake_group(3, rank), torch.no_grad(), rotation("alltoall", False):
+            plans.add(report_of(causal_ring, *_own(), schedule="auto", machine=SLOW_MATMULS).exchange)
+    assert len(plans) == 1 and json.loads(plans.pop())["steps"][-1] == "g0: kept collectives in the graph's order"
 
 
 @pytest.mark.usefixtures("two")

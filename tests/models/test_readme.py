@@ -62,7 +62,7 @@ def test_one_variable_switches_the_script_on(tmp_path: Path) -> None:
 
 
 def test_the_three_ways_in_code() -> None:
-    (block,) = re.findall(r"^```python\n(import overlap_inductor\n\ntorch\.compile\(.*?)^```$", TEXT, re.M | re.S)
+    (block,) = re.findall(r"^```python\n(import overlap_inductor\ntorch\.compile\(.*?)^```$", TEXT, re.M | re.S)
     with fake_group(2, 0):
 
         def model(x: torch.Tensor) -> torch.Tensor:

@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
-from overlap_inductor.facts.cost_model import MARGIN
 from overlap_inductor.facts.cost_model import SiteSizes
 from overlap_inductor.facts.cost_model import collective_seconds
+from overlap_inductor.facts.cost_model import matmul_seconds
 from overlap_inductor.facts.cost_model import written_seconds
 from overlap_inductor.facts.machine import Machine
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
     """The fixed cost of the collective, and the longer of attention and transfer."""
+    return _overlapped(written_seconds(sizes, machine), sizes, machine)
+
+
+def pays(sizes: SiteSizes, machine: Machine, margin: float) -> bool:
+    """Whether the site is estimated to be more than ``margin`` times as fast as ``keep``. Both estimates count the keys
+    that a causal mask excludes. So ranks decide alike for a causal block and for a block that they see as a whole. A
+    rank of a causal ring may have only one of these kinds."""
+    attention = matmul_seconds(sizes, machine)
+    return _overlapped(attention, sizes, machine) * margin < attention + collective_seconds(sizes, machine)
+
+
+def _overlapped(attention: float, sizes: SiteSizes, machine: Machine) -> float:
     wire = collective_seconds(sizes, machine) - machine.collective_seconds
-    attention = written_seconds(sizes, machine) / machine.overlapped_efficiency
-    return machine.collective_seconds + max(attention, wire)
-
-
-def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    keep = written_seconds(sizes, machine) + collective_seconds(sizes, machine)
-    return seconds(sizes, machine) * MARGIN < keep
+    return machine.collective_seconds + max(attention / machine.overlapped_efficiency, wire)

@@ -21,11 +21,14 @@ import torch
 from torch import fx
 
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts.cost_model import MARGIN
+from overlap_inductor.facts.cost_model import MARGIN_UNMEASURED
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.lowerings.early_start import cost
 from overlap_inductor.lowerings.schedule import ExchangeTerms
 from overlap_inductor.lowerings.schedule import Replaced
+from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.held_nodes import HeldNodes
 from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.sites.nodes import OverlapSite
@@ -34,6 +37,7 @@ from overlap_inductor.sites.sizes import has_example
 from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.sizes import sizes_at
 from overlap_inductor.sites.step_emitter import StepEmitter
+from overlap_inductor.torch_compat.target import on_gpu
 
 overlap = torch.ops.overlap_inductor
 
@@ -68,7 +72,9 @@ class EarlyStart:
         decide."""
         if not has_example(site):
             return Reason("dynamic_shape", "the sizes are only known when the graph runs, so there is no estimate")
-        return self.forced(site, config) if cost.pays(sizes_at(site), machine_of(site, config)) else None
+        # On GPUs, it was measured at one size only.
+        margin = MARGIN_UNMEASURED if on_gpu(tools.value(site.collectives[0].input).device) else MARGIN
+        return self.forced(site, config) if cost.pays(sizes_at(site), machine_of(site, config), margin) else None
 
     def joined(self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]) -> None:
         return None
