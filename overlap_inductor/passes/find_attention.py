@@ -60,22 +60,13 @@ class AllGatherAttention:
 
 
 def _readers(wait: fx.Node) -> Iterator[AttentionNode]:
-    """The attention ops whose keys or values are computed from ``wait`` through at most ``STEPS`` nodes, nearest first.
-    An op is left out if nothing reads its results. (A graph may keep such an op, because CUDA's attention ops count as
-    impure.)"""
-    frontier, seen = [wait], {wait}
-    for _ in range(STEPS):
-        reached: list[fx.Node] = []
-        for node in frontier:
-            for user in node.users:
-                found = attention.parse(user)
-                if found is not None and node in (found.rhs, found.value):
-                    if any(result.users for result in found.results()):
-                        yield found
-                elif user not in seen and user.op == "call_function" and not operators.is_functional_collective(user):
-                    seen.add(user)
-                    reached += [] if found is not None else [user]
-        frontier = reached
+    """The attention ops whose keys or values are computed from ``wait`` through at most ``STEPS`` nodes, nearest
+    first."""
+
+    def computes(node: fx.Node) -> bool:
+        return node.op == "call_function" and not operators.is_functional_collective(node)
+
+    return attention.readers([wait], computes, STEPS)
 
 
 def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:

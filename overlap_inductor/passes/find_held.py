@@ -84,21 +84,7 @@ def _held(collective: CollectiveNode) -> set[fx.Node]:
 
 def _attentions(collective: CollectiveNode) -> list[AttentionNode]:
     """The attention ops whose keys or values are what the exchange sends, or a part of it, in graph order."""
-    found: dict[fx.Node, AttentionNode] = {}
-    seen = _held(collective)
-    frontier = list(seen)
-    for _ in range(STEPS):
-        reached: list[fx.Node] = []
-        for node in frontier:
-            for user in node.users:
-                parsed = attention.parse(user)
-                if parsed is not None and node in (parsed.rhs, parsed.value):
-                    if any(result.users for result in parsed.results()):
-                        found[user] = parsed
-                elif user not in seen and _moves(user):
-                    seen.add(user)
-                    reached.append(user)
-        frontier = reached
+    found = {reader.node: reader for reader in attention.readers(_held(collective), _moves, STEPS)}
     return [found[node] for node in sorted(found) if len(tools.shape(found[node].lhs)) == 4]
 
 

@@ -10,6 +10,9 @@ keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -154,6 +157,28 @@ class AttentionNode(MatmulNode):
 def parse(node: fx.Node) -> AttentionNode | None:
     """``node`` as attention, or ``None``."""
     return AttentionNode(node, "attention") if node.op == "call_function" and node.target in _KNOWN else None
+
+
+def readers(sources: Iterable[fx.Node], follows: Callable[[fx.Node], bool], steps: int) -> Iterator[AttentionNode]:
+    """The attention ops whose keys or values come from ``sources``, nearest first. At most ``steps`` nodes stand
+    between, and ``follows`` is true for each of them. An op may be yielded twice: for its keys and for its values.
+
+    An op is left out if nothing reads its results. (A graph may keep such an op, because CUDA's attention ops count as
+    impure.)"""
+    frontier = [*sources]
+    seen = {*frontier}
+    for _ in range(steps):
+        reached: list[fx.Node] = []
+        for node in frontier:
+            for user in node.users:
+                found = parse(user)
+                if found is not None:
+                    if node in (found.rhs, found.value) and any(result.users for result in found.results()):
+                        yield found
+                elif user not in seen and follows(user):
+                    seen.add(user)
+                    reached.append(user)
+        frontier = reached
 
 
 def arguments_of_piece(
