@@ -13,18 +13,20 @@ them to ``out``. The workspace has the layout of the collective's result, so not
 Numbers. A bag is summed in fp32, one row after the other in the order of its indices, starting from 0, and rounded
 once. Torch's kernel for GPUs does the same, so its sums are bitwise equal to these. Rows of the padding index
 count as 0. A mean is the sum divided by the number of rows that are not padding, rounded to nearest as in torch's
-kernel. The mean of an empty bag is 0. Two things may differ from torch in the last bit. With weights of samples, each
-compiler may or may not round the product of weight and row before the addition. Torch's kernel for CPUs sums in an
-order of its own. Plain rows (``BAGGED`` is False) are copied exactly.
+kernel. The mean of an empty bag is 0. Sums may differ from torch's in the last bit in two cases. If samples have
+weights, one compiler may round the product of weight and row before the addition, and the other may not. On a CPU,
+torch's kernel sums in another order. Plain rows (``BAGGED`` is False) are copied exactly.
 
 Errors. A ``tl.device_assert`` fails if an index is not in its table, or if a bag ends before it begins or outside the
-indices. It fails before the piece is stored or signalled. Nothing outside a table is read. As without overlap, CUDA
-then reports ``device-side assert triggered``, and the context is lost. (Torch's kernel for bags does not check for
-negative indices and reads in front of the table.) Launch with the options ``debug=True`` (otherwise Triton drops
-asserts) and ``sanitize_overflow=False``. The peers' waits end when their patience is over.
+indices. It fails before this bag's result is stored, and before the bag's piece is signalled. Nothing outside a table
+is read. As without overlap, CUDA then reports ``device-side assert triggered``, and the context is lost. (Torch's
+kernel for bags does not check for negative indices and reads in front of the table.) Launch with the options
+``debug=True`` (otherwise Triton drops asserts) and ``sanitize_overflow=False`` (otherwise ``debug`` also adds asserts
+against integer overflow). The peers' waits end when their patience is over.
 
-Memory ordering (``signals``). Results are stored with ordinary stores. ``count_and_signal`` for the slice follows. It
-makes a barrier and an acquire-release add for each piece. The block that adds last makes one release at system scope.
+Memory ordering (``signals``). Results are stored with ordinary stores. After each piece follows ``count_and_signal``: a
+barrier and an acquire-release add to the counter of the piece's slice. The block that adds last makes one release at
+system scope.
 The receiver waits for the flag before it copies (``receive``). ``last_block_ends`` gives the credits after the last
 copy out of the workspace.
 
@@ -192,7 +194,7 @@ def embedding_all_to_all(
         out: the collective's result, a slot of ``tables * rows * WIDTH`` elements from each rank: fp32, fp16 or bf16,
             as are the tables. Row-major and aligned to 16 bytes, as are tables and workspace.
         facts: int64 ``[tables, TABLE_FACTS]``: see ``kernels.layout``.
-        index: any pointer of the dtype of indices and offsets, which is int32 or int64.
+        index: any pointer to the dtype of indices and offsets, int32 or int64. Nothing is read through this pointer.
         staging: this rank's workspace as int32 words. Slots in the order of ranks, each with the layout of a slot of
             ``out``.
         queues: word 0 counts claimed pieces, word 1 claimed copies. Words ``QUEUE_WORDS + peer`` count the pieces that
@@ -219,7 +221,7 @@ def embedding_all_to_all(
     result = out.to(tl.pointer_type(tl.int32), bitcast=True)
     copying = True
     while copying:
-        # A slot's size is written as a product of four, so the compiler knows that masks end between vectors.
+        # A slot's size is written as a multiple of four, so the compiler knows that masks end between vectors.
         copying = receive_piece(
             result, staging, queues + 1, flags, call, stop, patience, site, rank, signals,
             1, COPIES, slot_vectors * 4, slot_vectors * 4, slot_vectors * 4,

@@ -313,8 +313,8 @@ def matmul_all_reduce(
                     end = tl.where(may_store(stop), tl.minimum((n + UNIT) * BLOCK_N, columns), 0)
                     at, inside = _places(m * BLOCK_M, n * BLOCK_N, columns, end, BLOCK_M, BLOCK_N)
                     moved = tl.load(source + at, mask=inside, cache_modifier=".cg")
-                    # Counting the previous push waits until its stores have arrived. They had the time of a claim, a
-                    # look and a load to arrive.
+                    # ``_flush`` waits until the previous push's stores have arrived. It comes this late because these
+                    # stores then had the time of a claim, a look and a load to arrive.
                     sent = _flush(
                         sent,
                         queues,

@@ -100,7 +100,7 @@ def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, 
 @triton.jit
 def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
     """As ``arriving``, for tiles that are sent: at any time about equally many are in transfer to each rank. If two
-    ranks sent only to one rank, each would get half a link.
+    ranks sent to the same rank at the same time, each of them would get half of the receiver's link.
 
     In a part, about ``GROUP_M`` rows of tiles are taken together, equally many of each shard and at least one. These
     tiles are taken tile column by tile column. In a tile column, neighbouring turns belong to different shards.

@@ -60,7 +60,7 @@ def all_gather_matmuls(
     Args:
         a: this rank's shard, ``[rows, K]``, fp16 or bf16, contiguous and aligned to 16 bytes.
         rhs: 1 to ``MOST_WEIGHTS`` weights ``[K, N]``, all row-major or all transposed (``in_one_launch`` chooses them).
-        biases: ``[N]`` or ``None`` for each.
+        biases: for each weight, ``[N]`` or ``None``.
         keep: the call does not end with the kernel; ``gathered`` may be read on the same stream until ``end``.
 
     Returns:

@@ -129,8 +129,8 @@ CONTRACTED = 64
 """A slice of a contracted dim must be a multiple of this many elements, because a block of K (``block_k`` elements)
 belongs to one source."""
 MOST_WEIGHTS = 4
-"""Most weights that one launch multiplies a gathered tensor by: q, k, v and a gate. The vendor's matmul takes any
-further weights."""
+"""Largest number of weights by which one launch multiplies a gathered tensor: q, k, v and a gate. The vendor's matmul
+takes any further weights."""
 
 
 def copiers() -> list[PeerCopies]:
@@ -209,7 +209,7 @@ def needed(
     # (A call with fewer rows never needs more. So what the call with the most rows needs is enough for all calls.)
     parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
     if pattern in EXCHANGES:
-        # (If K or columns are cut, a shard has more rows than are given here, so it may have all parts.)
+        # (If an all-to-all cuts K or columns, a shard has more than ``rows`` rows. So it may have all parts.)
         parts = parameters.parts or world_size
     if pattern in GATHERS:
         return world_size * rows * inner * itemsize, parts * parameters.slices

@@ -8,7 +8,7 @@ of each slice would round the sum over the slices after each slice. If the sum w
 slice would read and write the sum in memory, which takes longer than the transfer. So a schedule computes such a matmul
 in another way:
 
-- A Triton kernel adds up the slices in registers (``lowerings.fused.contraction``).
+- A Triton kernel adds up the products of the slices in registers (``lowerings.fused.contraction``).
 - A vendor's matmul reads a band of rows of all slices (``lowerings.chunked.contracted_launch``).
 """
 

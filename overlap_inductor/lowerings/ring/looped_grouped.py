@@ -2,8 +2,8 @@
 """Writes the sum of experts' rows and its reduction as one looping op of ``lowerings.ring.looped_grouped_ops``.
 
 The op computes the steps of a grouped matmul (``sites.row_steps``) as a ``RowProgram``. It brings the rows into the
-tokens' order and sums them for each token. Sites with several leaves, or that combine a token's rows by another
-op than a sum, are only unrolled.
+tokens' order and sums them for each token. A site of experts is only unrolled if it has several matmuls
+(``ReduceNodes.leaves``), or if it combines a token's rows by another op than a sum.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _sums_only(nodes: ReduceNodes, matmul: GroupedMatmul) -> bool:
                 return False
             sums += 1
         elif tools.is_cast(node) and not tools.is_bitcast(node):
-            # Two casts can round twice, and so can a cast before the sum.
+            # The op casts once, after the sum. Two casts can round twice, and a cast before the sum rounds every row.
             casts += node.target not in tools.SAME
             if sums:
                 return False

@@ -92,8 +92,8 @@ def _shard(emit: StepEmitter, operand: GatheredOperand, buffers: Buffers, shift:
         shard = emit.narrow(emit.reshape(shard, [a.size for a in atoms]), at, cut.start, cut.left.size)
         layout = Layout(tuple((cut.left if i == at else atom,) for i, atom in enumerate(atoms)))
     rows = emit.convert(shard, layout, operand.layout.without_rank())
-    # If the program copies a permuted tensor, ``rows`` is a view of the shard instead of this copy. The op can read
-    # only rows without gaps.
+    # The program may copy a permuted tensor before attention. In place of this copy, ``rows`` is a view of the shard.
+    # The op can read only rows without gaps, so a view with gaps is copied.
     return rows if same_size(tools.value(rows).stride(-1), 1) else emit.contiguous(rows)
 
 

@@ -31,7 +31,7 @@ from overlap_inductor.transports.registry import names_of
 from overlap_inductor.transports.transport import WholeCollectives
 
 MAX_GROUPS = 16
-"""Most groups of one call: each has a counter and costs two launches."""
+"""Largest number of groups of one call: each group has a counter and costs two launches."""
 MAX_UNITS = 32
 """The search cuts only between units. A unit has one or more waves, and there are at most this many units."""
 
