@@ -11,11 +11,11 @@ When no piece is left, a block claims copies: it waits until the results of one 
 them to ``out``. The workspace has the layout of the collective's result, so nothing is permuted.
 
 Numbers. A bag is summed in fp32, one row after the other in the order of its indices, starting from 0, and rounded
-once. Torch's kernel for GPUs does the same, so its sums are bitwise equal to these. Rows of the padding index
-count as 0. A mean is the sum divided by the number of rows that are not padding, rounded to nearest as in torch's
-kernel. The mean of an empty bag is 0. Sums may differ from torch's in the last bit in two cases. If samples have
-weights, one compiler may round the product of weight and row before the addition, and the other may not. On a CPU,
-torch's kernel sums in another order. Plain rows (``BAGGED`` is False) are copied exactly.
+once. Rows of the padding index count as 0. A mean is the sum divided by the number of rows that are not padding,
+rounded to nearest. The mean of an empty bag is 0. Torch's kernel for GPUs does the same, so its results are bitwise
+equal to these, with one exception. If samples have weights, the last bit may differ: one compiler may round the product
+of weight and row before the addition, and the other may not. Torch's kernel for CPUs sums in another order, so its last
+bit may always differ. Plain rows (``BAGGED`` is False) are copied exactly.
 
 Errors. A ``tl.device_assert`` fails if an index is not in its table, or if a bag ends before it begins or outside the
 indices. It fails before this bag's result is stored, and before the bag's piece is signalled. Nothing outside a table
@@ -26,9 +26,8 @@ against integer overflow). The peers' waits end when their patience is over.
 
 Memory ordering (``signals``). Results are stored with ordinary stores. After each piece follows ``count_and_signal``: a
 barrier and an acquire-release add to the counter of the piece's slice. The block that adds last makes one release at
-system scope.
-The receiver waits for the flag before it copies (``receive``). ``last_block_ends`` gives the credits after the last
-copy out of the workspace.
+system scope. The receiver waits for the flag before it copies (``receive``). ``last_block_ends`` gives the credits
+after the last copy out of the workspace.
 
 Forward progress. A piece waits only for its peer's credit, which depends only on the previous call. Copies wait for the
 pieces of other ranks. A block claims a copy only after all pieces of its rank are claimed, and only running blocks
@@ -38,9 +37,9 @@ on each rank is enough. All waits are bounded.
 Aborts. If the abort word is set, nothing is stored to peers or signalled. Copied words then become NaN in every float
 format, because a replay of a CUDA graph cannot raise an error.
 
-CUDA graphs. The number of the call is read from device memory. Addresses and numbers of indices are read from
-``facts``. In a captured graph, an earlier node writes ``facts`` from host memory that is never changed or freed
-(``lowerings.fused.table_calls``).
+CUDA graphs. The number of the call is read from device memory. The tensors' addresses and the numbers of indices are
+read from ``facts``. In a captured graph, an earlier node writes ``facts`` from host memory that is never changed or
+freed (``lowerings.fused.table_calls``).
 """
 
 from __future__ import annotations

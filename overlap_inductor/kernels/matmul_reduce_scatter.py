@@ -22,10 +22,10 @@ its current one (``claim``). Before a block sums an own tile of band ``p``, it w
 ``p`` have arrived. In the peers' queues these come before all own tiles. So no wait depends on itself, with one
 resident block per rank as well as with all blocks resident. A block that waits has counted what it has stored.
 
-A block of an all-to-all claims a copy only when its next turn is an own tile or none. Then all tiles that its rank
-sends are claimed by blocks that run, and this block has counted the tiles that it sent. While the block waits, it may
-hold a turn. The tile of this turn is an own tile, which no other rank needs. Credits depend only on the previous call.
-All waits are bounded (``signals``).
+A block of an all-to-all claims a copy only after it has multiplied an own tile, or when no tile is left. By then all
+tiles that its rank sends are claimed by blocks that run, and this block has counted the tiles that it sent. While the
+block waits, it may hold a turn. The tile of this turn is an own tile, which no other rank needs. Credits depend only on
+the previous call. All waits are bounded (``signals``).
 
 Memory ordering. Bulk stores are followed by ``store_fence``, then by ``count_and_signal``. The last tile of a band sets
 the flag to the number of the call. The receiver waits and loads by ordinary loads that bypass L1. The workspace is

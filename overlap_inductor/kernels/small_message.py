@@ -14,8 +14,8 @@ group of ``WORLD`` rows, one row of each owner. A norm needs whole rows. In one-
 the norm of the row. In two-shot, the blocks of the next group compute the norms of a group's rows. So there is one more
 group of blocks at the end.
 
-Forward progress. A block stores what its peers wait for before it waits itself. It waits for units of blocks with its
-own number or a lower one. In two-shot it also waits for sums. A block that sums waits only for partial rows of blocks
+Forward progress. Before a block waits, it stores what its peers wait for. It waits for units of blocks with its own
+number or a lower one. In two-shot it also waits for sums. A block that sums waits only for partial rows of blocks
 with its own number. Take the lowest number whose block has not ended on some rank. Blocks start in the order of their
 numbers, and all lower ones have ended on every rank. So on every rank the block of that number runs or has ended. It
 stores its partial rows without waiting, so its sums and its other waits succeed, and it ends. So one resident block on

@@ -54,7 +54,7 @@ def _peer(rank, steps, WORLD: tl.constexpr):
 
 
 NOBODY = tl.constexpr(-(2**30))
-"""The sum of this and the number of a call is a number that lies so far back that no rank waits for it."""
+"""``NOBODY`` plus the number of a call lies so far back that no rank waits for it."""
 
 
 @triton.jit
@@ -69,10 +69,10 @@ def announce(calls, announced, stop):
 def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD: tl.constexpr):
     """Wait until every peer has finished the calls before this one. Grid: one block.
 
-    It is launched on the stream of the matmuls. On another stream it could run at the same time as a vendor's kernel
-    that keeps an SM for all its tiles. Then this kernel would begin only when the vendor's kernel ends, or it would
-    keep one of the vendor's blocks from beginning. (4 H200s, a gather of 8192 tokens, calls one after the other: in
-    every second call this kernel began 240 us late, and so did the copies.)
+    This kernel is launched on the stream of the matmuls. On another stream it could run at the same time as a vendor's
+    kernel that keeps an SM for all its tiles. Then this kernel would begin only when the vendor's kernel ends, or it
+    would keep one of the vendor's blocks from beginning. (4 H200s, a gather of 8192 tokens, calls one after the other:
+    in every second call this kernel began 240 us late, and so did the copies.)
 
     ``announced`` (one word): see ``announce``.
 

@@ -36,11 +36,12 @@ class ChunkedCost:
         replay_seconds: host time of a replayed call, which is one CUDA graph.
         band_tiles: fewest tiles of a band, if bands are multiplied as they arrive (``contracted_launch``). It is the
             number of SMs of an H200.
-        replay_gain_seconds / replay_gain_peer_seconds: smallest gain for which a replayed call pays, in two parts. For
-            each leg, the gain must reach ``replay_gain_seconds``, and ``replay_gain_peer_seconds`` for each peer. Late
+        replay_gain_seconds / replay_gain_peer_seconds: a replayed call pays only if it gains at least the larger of two
+            times in each leg: ``replay_gain_seconds``, and ``replay_gain_peer_seconds`` times the number of peers. Late
             peers may cost this much time.
-        replay_tiles: a replayed call is considered if it has at least this many tiles for each rank. A smaller chunk
-            leaves most of the GPU idle and takes as long as a larger one.
+        replay_tiles: a replayed call is considered if it has at least this many tiles for each rank, or at least
+            ``Machine.least_tiles`` tiles in all. A smaller chunk leaves most of the GPU idle and takes as long as a
+            larger one.
     """
 
     exposed: tuple[float, float, float, float] = (0.12, 0.1, 0.36, 0.25)

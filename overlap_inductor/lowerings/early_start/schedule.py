@@ -69,8 +69,8 @@ class EarlyStart:
         return cost.seconds(sizes_at(site), machine_of(site, config))
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
-        """The order of attention and exchange does not depend on the token count. So the sizes of the example
-        decide."""
+        """One rewritten graph, with one order of attention and exchange, serves all token counts. So the sizes of the
+        example decide."""
         if not has_example(site):
             return Reason("dynamic_shape", "the sizes are only known when the graph runs, so there is no estimate")
         # On GPUs, this schedule was measured at one size only.

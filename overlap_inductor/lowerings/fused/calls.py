@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused`` launches one persistent kernel for each site, on the current stream.
 
-Each function is the host's part of one kernel. At a site's first call with operands of some shapes and strides it
-checks the kernel's requirements, cuts the work into bands and pieces, and prepares the kernel. After that it only
-launches, as one CUDA graph if the call is replayed (``runtime.replay``). It never waits for the device. A launch
+Each function is the host's part of one kernel. A site's first call with operands of some shapes and strides checks the
+kernel's requirements, cuts the work into bands and pieces, and prepares the kernel. Later calls with such operands only
+launch, as one CUDA graph if the call is replayed (``runtime.replay``). No call waits for the device. A launch
 allocates only its result and, in an all-reduce whose shards are not whole tiles, the tensor that blocks send from. In a
-group that was aborted it launches nothing.
+group that was aborted, nothing is launched.
 """
 
 from __future__ import annotations

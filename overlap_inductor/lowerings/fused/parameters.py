@@ -118,8 +118,8 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
 }
 """By pattern, the best of the values tried on 2 and 4 H200s (bench/results/fused.jsonl, operators.jsonl). They were
 also tried on 2 H200s that each took the place of one rank of 4 or of 8 (bench/results/mirrored.jsonl). The all-to-alls
-share the kernels of the gather and of the reduce-scatter, and have the same values as these. No other values were tried
-for the all-to-alls."""
+share the kernels of the gather and of the reduce-scatter, and have the values of these two patterns. No other values
+were tried for the all-to-alls."""
 EXCHANGES = ("matmul_all_to_all", "all_to_all_matmul")
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")
 """The patterns whose rows are multiplied after they have arrived."""

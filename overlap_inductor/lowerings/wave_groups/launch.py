@@ -69,7 +69,7 @@ class WavePlan:
     Attributes:
         free: SMs left to the collectives.
         partition: first band of each group, then the number of bands.
-        table: the same as int32 on the device.
+        table: the partition as int32 on the device.
         seconds: the predicted seconds of the call; ``None`` if the partition was given.
     """
 

@@ -10,9 +10,9 @@ stored and the collective before it has ended. The collective's seconds are read
     collectives             | bytes of 0 |   | bytes of 1 | | bytes of 2 |
 
 The paper searches all ``2 ** (T - 1)`` partitions of ``T`` waves, and prunes if ``T`` is large. Here the search is
-dynamic programming over (groups, bands), and it finds the optimum of all partitions (``best_partition``). The reason: a
-collective never ends later if the one before it ends earlier. So the best partition of the first bands does not depend
-on the bands after them. ``partitions`` lists all partitions, for comparison.
+dynamic programming over (groups, bands) (``best_partition``). It finds the best of the partitions that ``partitions``
+lists for comparison. The reason: a collective never ends later if the one before it ends earlier. So the best partition
+of the first bands does not depend on the bands after them.
 """
 
 from __future__ import annotations
