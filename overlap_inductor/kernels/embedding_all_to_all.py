@@ -14,8 +14,8 @@ Numbers. A bag is summed in fp32, one row after the other in the order of its in
 once. Rows of the padding index count as 0. A mean is the sum divided by the number of rows that are not padding,
 rounded to nearest. The mean of an empty bag is 0. Torch's kernel for GPUs does the same, so its results are bitwise
 equal to these, with one exception. If samples have weights, the last bit may differ: one compiler may round the product
-of weight and row before the addition, and the other may not. Torch's kernel for CPUs sums in another order, so its last
-bit may always differ. Plain rows (``BAGGED`` is False) are copied exactly.
+of weight and row before the addition, and the other may not. Torch's kernel for CPUs sums in another order, so the last
+bit of any sum may differ. Plain rows (``BAGGED`` is False) are copied exactly.
 
 Errors. A ``tl.device_assert`` fails if an index is not in its table, or if a bag ends before it begins or outside the
 indices. It fails before this bag's result is stored, and before the bag's piece is signalled. Nothing outside a table
@@ -196,8 +196,8 @@ def embedding_all_to_all(
         index: any pointer to the dtype of indices and offsets, int32 or int64. Nothing is read through this pointer.
         staging: this rank's workspace as int32 words. Slots in the order of ranks, each with the layout of a slot of
             ``out``.
-        queues: word 0 counts claimed pieces, word 1 claimed copies. Words ``QUEUE_WORDS + peer`` count the pieces that
-            are stored for ``peer``.
+        queues: word 0 counts claimed pieces, word 1 claimed copies, word 3 finished blocks. Words ``QUEUE_WORDS +
+            peer`` count the pieces that are stored for ``peer``.
         rows: bags of a slice. Every table has ``WORLD * rows`` bags.
         piece_rows: bags of a piece, a multiple of ``BAGS``.
         row_stride, table_stride: elements from bag to bag of a table, and from table to table, in a slot.

@@ -98,7 +98,8 @@ class SingleOp(Protocol):
 
 
 class SiteSchedule(Protocol):
-    """A way to overlap a site: it says which sites it computes, estimates their time, plans and rewrites them."""
+    """A way to overlap a site. A schedule says which sites it computes, estimates their time, and plans and rewrites
+    them."""
 
     @property
     def name(self) -> str:

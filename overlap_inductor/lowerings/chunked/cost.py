@@ -78,7 +78,7 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
     - the time of the matmul or of the transfers, whichever is longer
     - an exposed fraction of the shorter of the two
     - the exposed part of the copy of the gathered tensor
-    - the copy of what an all-to-all after the matmuls delivers, because nothing else runs at that time
+    - the whole copy of what an all-to-all after the matmuls delivers, because nothing else runs during this copy
     - a fixed cost for each leg
     """
     if sizes.contracted:

@@ -259,7 +259,8 @@ def needed(
     if pattern == "matmul_all_reduce":
         signals = result_signals(world_size, parameters) + (parameters.bands or MOST_BANDS)
         return 2 * world_size * rows * columns * itemsize, signals
-    # (A matmul that contracts the exchanged dim has a flag for each band. Any other matmul has a flag for each part.)
+    # (A call whose matmuls contract the exchanged dim has a flag for each band. Any other call has a flag for each
+    # part.)
     bands = parameters.bands or MOST_BANDS if pattern == "all_to_all_matmul" else 1
     nbytes = world_size * rows * (inner if pattern in GATHERS else columns) * itemsize
     return nbytes, max(_most_parts(world_size, parameters), bands)

@@ -115,7 +115,7 @@ class Waves:
         bands: bands of ``block_m`` rows of a shard. Bands are assumed to finish one after the other, each of them in
             all shards.
         tiles: tiles of a band in all shards.
-        blocks: tiles that are multiplied at a time.
+        blocks: tiles that are multiplied at the same time.
         seconds: seconds of a wave of ``blocks`` tiles.
         rows: rows of a shard. An all-reduce has one shard.
         row_bytes: bytes of a row of the result, times the number of shards.
