@@ -10,7 +10,8 @@ tensor. In the notation of ``sites.layouts``::
     gathered [R s] [h] * scale [rows, 1] -> [R s] [h]                 scale is cut with the rows
     cat(gathered [R s] [h], y [rows, c], 1) -> [R s] [h + c]          y is cut with the rows
 
-A dim that an op needs whole, such as the ``h`` of a mean, must not be cut. ``RowWise.whole`` lists these dims.
+A dim that an op needs whole, such as the ``h`` of a mean, must not be cut. ``RowWise.whole`` lists the atoms of such
+dims.
 """
 
 from __future__ import annotations
@@ -185,8 +186,8 @@ def _dim(
         whole: if the result gets a new atom, the inputs' atoms are added to this list.
 
     Raises:
-        LayoutError: an input cannot be shown to have the result's size here, or the inputs hold the gathered rows in
-            different orders.
+        LayoutError: an input cannot be shown to have the result's size in this dim, or the inputs hold the gathered
+            rows in different orders.
     """
     size, found = tools.shape(node)[dim], list[Dim]()
     for source in inputs:
