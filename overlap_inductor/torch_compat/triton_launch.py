@@ -101,8 +101,8 @@ class PreparedKernel:
             self._launch = _Direct(compiled, grid, values, places, scratch, self._by_triton)
 
     def __call__(self, *varying: torch.Tensor | None) -> None:
-        """Launch on the current stream. ``varying``: one tensor or ``None`` for each varying argument, in the order of
-        the mapping. For a tensor descriptor, pass the tensor that it describes."""
+        """Launch on the current stream. ``varying``: one tensor or ``None`` for each varying argument, in the order
+        that was given to ``__init__``. For a tensor descriptor, pass the tensor that it describes."""
         self._launch(*varying)
 
     def _by_triton(self, *varying: torch.Tensor | None) -> None:
@@ -132,7 +132,7 @@ _SMALLEST_SCRATCH = 1 << 20
 
 
 def _scratch(size: int, device: torch.device) -> torch.Tensor:
-    """At least ``size`` bytes of the device's memory. All kernels share them, because the kernels run one after the
+    """At least ``size`` bytes of the device's memory. All kernels can share this memory, because they run one after the
     other on the device. The memory is never freed, because CUDA graphs hold its address."""
     known = _SCRATCH.setdefault(device, [])
     if not known or known[-1].numel() < size:
@@ -189,7 +189,8 @@ class _Direct:
         for at, _ in self._varying:
             values[at] = [None] * (at.stop - at.start) if isinstance(at, slice) else None
         self._values = values
-        # The launcher gets only addresses, and the function belongs to the module of ``compiled``, so both are kept.
+        # The arguments are kept, because the launcher gets only their addresses. ``compiled`` is kept, because the
+        # function belongs to its module.
         self._alive = compiled, [a for number, a in enumerate(arguments) if number not in places]
 
     def __call__(self, *varying: torch.Tensor | None) -> None:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from overlap_inductor.transports.transport import WholeCollectives
 
 SIZES = tuple(2**power for power in range(17, 27))
-"""Bytes of the collectives that are timed for a curve: 128 KiB to 64 MiB. On NVLink, one call of each takes
-milliseconds in total."""
+"""Bytes of the collectives that are timed for a curve: 128 KiB to 64 MiB. On NVLink, one call of each size
+takes milliseconds in total."""
 REPEATS = 3
 
 
@@ -57,8 +57,8 @@ def of_first_rank(values: list[float], group: dist.ProcessGroup, device: torch.d
 def measured_curve(
     transport: WholeCollectives, scatters: bool, like: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[tuple[float, float], ...]:
-    """``((bytes, seconds), ...)`` of a reduce-scatter or an all-reduce, sorted by the bytes that each rank passes to
-    it.
+    """``((bytes, seconds), ...)`` of a reduce-scatter or an all-reduce, sorted by ``bytes``: what each rank passes to
+    the collective.
 
     All ranks of ``group`` call this together, and not while a CUDA graph is captured.
 
