@@ -115,8 +115,8 @@ def test_other_readers_get_the_gathered_tensor() -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_attention_runs_while_the_next_keys_travel(world_size: int) -> None:
-    """In the generated code, the transfers of keys and of values start before the attention to the own keys. A shard is
-    read directly after the wait for this shard, without a copy in between."""
+    """In the generated code, the transfers of keys and of values start before the attention to the rank's own keys. A
+    shard is read directly after the wait for this shard, without a copy in between."""
     lines = lines_of(heads_first, *[(2, 4, 8, 16)] * 3, world_size=world_size, rank=1)
     expected = ["start", "start", "attention", *["step", "step", "attention"] * (world_size - 1), "pointwise"]
     assert events(lines) == expected

@@ -40,8 +40,9 @@ from tests.support.fork_base import ForkBase
 
 pytestmark = pytest.mark.usefixtures("fake")
 
-# The cache that is hit. ``aot``: AOTAutograd's, which holds the keys of both graphs in Inductor's cache. ``inductor``:
-# Inductor's alone. ``bundled``: AOTAutograd's, with the graphs stored inside.
+# The cache that is hit. ``aot``: AOTAutograd's cache, whose entries name the forward and the backward graph in
+# Inductor's cache. ``inductor``: Inductor's cache alone. ``bundled``: AOTAutograd's cache with both graphs in the
+# entry.
 LAYERS: dict[str, dict[str, bool]] = {
     "aot": {"enable_autograd_cache": True},
     "inductor": {"enable_autograd_cache": False},

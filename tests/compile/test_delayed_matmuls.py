@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls that are read only as results of the graph are delayed, and run under a transfer that nothing else hides."""
+"""If only the graph's output needs a matmul, the matmul is delayed. It then runs under a transfer that nothing else
+hides."""
 
 from __future__ import annotations
 

@@ -249,8 +249,8 @@ def test_padded_factor(scatters: bool) -> None:
 
 
 def test_trim_of_uneven_shards() -> None:
-    """Spelling E, written by hand: the graph cuts rows off the end of the gathered tensor. The same rows must be cut
-    off the result. The remaining rows must not be computed from other rows."""
+    """The graph cuts rows off the end of the gathered tensor. The same rows must be cut off the result, and no
+    others."""
     with fake_group(3):
         made = HandGraph()
         gathered = made.gather(made.input(4, 16))
