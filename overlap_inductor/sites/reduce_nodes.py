@@ -140,7 +140,7 @@ class ReduceNodes(SiteNodes):
 
     @property
     def tokens(self) -> Size:
-        """The rows of the matmuls' result, including padding."""
+        """The number of rows of the matmuls' result, including padding."""
         return self.padded_shape[-2]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
@@ -184,8 +184,8 @@ class ReduceNodes(SiteNodes):
         for old, new in replaced.items():
             if old in self.layouts:
                 self.layouts[new] = self.layouts[old]
-                # Another site's kernel may now compute a node of this site as its epilogue. This site then reads that
-                # node like any tensor that it does not compute.
+                # The epilogue of another site's kernel may now compute a node of this site. Then this site reads that
+                # node like any other external tensor.
                 if new not in self.externals and old not in {m.node for m in self.leaves}:
                     self.externals.append(new)
                 if self.region is not None and old in self.region.places:

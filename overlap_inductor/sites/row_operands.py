@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the nodes that compute experts' rows as a ``RowProgram``, and list the tensors that it reads."""
+"""Write the nodes that compute experts' rows as a ``RowProgram``, and list the tensors that the program reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Operands:
 def operands_of(
     given: list[fx.Node], steps: list[fx.Node], ends: fx.Node, result: fx.Node, handed_out: list[fx.Node]
 ) -> Operands:
-    """``steps`` as a program, and what it reads. The program first gets the rows of ``given``, then those of
+    """``steps`` as a program, and what the program reads. The program first gets the rows of ``given``, then those of
     ``Operands.rows``.
 
     Args:

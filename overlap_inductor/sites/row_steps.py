@@ -72,7 +72,8 @@ def is_pointwise_on_rows(node: fx.Node, rows: Any) -> bool:
 
 
 def moves_columns(node: fx.Node) -> bool:
-    """Whether ``node`` is a split, an element of a split, a slice or a ``cat``, along the columns of matrices."""
+    """Whether ``node`` cuts matrices by columns or joins their columns: a split, an element of a split, a slice or a
+    ``cat``."""
     if _is_element(node):
         return isinstance(node.args[0], fx.Node) and node.args[0].target in tools.SPLITS and moves_columns(node.args[0])
     if node.target not in {*tools.SPLITS, aten.slice.Tensor, aten.cat.default} or not _reads_tensors_only(node):
@@ -90,7 +91,7 @@ def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]
     ``[rows, 1]`` is no step: it is cheap to read as a plain tensor.
 
     Args:
-        last: steps among which is a grouped matmul with ``ends``.
+        last: steps. One of them is a grouped matmul with ``ends``.
         rows: the number of rows.
     """
     if isinstance(rows, int) and rows == 1:
@@ -134,5 +135,5 @@ def _is_element(node: fx.Node) -> bool:
 
 
 def _reads_tensors_only(node: fx.Node) -> bool:
-    """Whether no size that the graph computes is an argument of ``node``."""
+    """Whether ``node`` reads tensors only, and no size that the graph computes."""
     return all(map(tools.is_tensor, node.all_input_nodes))

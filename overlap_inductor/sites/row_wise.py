@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the layout of the result of a row-wise op after a gather. Such an op is a norm, a scale, a mask, a slice of
-columns or a ``cat`` of columns.
+"""Compute the layout of the result of a row-wise op after a gather. Examples of such ops are a norm, a scale, a mask, a
+slice of columns and a ``cat`` of columns.
 
 The indices of the gathered dim are called rows here. An op is row-wise if each row of its result depends only on the
 same row of its inputs. Such an op can be computed on one rank's shard, or on a part of one, as well as on the whole

@@ -75,8 +75,8 @@ class StepEmitter:
         return self.call(aten.reshape.default, x, list(shape))
 
     def contiguous(self, x: fx.Node) -> fx.Node:
-        """``x``, cloned if it is not contiguous. The result of a collective or a matmul is contiguous, and later nodes
-        may rely on that."""
+        """``x``, cloned if it is not contiguous. Later nodes may rely on contiguous memory, because the result of a
+        collective or a matmul is contiguous."""
         return (
             x
             if tools.value(x).is_contiguous()

@@ -148,7 +148,8 @@ class _Region:
         )
 
     def _kind(self, extra: fx.Node, shape: list[Any]) -> tuple[str, list[int]] | None:
-        """``(kind, shape)`` in which the kernel reads ``extra`` for a node of ``shape``, or ``None`` if it cannot."""
+        """``(kind, shape)`` in which the kernel reads ``extra`` for a node of ``shape``. ``None`` if the kernel cannot
+        read ``extra``."""
         value = tools.value(extra)
         if (
             not extra < self.collective
@@ -260,7 +261,8 @@ def _needs_memory(node: fx.Node) -> bool:
 
 
 def _stored_for(user: fx.Node) -> bool:
-    """Whether ``user`` needs its input in memory. If it is a view: whether all nodes that read the view do."""
+    """Whether ``user`` needs its input in memory. If ``user`` is a view: whether all nodes that read the view need the
+    view in memory."""
     if user.op == "output" or _needs_memory(user):
         return True
     return (tools.is_reshape(user) or tools.permutation(user) is not None) and all(map(_stored_for, user.users))

@@ -39,7 +39,7 @@ class _Switch:
     environment: OverlapConfig | None = None
     waiting: list[Callable[[], None]] = []
     shared_passes: dict[str, Any] = {}
-    """The pass of each slot of the pipeline."""
+    """For each slot of the pipeline, the pass object that is put into the slot."""
     applied = False
     replaced: dict[str, tuple[Any, Any]] = {}
     """For each slot, its value before the pass was put in, and its value after that. If overlap is switched off and the
@@ -59,7 +59,7 @@ def enable(**fields: Any) -> OverlapConfig:
     switches could lead to other code, rank 0 logs a warning that names up to three functions compiled already.
 
     Args:
-        fields: fields of ``OverlapConfig``. The environment's variables hold for the others.
+        fields: fields of ``OverlapConfig``. For fields that are not given, the environment's variables hold.
 
     Raises:
         ConfigError: a field or a variable has a value that is not allowed.

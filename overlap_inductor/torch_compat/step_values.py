@@ -87,7 +87,7 @@ class StepValues:
             pending += [u for u in reader.users if memory in map(_memory, _strided(u.meta.get("val")))]
 
     def _as_before(self, node: fx.Node) -> FakeTensor | None:
-        """The value of ``node`` for its present arguments: the value that it has, or a new one if it is a view.
+        """The value of ``node`` for its present arguments: its stored value or, for a view, a new value.
         ``None`` if the value cannot be evaluated here, or if a new evaluation has other sizes, strides, offset, dtype
         or device. The node is marked if the result is not ``None``."""
         value = node.meta.get("val")

@@ -21,8 +21,8 @@ REPEATS = 3
 
 
 def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Seconds that each call takes on this rank: the median of ``REPEATS`` times. All calls are timed in turn, after
-    ``calls[0]`` has run to warm up.
+    """Seconds that each call takes on this rank: the median of ``REPEATS`` measurements. All calls are timed in turn,
+    after ``calls[0]`` has run to warm up.
 
     All ranks that the calls communicate with run this together. Put the longest call first: the host then runs ahead
     of the GPU, so the host's own time is not measured.

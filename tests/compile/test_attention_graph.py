@@ -68,8 +68,9 @@ def test_golden(file: str) -> None:
 )
 @pytest.mark.parametrize("layer", [layer for layer in LAYERS if layer is not all_queries])
 def test_every_spelling_is_one_site(world_size: int, masked: bool, layer: Callable[..., Any]) -> None:
-    """All gathers of keys and values are one site, whether the program gathers both apart or together. No gathered
-    tensor is joined again. If the program gathers both together, only this rank's own keys and values are joined."""
+    """All gathers of keys and values are one site, whether the program gathers keys and values apart or together. No
+    gathered tensor is joined again. If the program gathers them together, only this rank's own keys and values are
+    joined."""
     own = [x.transpose(1, 2).contiguous() if layer is tokens_first else x for x in _own()]
     with fake_group(world_size, world_size - 1), torch.no_grad():
         report = report_of(layer, *own, *([_mask(8, world_size)] if masked else []))

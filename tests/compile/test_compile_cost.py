@@ -217,8 +217,8 @@ def test_what_follows_a_view_of_a_gathered_tensor_is_not_evaluated_again(monkeyp
 
 
 def test_collectives_are_not_searched_for_if_inductor_pads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor pads nothing on a CPU, so no search is needed. The search follows the residual stream from each matmul,
-    which took two seconds for 32 layers."""
+    """Inductor pads nothing on a CPU, so no search is needed. The search follows the residual stream from each matmul.
+    For 32 layers, this took two seconds."""
     asked: list[fx.Node] = []
     monkeypatch.setattr(hooks, "beside_collective", asked.append)
 

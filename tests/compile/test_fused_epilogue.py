@@ -58,7 +58,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_of_a_model(name: str, two: None) -> None:
-    """Traced activations become epilogues. Here each follows a linear layer on a batch of sequences."""
+    """Traced activations become epilogues. Here each activation follows a linear layer on a batch of sequences."""
     function, expected = ACTIVATIONS[name]
     group = torch.distributed.group.WORLD
     ((found,),) = planned(

@@ -77,7 +77,7 @@ def test_golden(file: str, layer: Callable[..., torch.Tensor], method: str) -> N
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("method", ["alltoall", "allgather"])
 def test_every_exchange_is_a_site(method: str, ranks: int, causal: bool) -> None:
-    """Each block that is passed on is a site of its own. A gather passes all blocks on at once."""
+    """Each exchange that passes a block on is a site of its own. A gather passes all blocks on at once, as one site."""
     with fake_group(ranks, ranks - 1), torch.no_grad(), rotation(method, causal):
         report = report_of(causal_ring if causal else torch_ring, *_own(), **SCHEDULE)
     found = [(s.facts.pattern, s.decision.status) for s in report.sites]

@@ -165,7 +165,7 @@ def test_two_all_reduces_added_are_one() -> None:
 
 
 def test_all_reduces_of_other_kinds_are_not_merged() -> None:
-    """A sum and an average that are added to each other stay two sites."""
+    """An all-reduce that sums and an all-reduce that averages stay two sites, although their results are added."""
     report = traced(
         lambda x, w, v: all_reduce(x @ w, "sum", world()) + all_reduce(x @ v, "avg", world()), (4, 16), (16, 8), (16, 8)
     )
@@ -262,7 +262,7 @@ def test_parameters_are_distinguished_from_activations(trained: bool) -> None:
 
 
 def test_operand_behind_another_collective() -> None:
-    """With full activation checkpointing, backward gathers the gradient, then recomputes the operand of wgrad from
+    """With full activation checkpointing, the backward gathers the gradient, then recomputes the operand of wgrad from
     another gather, and then uses both. If such sites were refused, a third of the backward sites would be lost."""
     with fake_group(2):
         made = HandGraph()
