@@ -170,8 +170,8 @@ def machine_at(collective: CollectiveNode, config: OverlapConfig) -> Machine:
 def machine_between(ranks: tuple[int, ...], device: torch.device, config: OverlapConfig) -> Machine:
     """The rates and fixed costs of a group with the global ranks ``ranks``. If ``target.planning_for`` names a machine,
     the rates and costs are those of that machine. Otherwise they are those of the device type, or of GPUs without peer
-    access if the GPUs of these ranks have none. In both cases, each fact that ``config.machine`` states replaces the
-    default."""
+    access if the GPUs of these ranks have none. In all these cases, each fact that ``config.machine`` states replaces
+    the default."""
     if (box := target()) is not None:
         return told(box.machine, config.machine)
     return told(machine_for(WITHOUT_PEERS if symmetric.without_peers(ranks, device) else device.type), config.machine)
