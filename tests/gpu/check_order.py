@@ -66,7 +66,7 @@ class Place:
         self.flag = symmetric.allocate(1, torch.int32, device(), dist.group.WORLD)
         self.faults = FaultRecord.of("check_order", range(dist.get_world_size()), device())
         self.chance, self.counts = random.Random(rank), list[torch.Tensor]()
-        # Load every kernel before any kernel waits.
+        # Load every kernel before any kernel waits, because a load waits until the device is idle.
         wait_for[(1,)](self.flag.local, 0, self.faults.stop, PATIENCE_NS, num_warps=1)
         give[(1,)](self.flag.local, 0, num_warps=1)
         torch.cuda.synchronize()

@@ -35,7 +35,7 @@ PATIENT_SECONDS = 60.0
 CALLS = 3
 """Calls before the fault, in which all ranks take part."""
 SHAPE = Shape(tokens=384, few=48, inner=1024, columns=512)
-"""The token counts are multiples of 2, 3, 4, 6 and 8."""
+"""The token counts can be divided among 2, 3, 4, 6 or 8 ranks."""
 NAME = "faulty"
 
 
