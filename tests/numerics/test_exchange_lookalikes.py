@@ -136,8 +136,8 @@ CASES: dict[str, tuple[Callable[[int], Program], dict[str, Any], set[str]]] = {
 
 
 def _outcomes(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
-    """For each case: the largest error, and a set that holds ``overlapped`` if a site is overlapped, and the codes of
-    all reasons."""
+    """For each case: the largest error, and a set. The set holds the codes of all reasons. It also holds ``overlapped``
+    if a site is overlapped."""
     compile_anew()
     found = {}
     for name in names:

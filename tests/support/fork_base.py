@@ -69,8 +69,8 @@ class ForkBase:
         return base
 
     def run(self, *arguments: str, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Like ``python ARGUMENTS``, where the arguments start with ``-c CODE``, ``-m MODULE`` or a script. The base
-        starts Python, so ``PYTHON*`` variables other than ``PYTHONPATH`` have no effect."""
+        """Like ``python ARGUMENTS``, where the arguments start with ``-c CODE``, ``-m MODULE`` or a script. Python
+        has already started in the base. So ``PYTHON*`` variables in ``env`` have no effect, except ``PYTHONPATH``."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
             program = {"arguments": arguments, "env": env, "cwd": str(cwd or os.getcwd()), "folder": folder}
