@@ -67,8 +67,8 @@ class Expected:
 
 
 def expected(late: float) -> dict[str, Expected]:
-    """The expected outcomes by scenario. (In ``uneven`` and ``uneven_replays``, only rank 0 has a short patience. In the
-    other scenarios, any rank that waits may time out first.)"""
+    """The expected outcomes by scenario. (In ``uneven`` and ``uneven_replays``, only rank 0 has a short patience. In
+    the other scenarios, any rank that waits may time out first.)"""
     return {
         "well": Expected(0, 0, None, 0.0),
         "killed": Expected(KILLED, 1, WAITED, probed=True),

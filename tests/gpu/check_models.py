@@ -27,8 +27,8 @@ from tests.support import hugging_face_problems
 
 
 def kernels(rank: int, world_size: int) -> list[str]:
-    """With Triton templates, the matmul, the bias and the activation of a ring's step run in one kernel. No other kernel
-    computes anything."""
+    """With Triton templates, the matmul, the bias and the activation of a ring's step run in one kernel. No other
+    kernel computes anything."""
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()

@@ -40,8 +40,8 @@ tile's size, so some tiles are not whole."""
 def wrong(
     program: Program, schedule: str, mode: str | None, dynamic: bool, rank: int, overlapped: Counter[str]
 ) -> list[str]:
-    """Run the compiled program and return its problems. ``dynamic``: the rows of its first input and the columns of its
-    second input may be symbolic."""
+    """Run the compiled program and return its problems. ``dynamic``: the rows of its first two inputs may be
+    symbolic."""
     torch._dynamo.reset()
     reporting.forget_reports()
     function = program.function()
@@ -85,11 +85,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 30), metavar=("FIRST", "END"))
     parser.add_argument("--trains", action="store_true", help="compare gradients, too")
     parser.add_argument("--mode", help="mode of torch.compile")
-    parser.add_argument(
-        "--dynamic",
-        action="store_true",
-        help="the rows of the first input and the columns of the second input may be symbolic",
-    )
+    parser.add_argument("--dynamic", action="store_true", help="the rows of the first two inputs may be symbolic")
     parser.add_argument(
         "--seconds", type=float, default=120.0, help="time per schedule after which no program is begun"
     )

@@ -41,8 +41,8 @@ BACKENDS = {
 }
 METHODS = ("alltoall", "allgather")
 OWN = 128
-"""Tokens of a rank. Half of this number is a multiple of 32: ranks with balanced load also attend to halves of their
-blocks, and memory-efficient attention pads queries to multiples of 32."""
+"""Tokens of a rank. Ranks with balanced load also attend to half a block at a time. Half of ``OWN`` is a multiple of
+32, to which memory-efficient attention pads queries."""
 
 
 def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:

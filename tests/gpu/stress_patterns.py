@@ -63,8 +63,8 @@ class Pattern(ABC):
     def run(
         self, op: Any, chain: torch.Tensor, a: torch.Tensor, b: torch.Tensor, used: bool, settings: str, *where: str
     ) -> torch.Tensor:
-        """Call ``op``. ``used``: if the ranks exchange before the matmul, what a rank received is appended to the columns
-        of its product. ``where``: the names of the group and of the site."""
+        """Call ``op``. ``used``: if the ranks exchange before the matmul, the result also has what the rank received,
+        behind the columns of the product. ``where``: the names of the group and of the site."""
 
     @abstractmethod
     def exact(self, lefts: Sequence[torch.Tensor], right: Drawn, rank: int, used: bool) -> torch.Tensor:
