@@ -45,7 +45,8 @@ ROW_SECONDS = 60.0
 PATIENCE_NS = 15_000_000_000
 """Timeout of a receive. It is shorter than the time limit of a row, so that a receive that times out is reported."""
 CHOSEN = (("fused", "sm_push"), ("chunked", "copy_engine"), ("small_message", "one_shot"))
-"""``(schedule, way)``. Of the schedule's patterns, the first one that has this way is checked."""
+"""``(schedule, way)``, as in ``stress_variants.Variant``. Of the schedule's patterns, the first one that has this way
+is checked."""
 
 
 class Place:

@@ -41,8 +41,8 @@ BACKENDS = {
 }
 METHODS = ("alltoall", "allgather")
 OWN = 128
-"""Tokens of a rank. Ranks with balanced load also attend to half a block at a time. Half of ``OWN`` is a multiple of
-32, to which memory-efficient attention pads queries."""
+"""Tokens of a rank. Ranks with balanced load also attend with half of their queries. Memory-efficient attention pads
+queries to a multiple of 32, and half of ``OWN`` is such a multiple."""
 
 
 def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Pattern(ABC):
         return sizes.inner, sizes.columns
 
     def planned_rows(self, sizes: Sizes) -> int:
-        """The rows of a shard for which the site's workspace is planned."""
+        """The number of rows in a shard, as the planner counts them when it plans the site's workspace."""
         return -(-self.left(sizes)[0] // sizes.ranks)
 
     @abstractmethod

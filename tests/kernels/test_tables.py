@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the kernel that looks up tables and sends the results on processes that share memory, in Triton's
-interpreter."""
+"""Tests the kernel that looks up tables and sends the results. Ranks are processes that share memory, and the kernel
+runs in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def _computed_tables_of_two_dtypes(rank: int) -> Program:
 
 
 def _slices_of_half_rows(rank: int) -> Program:
-    """Three rows are divided among two ranks after they were flattened."""
+    """Three rows are flattened, and then divided among two ranks."""
     return _lookups(lambda parts: torch.cat(parts, 1).view(-1), 3, torch.float32, torch.float32)
 
 

@@ -27,9 +27,9 @@ TINY = "--layers 1 --hidden 64 --ffn 128 --heads 4 --kv-heads 4 --vocabulary 64 
 
 
 def _worker(rank: int, world_size: int, settings: str, folder: str, compare_all: bool) -> str:
-    """What ``python -m bench.layers_worker`` prints on this rank. The matmuls and transfers that are
-    timed run in ATen and gloo, so no C++ kernel is built. With ``compare_all``, every variant counts as right, and only
-    the variant without collectives is compiled. The others are eager PyTorch."""
+    """What ``python -m bench.layers_worker`` prints on this rank. No C++ kernel is built: the test checks the times of
+    matmuls and transfers, which run in ATen and gloo. With ``compare_all``, every variant counts as right, and only the
+    variant without collectives is compiled. The others are eager PyTorch."""
     compile_anew(kernels=False)
     if compare_all:
         made = layer_variants.variants

@@ -44,8 +44,8 @@ INDUCTOR = ("tests.support.first_compile",)
 
 
 class ForkBase:
-    """A process that has imported ``modules``, from which programs are forked. ``more``: modules that a fork of this
-    process imports before programs are forked from it."""
+    """A process that has imported ``modules``. Programs are forked from this process. If ``more`` names further
+    modules, a fork of this process imports them, and programs are forked from that fork."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         self.more: tuple[str, ...] = ()
