@@ -184,8 +184,9 @@ def test_plain_rows_keep_the_sign_of_zero() -> None:
 
 
 def test_facts_that_were_not_copied_are_copied_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call copies its facts, for example the tables' addresses, to the device, if they have changed since the last
-    copy. If this copy fails, the next call must copy the facts again. Otherwise it would read those of an older call."""
+    """A call copies its facts, for example the tables' addresses, to the device if they have changed since the last
+    copy. If this copy fails, the next call must copy the facts again. Otherwise the next call would read the facts of
+    an older call."""
     launch = SharedWorkspace.of(2, *Case().need).launch(0)
     _on_device([1, 2], launch)
 
