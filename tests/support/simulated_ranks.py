@@ -40,8 +40,8 @@ def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[torch.Tensor]]) -> R
 
 
 def _symbols(node: fx.Node, value: Any) -> dict[Any, int]:
-    """The values of the symbols that are sizes of the placeholder ``node``, or of the symbol that the placeholder itself
-    is. ``value`` is the placeholder's value."""
+    """The values of the symbols that ``value``, the value of the placeholder ``node``, shows. A symbol may be a size of
+    the placeholder or the placeholder itself."""
     fake = node.meta["val"]
     if not isinstance(fake, torch.Tensor):
         return {fake.node.expr: value}

@@ -52,8 +52,8 @@ def compared(
     build: Callable[[], Computation], generated: bool = False, close: float | None = None, **fields: Any
 ) -> dict[str, Any]:
     """Runs the computation that ``build`` makes. Returns this rank's row: the error of the worst result, and counts of
-    the report's sites and reasons. With ``generated``, Inductor's code runs. Otherwise an interpreter runs the rewritten
-    graphs. ``fields`` are fields of ``OverlapConfig``.
+    sites and reasons. With ``generated``, Inductor's code runs. Otherwise an interpreter runs the rewritten graphs.
+    ``fields`` are fields of ``OverlapConfig``.
 
     With ``close``, the plain compile comes last. It is left out if, on all ranks, the results with overlap differ from
     those of eager PyTorch by less than ``close``. The results of eager PyTorch then stand in for those of the plain

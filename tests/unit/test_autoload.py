@@ -92,8 +92,8 @@ def test_switched_on_it_waits_for_the_config_module(installed: Path) -> None:
 
 @pytest.mark.parametrize(("switch", "bound"), [("0", 0.005), ("1", 0.05)])
 def test_its_cost(torch_base: ForkBase, switch: str, bound: float) -> None:
-    """With overlap switched on, ``autoload`` takes about 2 ms on a quiet machine. If it imported Inductor, it would take
-    two seconds."""
+    """With overlap switched on, ``autoload`` takes about 2 ms on a quiet machine. Importing Inductor would take two
+    seconds."""
     variables = {"OVERLAP_INDUCTOR": switch, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     value(torch_base, COST, **variables)  # compiles the byte code, if there is none
     assert value(torch_base, COST, **variables)["seconds"] < bound
