@@ -2,7 +2,7 @@
 """Fails if a sentence of the documentation, of a docstring, of a comment or of a message has more than 28 words.
 
 Code is left out: fenced and literal blocks, indented drawings, tables, commands, and strings that hold a program. The
-generated parts of pages are left out too, because this program reads the texts from which they are made.
+generated parts of pages are left out too, because this program reads the texts from which these parts are made.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Runs tests on every supported minor version of torch, each in an environment of its own.
 
 The tests are the unit tests, the compile tests, and the tests of a transformer block, forward and backward. The block
-is written by hand and with DTensor.
+is written twice: by hand, and with DTensor.
 
     python tools/test_torch_versions.py [--all] [2.11.0 2.15.0]
 

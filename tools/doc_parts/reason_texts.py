@@ -22,10 +22,11 @@ GROUPS: dict[str, dict[str, str]] = {
             " are left as written, those with the largest requests first, until the others fit."
         ),
         "too_many_steps": (
-            "The unrolled steps exceed `OVERLAP_INDUCTOR_STEP_NODE_BUDGET`, and no looping op computes this site."
-            " Looping ops compute no batched or scaled matmuls. The only pointwise op that they compute between matmul"
-            " and collective is one cast. After a gather, they compute no pointwise op whose result is also read"
-            " elsewhere. Some looping ops compute no bias, or not every layout."
+            "The unrolled steps would add more nodes to the graph than `OVERLAP_INDUCTOR_STEP_NODE_BUDGET` allows, and"
+            " no looping op computes this site. Looping ops compute no batched or scaled matmuls. Between a matmul that"
+            " is not grouped and a later collective, they compute only sums, biases and one cast. Between a gather and"
+            " a later matmul, an op must read no other tensor, must not widen the dtype, and must have no reader"
+            " outside the site. Some looping ops compute no bias, or not every layout."
         ),
         "moving_pass": (
             "An option of Inductor moves nodes after this pass: it buckets collectives (`bucket_all_gathers_fx`, ...)"
@@ -89,8 +90,8 @@ GROUPS: dict[str, dict[str, str]] = {
             " pattern needs two collectives, and one of them already belongs to another site."
         ),
         "hoist": (
-            "The operands of the site must be computed before its steps. To do so, the pass would have to move a node"
-            " that must stay, or an accepted site stands in the way."
+            "The site's operands must be computed before the site's steps. But a node that would have to be moved for"
+            " this must stay where it is, or an accepted site stands in the way."
         ),
         "mutation": "A tensor that the site reads is written in place between the site's nodes.",
         "stream_boundary": "The site's nodes stand on different CUDA streams.",
