@@ -116,7 +116,8 @@ def _dedented(text: str) -> str:
 
 
 def python_texts(source: str) -> Iterator[tuple[int, str]]:
-    """``(line, text)`` of each docstring, block of comments and string of ``source``. Lines are counted from 1.
+    """``(line, text)`` of each docstring and block of comments of ``source``, and of each string that is no program and
+    has enough words for a long sentence. Lines are counted from 1.
 
     In a string that is no docstring, each line is a paragraph, because such a string is printed as it is. ``X`` stands
     for each value of an f-string.

@@ -23,7 +23,7 @@ Each case is one JSON row, appended to ``--out``. Its ``outcome`` is one of::
     fell back                      the results are right, but the ranks differed, so they ran the plain program
     nothing overlapped             the results are right, but no site was overlapped
     nothing to compare             some results of the plain compile are rounding errors only; no result is wrong
-    does not run without overlap   the model, the eager run or the plain compile failed; the row has the error
+    does not run without overlap   an error occurs even without overlap; the row has the error
     wrong                          the results differ, a rank died or hung, or an error occurs only with overlap
 
 The exit status is 1 if any case is wrong. If a Hugging Face family in odd sizes does not run even without overlap,

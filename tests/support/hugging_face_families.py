@@ -63,8 +63,8 @@ def _heads(variant: str, world_size: int) -> dict[str, int]:
 
 
 def _config(kind: Any, sizes: dict[str, Any]) -> Any:
-    """A configuration with those ``sizes`` for which it has a field. If it contains a separate configuration of the
-    language model, the sizes are also set there."""
+    """A configuration of class ``kind`` with those ``sizes`` for which the class has a field. If the configuration
+    contains a separate configuration of the language model, the sizes are also set there."""
 
     def known(config: Any) -> dict[str, Any]:
         return {name: value for name, value in sizes.items() if hasattr(config, name)}

@@ -49,8 +49,7 @@ def several_queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 class Noted:
     """A fake launch. ``done`` records each action: ``start`` if the host launched the call, ``graph`` if a graph was
-    launched, and ``abort`` if the group was aborted.
-    ``failing``: numbers of the graph launches that fail."""
+    launched, and ``abort`` if the group was aborted. ``failing``: numbers of the graph launches that fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, graphs: bool = True, device: str = "cuda") -> None:
         self.done: list[str] = []
