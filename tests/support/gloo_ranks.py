@@ -33,8 +33,8 @@ PRELOADED_MODELS = [
     "transformers.integrations.tensor_parallel",
     "accelerate",
 ]
-"""Modules that the fork server imports, too, if pytest's process has imported ``transformers``. In that case, some of
-this process's tests run models."""
+"""Modules that the fork server imports, too, if the process that starts the ranks has imported ``transformers``. In
+that case, some ranks run models."""
 
 
 def compile_anew(kernels: bool = True) -> None:
