@@ -3,8 +3,8 @@
 
     torchrun --nproc-per-node 8 -m bench.agreement [--out bench/results/agreement.jsonl]
 
-Ranks are gloo processes that do nothing else. A figure has microseconds for one call: the mean over the calls of a run,
-then the median over runs, then the maximum over ranks::
+Ranks are gloo processes that do nothing else. A figure is the time of one call in microseconds: the mean over the calls
+of a run, then the median over runs, then the maximum over ranks::
 
     own        a rank's own time, if all other ranks have already published the call (9 runs of 63 calls)
     together   the time from call to call, if all ranks call at once and each waits for the slowest (9 runs of 2000

@@ -103,7 +103,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=1.0,
         help="seconds to time one case in one setting; each provider still gets at least five samples",
     )
-    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="leave out cases after this time")
+    parser.add_argument(
+        "--budget-seconds", type=float, default=float("inf"), help="leave out cases that would end later"
+    )
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "operators.jsonl")
     found = parser.parse_args(arguments)
     try:

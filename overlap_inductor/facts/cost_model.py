@@ -17,9 +17,9 @@ MARGIN = 1.05
 """With ``OVERLAP_INDUCTOR_SCHEDULE=auto``, a schedule is chosen only if it is estimated to be more than this many times
 as fast as ``keep``."""
 MARGIN_UNMEASURED = 1.25
-"""``MARGIN`` for what was not measured. For ``chunked``, ``fused`` and ``wave_groups``, this is a group with more ranks
-than the largest measured group. For ``chunked`` and ``fused``, it is also a matmul that contracts the dim that an
-all-to-all exchanges. For ``ring``, it is attention on GPUs."""
+"""``MARGIN`` where there are few measurements or none. For ``chunked``, ``fused`` and ``wave_groups``, this is a group
+with more ranks than the largest measured group. For ``chunked`` and ``fused``, it is also a matmul that contracts the
+dim that an all-to-all exchanges. For ``ring`` and ``early_start``, it is attention on GPUs."""
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ class Machine:
             one op pays. ``chunked`` may pay with fewer tiles if its launches are replayed.
         memory_bytes: B/s of a kernel that is limited by memory; bytes read and bytes written are added up. A kernel
             that sums partial results reached 2.72e12 on one H100. Lookups in tables are estimated with this rate, too.
-        lookup_seconds: fixed cost of one lookup in a table as the program writes it. On an H100, 64 embedding_bags of
-            4096 bags of one index, 64 columns wide, took 680 us. Their reads and writes alone would take 50 us.
+        lookup_seconds: fixed cost of one lookup in a table as the program writes it. On an H100, 64 calls of
+            ``embedding_bag`` took 680 us. Each call had 4096 bags of one index, and a table of 64 columns. The reads
+            and writes alone would take 50 us.
     """
 
     name: str
