@@ -102,8 +102,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "uneven_splits": (
             "The parts that an all-to-all sends are not known to have equal sizes. Each row that is sent or received"
             " must then be one row of a matmul. Between a matmul and a later all-to-all, only views, casts and sums may"
-            " stand. Between an all-to-all and a later matmul, only views may stand. Or an exchange of shard dims is"
-            " uneven."
+            " stand. Between an all-to-all and a later matmul, only views may stand. Or DTensor moves the"
+            " sharding to a dim whose size is not a multiple of the number of ranks."
         ),
         "not_divisible": "The number of rows of a reduce-scatter is not a multiple of the number of ranks.",
         "dynamic_shape": (
