@@ -78,7 +78,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=kinds,
         choices=[*kinds, *offered],
         metavar="SCHEDULE",
-        help=f"{', '.join(kinds)}; or one transport: fused/sm_push",
+        help=f"{', '.join(kinds)}; or with one transport, such as fused/sm_push",
     )
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument(

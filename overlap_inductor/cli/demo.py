@@ -38,7 +38,7 @@ PARTS = ("llama", "block")
 HEADS = 8
 LLAMA_NEEDS = ("transformers", "accelerate")
 SIZES = {"cpu": (512, 1024), "cuda": (4096, 4096)}
-"""Default hidden size and sequence length: large enough for matmuls and collectives that last longer than a launch."""
+"""Default hidden size and sequence length: so large that matmuls and collectives last longer than a launch."""
 MEGABITS = 500
 """Default rate of the slow link in Mbit/s. At this rate, a collective of the demo lasts about as long as its matmul."""
 
