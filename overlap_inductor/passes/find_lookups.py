@@ -41,14 +41,15 @@ from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
 STEPS = 12
-"""The most nodes that the search from a part to its lookup may see."""
+"""The most nodes that the search may see on its way from a part of the ``cat`` back to the part's lookup."""
 FEW = 16
-"""The most tables that are looked up rank by rank. Each of them adds nodes for every rank."""
+"""The most tables that are looked up rank by rank. Each such table adds nodes for every rank."""
 _POOLS = (aten.sum.dim_IntList, aten.mean.dim)
 
 
 def lookups_before(collective: CollectiveNode) -> list[tuple[fx.Node, LookupNode]]:
-    """``(part, its lookup)`` for each part of the collective's input, in order. Empty if a part is no lookup."""
+    """``(part, its lookup)`` for each part of the collective's input, in order. Empty if a part has
+    no lookup."""
     node: fx.Node = collective.input
     while _views(node):
         node = node.args[0]

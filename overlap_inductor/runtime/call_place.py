@@ -71,7 +71,7 @@ class CallPlace:
 
     @classmethod
     def parsed(cls, text: str) -> CallPlace:
-        """The value that ``text`` wrote."""
+        """The value from its ``text``."""
         mark = text[-1] if text[-1] in (SKIPPED, REFUSED, MOVED) else ""
         constant, passed, place = text.removesuffix(mark).rsplit(":", 2)
         return cls(constant, int(passed), int(place), mark)
