@@ -122,8 +122,8 @@ def _why_not_moved(nodes: HeldNodes) -> Reason | None:
     late, early = nodes.late_starts(), nodes.early_readers()
     where = nodes.attention.node.name
     if late and early:
-        text = f"{late[0].node.name} starts after {where}, but {early[0].name} of the same site stands before {where}"
-        return Reason("hoist", f"{text}; expected at most one of the two")
+        text = f"{late[0].node.name} starts after {where}, but {early[0].name} takes the result of another exchange"
+        return Reason("hoist", f"{text} before {where}; expected at most one of the two")
     if late:
         # The ranks' attention ops may differ, but all ranks must issue a group's collectives in the same order. So the
         # exchange is not moved before another collective of its group.

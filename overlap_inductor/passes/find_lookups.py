@@ -103,8 +103,8 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
         and statically_known_true(tools.numel(tools.shape(lookup.lhs)) % collective.world_size == 0)
         for part, lookup in found
     )
-    # Bags cannot be looked up rank by rank, because the offsets of a slice are only known at run time. If the whole
-    # batch is looked up at once, one table's exchange can only hide behind another table's lookups.
+    # Bags cannot be looked up rank by rank: which indices belong to a slice of the batch is known only at run time. If
+    # the whole batch is looked up at once, one table's exchange can only hide behind another table's lookups.
     if len(parts) == 1 and not by_rank:
         return _one_table(collective, ", or one table of plain rows that can be looked up rank by rank")
     return PooledNodes(

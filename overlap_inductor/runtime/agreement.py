@@ -32,8 +32,8 @@ nothing and reports nothing. In each of these cases, overlap is disabled for the
 that finds the case writes the reason to the store, where waiting ranks read it.
 
 At later calls an agreed plan with one group skips the rounds. A rank may recompile alone if its new graph makes the
-same transfers, because the digest is then the same. If it makes other transfers, and digests are compared at every
-call, all ranks run the plain program in that call. How digests are compared depends on the group:
+same transfers, because the digest is then the same. If the new graph makes other transfers, and digests are compared at
+every call, all ranks run the plain program in that call. How digests are compared depends on the group:
 
 - Ranks that share memory compare digests at every call, in memory that all of them map (``call_page``). Only ranks of
   one machine can share memory. The comparison ties the group's hosts to each other: no host starts a call before all

@@ -52,8 +52,8 @@ from overlap_inductor.torch_compat.distributed import moves_nothing
 log = logging.getLogger("overlap_inductor")
 
 _COUNTS_CHARACTERS = 32
-"""Characters of a value that are reserved for the numbers ``passed`` and ``place`` (14 digits each), for the colons before
-them, and for the mark."""
+"""Characters of a value that are reserved for the numbers ``passed`` and ``place`` (14 digits each), the colons before
+them, and the mark."""
 EQUAL, ONCE = "1", "2"
 """Two verdicts. ``EQUAL``: the rank found no reason against the overlapped run. ``ONCE``: the rank found a reason that
 holds for this call alone."""

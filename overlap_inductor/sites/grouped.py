@@ -118,7 +118,7 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def earlier(self) -> list[GroupedNode]:
-        """The earlier grouped matmuls. The left operand of this one is computed from their results."""
+        """The earlier grouped matmuls, from whose results the left operand of this matmul is computed."""
         return [GroupedNode(n, KIND) for n in self._before if is_grouped(n)]
 
     @property
@@ -127,8 +127,8 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def is_masked(self) -> bool:
-        """Whether a ``where`` follows the grouped matmul. It is taken as the mask of rows of other ranks' experts,
-        which are not multiplied."""
+        """Whether a ``where`` follows the grouped matmul. It is taken as the mask of the rows of other ranks' experts.
+        These rows are not multiplied."""
         return any(n.target is aten.where.self for n in self._after)
 
     @property
