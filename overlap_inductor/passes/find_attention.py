@@ -40,8 +40,8 @@ STEPS = 12
 
 
 class AllGatherAttention:
-    """Pattern ``all-gathers of keys and values -> attention`` (see ``Pattern``). If keys and
-    values have a gather each, the site starts at the first gather."""
+    """Pattern ``all-gathers of keys and values -> attention`` (see ``Pattern``). If keys and values have a
+    gather each, the site starts at the first gather."""
 
     name = "all_gather_attention"
     kind = "all_gather"

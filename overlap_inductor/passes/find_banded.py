@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``matmul -> row-wise ops -> all-to-all``: the projections of Ulysses attention, followed by a norm of q
-and k or by a rotary embedding (``sites.banded_nodes``).
+"""Find ``matmul -> row-wise ops -> all-to-all``: the projections of Ulysses attention, followed by a norm of q and k
+or by a rotary embedding (``sites.banded_nodes``).
 
 This finder runs only if ``find_reduce`` finds no site. (``find_reduce`` cuts the matmul's result into the ranks'
 slices. This finder cuts the tokens into bands.) It walks back from the all-to-all to the one matmul that computes the

@@ -10,7 +10,7 @@ holds, it passes the block on (``all_to_all``), or gathers the blocks of all ran
     k, v  = pieces of wait_tensor(moved)
     y1    = scaled_dot_product_attention(q, k, v); merge y1 into y0
 
-Without this pass, Inductor may start the exchange after ``y0`` and wait for it at once, so that nothing hides it.
+Without the overlap pass, Inductor may start the exchange after ``y0`` and wait for it at once. Then nothing hides it.
 Contract: the graph does not change.
 """
 

@@ -48,8 +48,8 @@ _POOLS = (aten.sum.dim_IntList, aten.mean.dim)
 
 
 def lookups_before(collective: CollectiveNode) -> list[tuple[fx.Node, LookupNode]]:
-    """``(part, its lookup)`` for each part of the collective's input, in order. Empty if a part has
-    no lookup."""
+    """``(part, its lookup)`` for each part of the collective's input, in order. Empty if a part has no
+    lookup."""
     node: fx.Node = collective.input
     while _views(node):
         node = node.args[0]
@@ -88,7 +88,7 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
             between.insert(0, joined)
             dim = operators.argument(joined, "dim") % len(tools.shape(joined))
             if not all(tools.same_shape(part, parts[0]) for part in parts):
-                return Reason("layout", f"{joined.name} joins results of different shapes; expected equal tables")
+                return Reason("layout", f"{joined.name} joins results of different shapes; expected one shape")
             tables, block = _split(layout, dim, len(parts), tools.shape(joined))
         else:
             tables, block = Layout(((Atom(1),),)), layout

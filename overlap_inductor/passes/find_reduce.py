@@ -65,7 +65,7 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
         if piece.step != 1:
             return Reason(
                 "not_plain_scatter",
-                f"piece {i} takes every {piece.step}th row on dim {piece.dim}; expected consecutive rows",
+                f"piece {i} takes rows of dim {piece.dim} in steps of {piece.step}; expected consecutive rows",
             )
         # If the pieces are cut along a symbolic dim other than 0, they are equal: ``cat`` on dim 0 requires inputs of
         # equal sizes in all other dims. Whether the pieces cover the dim is not checked.
@@ -256,8 +256,8 @@ def find_reduce(
         obstacle: with ``nodes``, why the site must stay as written, or ``None``. Without ``nodes``, why there is no
             site; ``None`` if the walk met no obstacle and reached no matmul.
         left: the matmuls in ``owned`` that are left to their own sites. If only some terms of a sum are in ``owned``,
-            this site takes the other terms and reads the owned ones as plain tensors. A bias that is a sum
-            of matmuls, one of them owned, is read whole as a plain tensor.
+            this site takes the other terms and reads the owned ones as plain tensors. A bias that is a sum of
+            matmuls, one of them owned, is read whole as a plain tensor.
     """
     left: list[fx.Node] = []
     try:

@@ -50,8 +50,8 @@ class Part:
 
 
 class PartFollower:
-    """Reads the nodes behind one gather. Use a new follower for each reader of the gathered tensor. A
-    reshape on the way to one reader splits atoms. In a shared follower, this would change the other readers' layouts.
+    """Reads the nodes behind one gather. Use a new follower for each reader of the gathered tensor. A reshape on
+    the way to one reader splits atoms. In a shared follower, this would change the layouts of the other readers.
 
     Attributes:
         raw: layout of the gathered tensor.
@@ -155,7 +155,7 @@ class PartFollower:
             return Reason("not_plain_gather", f"{text}; expected one shard of each rank, in order")
         if any(part.cuts != first.cuts or not part.layout.same_elements(first.layout) for part in parts):
             return Reason(
-                "not_plain_gather", f"{cat.name} joins different parts of the ranks' shards; expected the same"
+                "not_plain_gather", f"{cat.name} joins different parts of the ranks' shards; expected equal parts"
             )
         dim = operators.argument(cat, "dim") % len(tools.shape(cat))
         dims = list(first.layout.refined().dims)

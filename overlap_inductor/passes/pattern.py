@@ -52,7 +52,7 @@ class Miss:
         reasons: why there is no site; empty if the graph around the collective does not resemble the pattern.
         final: if true, the finder does not ask the patterns after this one.
         anchor: if ``final``, the node whose module the report names; ``None`` for the collective itself. Without
-            ``final``, the finder does not read it.
+            ``final``, the finder does not read ``anchor``.
         left: as in ``Match``.
     """
 

@@ -36,9 +36,9 @@ class Order(enum.Enum):
 
     SAME = "same"
     EARLIER = "earlier"
-    """Their call ended before mine began, so this rank ran it uncompiled."""
+    """The other rank's call ended before this rank's call began, so this rank ran the other call uncompiled."""
     LATER = "later"
-    """Their call began after mine ended, so they ran mine uncompiled."""
+    """The other rank's call began after this rank's call ended, so the other rank ran this rank's call uncompiled."""
     UNKNOWN = "unknown"
     """The two calls have some, but not all, of their collectives in common."""
 

@@ -7,12 +7,12 @@ frame's collective, and the collective waits for the peers, while the peers wait
     rank 0   (uncompiled) all_reduce: waits for rank 1
     rank 1   the graph's call: waits for the plan of rank 0
 
-So each process has a watching thread, which looks at the process's groups (``call_state``) again and again. It looks
-at the *caller*, the thread that called a graph last. Two looks in a row may find the caller inside a collective outside
-of graphs, at the same count of the backend. The watching thread then makes a report: it writes to the group's store
-which place the rank has reached. It does so once for each place. A report is a promise: this rank joins no call that
-begins before the reported place. A waiting rank whose call begins before that place runs its plain program. The rank
-that has reported skips such a call (``call_board.skip``).
+So each process has a watching thread. For each group (``call_state``), it looks again and again at the *caller*: the
+thread that made the group's newest call. Two looks in a row may find the caller inside a collective outside of graphs,
+at the same count of the backend. The watching thread then makes a report: it writes to the group's store which place
+the rank has reached. It does so once for each place. A report is a promise: this rank joins no call that begins before
+the reported place. A waiting rank whose call begins before that place runs its plain program. The rank that has
+reported skips such a call (``call_board.skip``).
 
 Two looks in a row may also find the caller inside the same collective of a call. Then the watching thread writes the
 call's number. A rank that has skipped this call, and waits for the next one, then knows that it skipped the call by

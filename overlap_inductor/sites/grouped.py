@@ -177,7 +177,7 @@ def _behind_views(node: fx.Node) -> fx.Node:
 def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
     """The nodes by which ``top`` is computed from one grouped matmul, row by row, in graph order. ``None`` if ``top``
     is not computed in this way, or if the search visits more than ``STEPS`` nodes. Also ``None`` if the nodes read
-    another tensor that can neither be cut by rows nor serve all rows."""
+    another tensor that neither has one entry for each row nor is the same for all rows (``cut_by_rows``)."""
     found: dict[fx.Node, bool] = {}
     shape = tools.shape(top)
     if len(shape) != 2 or not _reaches(top, found) or len(found) > STEPS:

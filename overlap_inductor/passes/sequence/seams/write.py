@@ -55,7 +55,7 @@ def write(
     """Write ``seam`` in bands.
 
     Args:
-        emitted: the ops that communicate, of all sites.
+        emitted: the communicating ops of all sites.
         parts: the bands of each tensor that earlier seams wrote in bands. The bands of this seam are added.
         values: evaluates the nodes that are written.
 
