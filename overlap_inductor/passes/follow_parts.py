@@ -155,7 +155,8 @@ class PartFollower:
             return Reason("not_plain_gather", f"{text}; expected one shard of each rank, in order")
         if any(part.cuts != first.cuts or not part.layout.same_elements(first.layout) for part in parts):
             return Reason(
-                "not_plain_gather", f"{cat.name} joins different parts of the ranks' shards; expected equal parts"
+                "not_plain_gather",
+                f"{cat.name} joins different parts of the ranks' shards; expected the same part of each shard",
             )
         dim = operators.argument(cat, "dim") % len(tools.shape(cat))
         dims = list(first.layout.refined().dims)
