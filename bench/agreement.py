@@ -9,6 +9,8 @@ then the median over runs, then the maximum over ranks::
     own        a rank's own time, if all other ranks have already published the call (9 runs of 63 calls)
     together   the time from call to call, if all ranks call at once and each waits for the slowest (9 runs of 2000
                calls)
+    uneven     the same if each rank works for a random 100 to 1500 us before each call, minus the work of the slowest
+               rank (9 runs of 300 calls)
     store      like together, but the ranks share no memory and compare through the group's store (3 runs of 200 calls)
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import random
 import statistics
 import sys
 import time
@@ -33,6 +36,8 @@ from overlap_inductor.runtime.call_page import CALLS
 from overlap_inductor.runtime.call_state import state_of
 
 TURNS, TIMES = 2000, 9
+UNEVEN_TURNS, WORK = 300, (100e-6, 1500e-6)
+"""Number of calls of a run with uneven work, and the least and most seconds of a rank's work before a call."""
 STORE_TURNS = 200
 
 
@@ -51,7 +56,7 @@ def main() -> int:
         raise SystemExit("the ranks share no page: start them on one machine")
     state, page = state_of(group), state_of(group).page
     assert page is not None and comparison.settled is not None
-    text = comparison.settled[0][1]
+    constant, collectives = comparison.settled[0][1:]
 
     def call() -> None:
         if not comparison.count() and not comparison.call().overlapped:
@@ -60,10 +65,11 @@ def main() -> int:
     def ahead() -> None:
         """Publish this rank's next calls, and wait until all other ranks have published their next calls."""
         for number in range(1, CALLS // 2):
-            page.publish(state.calls + number, text)
+            passed = number * collectives
+            page.publish(state.calls + number, f"{constant}:{state.passed + passed}:{state.place + passed}")
         dist.barrier()
 
-    found = {"own": _own(call, ahead), "together": _microseconds(call, TURNS, TIMES)}
+    found = {"own": _own(call, ahead), "together": _microseconds(call, TURNS, TIMES), "uneven": _uneven(call)}
     state.page, state.tied = None, set()
     through_store = dataclasses.replace(plan, version="bench, through the store")
     slow = Comparison(through_store, [group], every_call=True)
@@ -95,6 +101,23 @@ def _own(call: Callable[[], None], ahead: Callable[[], None]) -> float:
         times.append(_microseconds(call, CALLS // 2 - 1, 1))
         dist.barrier()
     return statistics.median(times)
+
+
+def _uneven(call: Callable[[], None]) -> float:
+    """See ``uneven`` above. All ranks draw the work of every rank from one seed, so they know the slowest rank's."""
+    chance, rank, size = random.Random(0), dist.get_rank(), dist.get_world_size()
+    found = []
+    for _ in range(TIMES):
+        work = [[chance.uniform(*WORK) for _ in range(size)] for _ in range(UNEVEN_TURNS)]
+        dist.barrier()
+        begun = time.perf_counter()
+        for seconds in work:
+            end = time.perf_counter() + seconds[rank]
+            while time.perf_counter() < end:
+                pass
+            call()
+        found.append((time.perf_counter() - begun - sum(map(max, work))) / UNEVEN_TURNS * 1e6)
+    return statistics.median(found)
 
 
 def _microseconds(call: Callable[[], None], turns: int, times: int) -> float:

@@ -37,12 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def torch_base() -> Iterator[ForkBase]:
-    """For programs in which the package must be imported before Inductor is."""
+    """The base for programs in which the package must be imported before Inductor is imported."""
     with ForkBase(TORCH) as base:
         yield base
 
 
 @pytest.fixture(scope="session")
 def inductor_base(torch_base: ForkBase) -> ForkBase:
-    """For programs that compile. In a new interpreter, such a program would take five seconds."""
+    """The base for programs that compile. In a new interpreter, such a program would take five seconds."""
     return torch_base.grown(INDUCTOR)

@@ -2,7 +2,7 @@
 """Fails if a sentence of the documentation, of a docstring, of a comment or of a message has more than 28 words.
 
 Code is left out: fenced and literal blocks, indented drawings, tables, commands, and strings that hold a program. The
-generated parts of pages are left out too, because this program reads the texts from which they are made.
+generated parts of pages are left out too, because this program reads the texts from which these parts are made.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def _dedented(text: str) -> str:
 
 
 def python_texts(source: str) -> Iterator[tuple[int, str]]:
-    """``(line, text)`` of each docstring, block of comments and string of ``source``. Lines are counted from 1.
+    """``(line, text)`` of each docstring and block of comments of ``source``, and of each string that is no program and
+    has enough words for a long sentence. Lines are counted from 1.
 
     In a string that is no docstring, each line is a paragraph, because such a string is printed as it is. ``X`` stands
     for each value of an f-string.

@@ -11,8 +11,8 @@ By default, some sizes of the models, such as the vocabulary, are not multiples 
     python tools/sweep_models.py --part programs --seeds 0 500    # the ranks differ in bias, K and padding
 
 Ranks are gloo processes, weights are random, and nothing is downloaded. Schedule ``ring`` is forced, so every site that
-the ring can compute is overlapped. The rewritten graphs are interpreted, because a site's generated code does not
-depend on the model. ``--generated`` runs Inductor's code instead.
+the ring can compute is overlapped. The rewritten graphs are interpreted, because compiling is slow, and a site's
+generated code does not depend on the model. ``--generated`` runs Inductor's code instead.
 
 ``--sequence-parallel on`` rewrites every all-reduce that may be rewritten. A row of a Hugging Face family says how many
 all-reduces its graphs have, how many of them were rewritten, and why the others were not rewritten (``left``).
@@ -22,8 +22,8 @@ Each case is one JSON row, appended to ``--out``. Its ``outcome`` is one of::
     right                          the results are those of the plain compile
     fell back                      the results are right, but the ranks differed, so they ran the plain program
     nothing overlapped             the results are right, but no site was overlapped
-    nothing to compare             all results of the plain compile are rounding errors
-    does not run without overlap   the eager run or the plain compile failed; the row has the error
+    nothing to compare             some results of the plain compile are rounding errors only; no result is wrong
+    does not run without overlap   an error occurs even without overlap; the row has the error
     wrong                          the results differ, a rank died or hung, or an error occurs only with overlap
 
 The exit status is 1 if any case is wrong. If a Hugging Face family in odd sizes does not run even without overlap,

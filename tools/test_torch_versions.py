@@ -2,14 +2,14 @@
 """Runs tests on every supported minor version of torch, each in an environment of its own.
 
 The tests are the unit tests, the compile tests, and the tests of a transformer block, forward and backward. The block
-is written by hand and with DTensor.
+is written twice: by hand, and with DTensor.
 
     python tools/test_torch_versions.py [--all] [2.11.0 2.15.0]
 
-``--all`` also runs the kernels in Triton's interpreter, the numerics over gloo, and all models. This takes some 15
-minutes for each version on two cores. ``TORCH_PYTHONS`` may list interpreters that already have a torch, separated by
-spaces. Without this variable, an environment for each version is made in ``.torch-versions/``. Two versions run at a
-time. If a version cannot be installed, the output says so.
+``--all`` also runs the tests of kernels (in Triton's interpreter), of numerics (over gloo), and of all models. This
+takes some 15 minutes for each version on two cores. ``TORCH_PYTHONS`` may list the paths of interpreters that already
+have torch, separated by spaces. Without this variable, an environment for each version is made in ``.torch-versions/``.
+Two versions run at a time. If a version cannot be installed, the output says so.
 """
 
 from __future__ import annotations

@@ -11,22 +11,23 @@ When no piece is left, a block claims copies: it waits until the results of one 
 them to ``out``. The workspace has the layout of the collective's result, so nothing is permuted.
 
 Numbers. A bag is summed in fp32, one row after the other in the order of its indices, starting from 0, and rounded
-once. Torch's kernel for GPUs does the same, so its sums are bitwise equal to these. Rows of the padding index
-count as 0. A mean is the sum divided by the number of rows that are not padding, rounded to nearest as in torch's
-kernel. The mean of an empty bag is 0. Two things may differ from torch in the last bit. With weights of samples, each
-compiler may or may not round the product of weight and row before the addition. Torch's kernel for CPUs sums in an
-order of its own. Plain rows (``BAGGED`` is False) are copied exactly.
+once. Rows of the padding index count as 0. A mean is the sum divided by the number of rows that are not padding,
+rounded to nearest. The mean of an empty bag is 0. Torch's kernel for GPUs does the same, so its results are bitwise
+equal to these, with one exception. If samples have weights, the last bit may differ: one compiler may round the product
+of weight and row before the addition, and the other may not. Torch's kernel for CPUs sums in another order, so the last
+bit of any sum may differ. Plain rows (``BAGGED`` is False) are copied exactly.
 
 Errors. A ``tl.device_assert`` fails if an index is not in its table, or if a bag ends before it begins or outside the
-indices. It fails before the piece is stored or signalled. Nothing outside a table is read. As without overlap, CUDA
-then reports ``device-side assert triggered``, and the context is lost. (Torch's kernel for bags does not check for
-negative indices and reads in front of the table.) Launch with the options ``debug=True`` (otherwise Triton drops
-asserts) and ``sanitize_overflow=False``. The peers' waits end when their patience is over.
+indices. It fails before this bag's result is stored, and before the bag's piece is signalled. Nothing outside a table
+is read. As without overlap, CUDA then reports ``device-side assert triggered``, and the context is lost. (Torch's
+kernel for bags does not check for negative indices and reads in front of the table.) Launch with the options
+``debug=True`` (otherwise Triton drops asserts) and ``sanitize_overflow=False`` (otherwise ``debug`` also adds asserts
+against integer overflow). The peers' waits end when their patience is over.
 
-Memory ordering (``signals``). Results are stored with ordinary stores. ``count_and_signal`` for the slice follows. It
-makes a barrier and an acquire-release add for each piece. The block that adds last makes one release at system scope.
-The receiver waits for the flag before it copies (``receive``). ``last_block_ends`` gives the credits after the last
-copy out of the workspace.
+Memory ordering (``signals``). Results are stored with ordinary stores. After each piece follows ``count_and_signal``: a
+barrier and an acquire-release add to the counter of the piece's slice. The block that adds last makes one release at
+system scope. The receiver waits for the flag before it copies (``receive``). ``last_block_ends`` gives the credits
+after the last copy out of the workspace.
 
 Forward progress. A piece waits only for its peer's credit, which depends only on the previous call. Copies wait for the
 pieces of other ranks. A block claims a copy only after all pieces of its rank are claimed, and only running blocks
@@ -36,9 +37,9 @@ on each rank is enough. All waits are bounded.
 Aborts. If the abort word is set, nothing is stored to peers or signalled. Copied words then become NaN in every float
 format, because a replay of a CUDA graph cannot raise an error.
 
-CUDA graphs. The number of the call is read from device memory. Addresses and numbers of indices are read from
-``facts``. In a captured graph, an earlier node writes ``facts`` from host memory that is never changed or freed
-(``lowerings.fused.table_calls``).
+CUDA graphs. The number of the call is read from device memory. The tensors' addresses and the numbers of indices are
+read from ``facts``. In a captured graph, an earlier node writes ``facts`` from host memory that is never changed or
+freed (``lowerings.fused.table_calls``).
 """
 
 from __future__ import annotations
@@ -192,11 +193,11 @@ def embedding_all_to_all(
         out: the collective's result, a slot of ``tables * rows * WIDTH`` elements from each rank: fp32, fp16 or bf16,
             as are the tables. Row-major and aligned to 16 bytes, as are tables and workspace.
         facts: int64 ``[tables, TABLE_FACTS]``: see ``kernels.layout``.
-        index: any pointer of the dtype of indices and offsets, which is int32 or int64.
+        index: any pointer to the dtype of indices and offsets, int32 or int64. Nothing is read through this pointer.
         staging: this rank's workspace as int32 words. Slots in the order of ranks, each with the layout of a slot of
             ``out``.
-        queues: word 0 counts claimed pieces, word 1 claimed copies. Words ``QUEUE_WORDS + peer`` count the pieces that
-            are stored for ``peer``.
+        queues: word 0 counts claimed pieces, word 1 claimed copies, word 3 finished blocks. Words ``QUEUE_WORDS +
+            peer`` count the pieces that are stored for ``peer``.
         rows: bags of a slice. Every table has ``WORLD * rows`` bags.
         piece_rows: bags of a piece, a multiple of ``BAGS``.
         row_stride, table_stride: elements from bag to bag of a table, and from table to table, in a slot.
@@ -219,7 +220,7 @@ def embedding_all_to_all(
     result = out.to(tl.pointer_type(tl.int32), bitcast=True)
     copying = True
     while copying:
-        # A slot's size is written as a product of four, so the compiler knows that masks end between vectors.
+        # A slot's size is written as a multiple of four, so the compiler knows that masks end between vectors.
         copying = receive_piece(
             result, staging, queues + 1, flags, call, stop, patience, site, rank, signals,
             1, COPIES, slot_vectors * 4, slot_vectors * 4, slot_vectors * 4,

@@ -3,10 +3,11 @@
 (``sites.epilogue_program`` defines programs).
 
 The function is a compile-time argument of the kernel that calls it, so each program leads to a kernel of its own. All
-values are fp32. ``x`` is a quarter of a tile (``by_quarters``). Of an extra tensor, the function loads what this
-quarter needs: a tile, a row, a column or one number. Extra tensors are read by ordinary loads. These loads need no
-ordering, because the tensors are inputs of the whole launch. Forward progress: the function waits for nothing. CUDA
-graphs: the function's text holds no address. Its only numbers are constants of the program.
+values are fp32. ``x`` is a part of a tile: a quarter of its columns (``by_quarters``), or some of its rows
+(``matmul_all_reduce``). Of an extra tensor, the function loads what this part needs: a tile, a row, a column or one
+number. Extra tensors are read by ordinary loads. These loads need no ordering, because the tensors are inputs of the
+whole launch. Forward progress: the function waits for nothing. CUDA graphs: the function's text holds no address. Its
+only numbers are constants of the program.
 
 A program comes from the text of an op's argument, and becomes code. So ``source_of`` accepts only names that it knows
 and finite numbers. It also checks the syntax tree of the text that it has written, before anything runs this text.

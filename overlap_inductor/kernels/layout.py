@@ -22,8 +22,8 @@ FAULT_WORDS = 8
 code of the wait (0 if the host aborted the group). The next three hold the peer, the value wanted and the value seen.
 One word is unused. The last two words hold the time in nanoseconds."""
 BOARD_HEAD = 16
-"""int32 words before the first record: whether any rank has given up or has aborted the group, and the constant ``1``.
-The other words are unused."""
+"""int32 words before the first record. The first word says whether any rank has given up or has aborted the group. The
+second word holds the constant ``1``. The other words are unused."""
 STOP_WORDS = 8
 """int32 words of a group's fault memory on a GPU: the abort word, the number of abort words to set, and three addresses
 in two words each. The addresses are those of this rank's record, of the board, and of a table of the abort words to set

@@ -34,10 +34,10 @@ copies. Work of each kind is claimed in the queue's order, so this holds with on
 with all blocks resident. All waits are bounded (``signals``).
 
 Memory ordering. A tile is stored by bulk stores. Then come ``store_fence``, a barrier, and one thread's releasing add
-to a word of ``ready``, at GPU scope. A block that sends or sums the tile acquires that word and clears it, and loads
-past L1. ``product`` may be ``out`` (if shards are whole tiles). A peer's finished tile is stored there only after the
-tile's flag has arrived. The peer sets the flag when it has received this rank's tiles of that band, so these tiles have
-been read by then. A sum is stored over an own tile by the threads that have read this tile. Stores to peers are
+to a word of ``ready``, at GPU scope. A block that sends or sums the tile acquires that word, clears it, and loads the
+tile past L1. ``product`` may be ``out`` (if shards are whole tiles). A peer's finished tile is stored there only after
+the tile's flag has arrived. The peer sets the flag when it has received this rank's tiles of that band, so these tiles
+have been read by then. A sum is stored over an own tile by the threads that have read this tile. Stores to peers are
 ordinary stores, followed by ``count_and_signal``. The workspace is written again only after the credits that the last
 block gives, and ``product`` only by the next call on the stream. CUDA graphs: flags are compared with the number of the
 call, which is read from device memory and incremented by the last block."""
@@ -313,8 +313,8 @@ def matmul_all_reduce(
                     end = tl.where(may_store(stop), tl.minimum((n + UNIT) * BLOCK_N, columns), 0)
                     at, inside = _places(m * BLOCK_M, n * BLOCK_N, columns, end, BLOCK_M, BLOCK_N)
                     moved = tl.load(source + at, mask=inside, cache_modifier=".cg")
-                    # Counting the previous push waits until its stores have arrived. They had the time of a claim, a
-                    # look and a load to arrive.
+                    # ``_flush`` waits until the previous push's stores have arrived. It comes this late because these
+                    # stores then had the time of a claim, a look and a load to arrive.
                     sent = _flush(
                         sent,
                         queues,

@@ -22,10 +22,10 @@ its current one (``claim``). Before a block sums an own tile of band ``p``, it w
 ``p`` have arrived. In the peers' queues these come before all own tiles. So no wait depends on itself, with one
 resident block per rank as well as with all blocks resident. A block that waits has counted what it has stored.
 
-A block of an all-to-all claims a copy only when its next turn is an own tile or none. Then all tiles that its rank
-sends are claimed by blocks that run, and this block has counted the tiles that it sent. While the block waits, it may
-hold a later turn. This turn is an own tile, which no other rank needs. Credits depend only on the previous call. All
-waits are bounded (``signals``).
+A block of an all-to-all claims a copy only after it has multiplied an own tile, or when no tile is left. By then all
+tiles that its rank sends are claimed by blocks that run, and this block has counted the tiles that it sent. While the
+block waits, it may hold a turn. The tile of this turn is an own tile, which no other rank needs. Credits depend only on
+the previous call. All waits are bounded (``signals``).
 
 Memory ordering. Bulk stores are followed by ``store_fence``, then by ``count_and_signal``. The last tile of a band sets
 the flag to the number of the call. The receiver waits and loads by ordinary loads that bypass L1. The workspace is
@@ -185,7 +185,7 @@ def matmul_reduce_scatter(
     tiles_part = part_rows // BLOCK_M
     padded = tiles_shard * BLOCK_M
     everything = tiles_shard * tiles_n * WORLD
-    # The size is written as a product of four, so the compiler knows that masks end between 16-byte words.
+    # The size is written as a multiple of four, so the compiler knows that masks end between 16-byte words.
     row_words = columns // 8 * 4
     peers = ()
     for ahead in tl.static_range(1, WORLD):

@@ -142,8 +142,8 @@ def push_slice(
     KEEP: tl.constexpr,
     SCATTERED: tl.constexpr,
 ):
-    """As ``push_piece``, but a part is sent in slices of its columns. A slice goes to all peers before the next slice.
-    So a matmul can begin with the first columns of the first part of each shard. Words
+    """As ``push_piece``, but a part is sent in slices of its columns. The pieces of a slice are claimed for all peers
+    before those of the next slice. So a matmul can begin with the first columns of the first part of each shard. Words
     ``QUEUE_WORDS + (peer * PARTS + part) * SLICES + slice`` of ``queues`` count stored pieces.
 
     The shard is ``[rows, row_words]``. A slice of a part is ``part_rows`` rows of ``slice_words`` words, in ``PIECES``

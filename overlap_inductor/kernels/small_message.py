@@ -2,34 +2,37 @@
 """Schedule ``small_message``, transport ``sm_push``: the all-reduce of a small matmul's result, and the residual add
 and RMSNorm that follow, in one kernel.
 
-One-shot: every rank stores its rows into every peer's workspace, and sums all of them. Two-shot: row ``m`` belongs to
-rank ``m % WORLD``, its owner. The owner gets all partial rows, sums them and stores the sum into every peer's workspace
-(with a norm into its own, too). It stores the sum and not the normed row, for two reasons. A normed row and a new
-residual would be twice the bytes. And every rank adds its own residual, whose values may differ from those of other
-ranks. Sums are in fp32, in the order of the ranks, rounded once, so all ranks get the same bits. There is no barrier
-across ranks: a block waits for the flags of its own columns or rows.
+One-shot: every rank stores its rows into every peer's workspace, and sums the rows of all ranks. Two-shot: row ``m``
+belongs to rank ``m % WORLD``, its owner. The owner gets all partial rows, sums them and stores the sum into every
+peer's workspace (with a norm into its own, too). It stores the sum and not the normed row, for two reasons. A normed
+row and a new residual would have twice the bytes of the sum. And every rank adds its own residual, whose values may
+differ from those of other ranks. Sums are in fp32, in the order of the ranks, rounded once, so all ranks get the same
+bits. There is no barrier across ranks: a block waits for the flags of its own columns or rows.
 
 A block has one *unit*, a segment of columns. In one-shot, it is a segment of one row. In two-shot, it is a segment of a
 group of ``WORLD`` rows, one row of each owner. A norm needs whole rows. In one-shot, the last block of a row computes
-it. In two-shot, the blocks of the next group compute it, and there is one more group of blocks at the end.
+the norm of the row. In two-shot, the blocks of the next group compute the norms of a group's rows. So there is one more
+group of blocks at the end.
 
-Forward progress. A block stores what its peers wait for before it waits itself. It waits for units of blocks with its
-own number or a lower one. In two-shot it also waits for sums. A block that sums waits only for partial rows of blocks
+Forward progress. Before a block waits, it stores what its peers wait for. It waits for units of blocks with its own
+number or a lower one. In two-shot it also waits for sums. A block that sums waits only for partial rows of blocks
 with its own number. Take the lowest number whose block has not ended on some rank. Blocks start in the order of their
 numbers, and all lower ones have ended on every rank. So on every rank the block of that number runs or has ended. It
 stores its partial rows without waiting, so its sums and its other waits succeed, and it ends. So one resident block on
 each rank is enough. CUDA does not promise that order. GPUs keep it, and scans depend on it as this kernel does (Merrill
-and Garland, decoupled look-back, 2016). Nothing depends on it when all blocks are resident at once, as in decode. A
-ticket would cost a round trip to L2 in a kernel of 5 us. All waits are bounded (``signals``).
+and Garland, decoupled look-back, 2016). If all blocks are resident at once, as in decode, nothing depends on that
+order. Blocks could claim their numbers from a counter instead, but a claim would cost a round trip to L2 in a kernel of
+5 us. All waits are bounded (``signals``).
 
 Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half
 ``n % 2``. Rank ``r`` begins call ``n`` when its call ``n - 1`` has ended, because kernels of a slot run one after the
 other. In call ``n - 1`` a block of ``r`` has waited for a signal of each peer. (In two-shot it is the signal of the
 peer's partial rows, which comes even if there are none.) So each peer had begun its call ``n - 1``, and had therefore
-ended call ``n - 2``, the last one to read that half. This holds for any number of blocks or rows in each call, since
-halves belong to the slot and not to the call. It holds whether blocks are resident together or not, since the argument
-is about whole kernels. A peer may be one call ahead. Its flags are then larger than the value waited for, and its data
-are in the other half. Calls with credits in the same slot would break this; the arena gives them other slots.
+ended call ``n - 2``, the last call before ``n`` that reads half ``n % 2``. This holds for any number of blocks or rows
+in each call, since halves belong to the slot and not to the call. It holds whether blocks are resident together or not,
+since the argument is about whole kernels. A peer may be one call ahead. Its flags are then larger than the value waited
+for, and its data are in the other half. In a slot that calls with credits also use, the argument would not hold. So the
+arena gives such calls other slots.
 
 Aborts (``signals``). A block looks at the abort word when it loads the call number. In two-shot, it also looks when it
 loads the partial rows, after its wait for them. If the word is set, nothing is stored to peers or signalled, in this
@@ -267,7 +270,7 @@ def two_shot(
         came = staging + mine + group.to(tl.int64) * columns
         looked = look(stop)
         summed = _sum_of(product + offset, came, stride, at, own_inside, rank, scale, looked, WORLD)
-        # With a norm this rank's own sum goes the same way: another block of this rank reads it.
+        # With a norm, this rank's own sum is also stored in the workspace, because another block of this rank reads it.
         for step in tl.static_range(0 if NORM else 1, WORLD):
             tl.store(to[step] + sums + offset + at, summed, mask=own_inside & (looked == 0))
         word = flag_word(rank, units + unit, signals, WORLD)

@@ -46,15 +46,15 @@ if triton.knobs.runtime.interpret:
 else:
     claim, claimed = _claim, _claimed
 """``claimed(claim(queue, THREADS))``: the next turn of a queue. A block claims its next turn when it has multiplied,
-and reads the answer when it has stored. ``tl.atomic_add`` would stop all its threads until memory has answered, a
-microsecond for each tile. A block does not claim before it multiplies: with two tiles per block, some blocks would hold
-two tiles while others wait for one. ``THREADS``: number of threads of the block."""
+and reads the answer when it has stored. ``tl.atomic_add`` would stop all threads of the block until memory has
+answered, a microsecond for each tile. A block does not claim before it multiplies: with two tiles per block, some
+blocks would hold two tiles while others wait for one. ``THREADS``: number of threads of the block."""
 
 
 @triton.jit
 def grouped(turn, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Tile ``(m, n)`` of turn ``turn`` in a matrix of tiles: columns of ``GROUP_M`` rows one after the other, so that
-    neighbouring turns share operands in L2."""
+    """Tile ``(m, n)`` of turn ``turn`` in a matrix of tiles. ``GROUP_M`` rows of tiles are taken together, tile column
+    by tile column, so that neighbouring turns share operands in L2."""
     in_group = GROUP_M * tiles_n
     first = (turn // in_group) * GROUP_M
     rows = tl.minimum(tiles_m - first, GROUP_M)
@@ -100,7 +100,7 @@ def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, 
 @triton.jit
 def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
     """As ``arriving``, for tiles that are sent: at any time about equally many are in transfer to each rank. If two
-    ranks sent only to one rank, each would get half a link.
+    ranks sent to the same rank at the same time, each of them would get half of the receiver's link.
 
     In a part, about ``GROUP_M`` rows of tiles are taken together, equally many of each shard and at least one. These
     tiles are taken tile column by tile column. In a tile column, neighbouring turns belong to different shards.

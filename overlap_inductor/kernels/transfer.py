@@ -9,9 +9,9 @@ number ``u % PARTS`` of that rank's shard. Each part has a flag of its own,
 Memory ordering. What a signal announces was written by earlier work on the same stream (a copy engine, or SMs), or by
 the pushing block itself. Work on a stream begins when all earlier work on the stream is complete and visible. A block's
 release at system scope is cumulative over this earlier work, so whoever acquires the flag sees the data (``signals``).
-After a wait the same holds in the other direction. After the acquire and the end of the kernel, the next work on the
-stream sees the data, by whatever unit it reads. The boundary between kernels orders their proxies. So a vendor's matmul
-may read what an earlier wait on its stream waited for.
+After a wait's acquire and the end of the waiting kernel, the next work on the stream sees the data, by whatever unit it
+reads. The boundary between kernels orders their proxies. So a vendor's matmul may read what an earlier wait on its
+stream waited for.
 
 Forward progress. All ranks launch the steps of a schedule in the same order, and in each step the sends before the
 waits. A wait is for what peers send in this step or in an earlier one. Credits depend only on the previous call. So the
@@ -24,9 +24,9 @@ runs. It then starts on another SM. So the work on which a wait depends finds ro
 
 CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes.
 No argument changes from replay to replay. In a graph sends, waits for peers and waits for turns are three branches
-without an order between them. So they need three hardware queues (two without turns: ``runtime.replay``,
-``transports.copy_engine``). A user who captures a graph must make sure of this. With one queue no such graph has hung
-(``tests.gpu.check_stress``, scenario ``graphs``).
+without an order between them. So they need three hardware queues, or two if copies take no turns (``runtime.replay``,
+``transports.copy_engine``). A user who captures a graph must make sure that there are as many. With one queue no such
+graph has hung (``tests.gpu.check_stress``, scenario ``graphs``).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _peer(rank, steps, WORLD: tl.constexpr):
 
 
 NOBODY = tl.constexpr(-(2**30))
-"""The sum of this and the number of a call is a number that lies so far back that no rank waits for it."""
+"""``NOBODY`` plus the number of a call lies so far back that no rank waits for it."""
 
 
 @triton.jit
@@ -69,10 +69,10 @@ def announce(calls, announced, stop):
 def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD: tl.constexpr):
     """Wait until every peer has finished the calls before this one. Grid: one block.
 
-    It is launched on the stream of the matmuls. On another stream it could run at the same time as a vendor's kernel
-    that keeps an SM for all its tiles. Then this kernel would begin only when the vendor's kernel ends, or it would
-    keep one of the vendor's blocks from beginning. (4 H200s, a gather of 8192 tokens, calls one after the other: in
-    every second call this kernel began 240 us late, and so did the copies.)
+    This kernel is launched on the stream of the matmuls. On another stream it could run at the same time as a vendor's
+    kernel that keeps an SM for all its tiles. Then this kernel would begin only when the vendor's kernel ends, or it
+    would keep one of the vendor's blocks from beginning. (4 H200s, a gather of 8192 tokens, calls one after the other:
+    in every second call this kernel began 240 us late, and so did the copies.)
 
     ``announced`` (one word): see ``announce``.
 
@@ -113,9 +113,9 @@ def spoil(result, words, stop, BLOCK: tl.constexpr):
     The look at the abort word also protects what was read from the workspace before. A rank without permission may
     overwrite rows of a call that is still running here, but only after it has set this rank's abort word. That rank's
     stores of the word are done when its ``wait_for_credits`` ends, and its copies start only then. So a call that has
-    read such a row finds the word set when it looks later. Rows that were read before the word was set are right. Their
-    results are set to NaN too if the word arrives before the end of the call, since the group's results are not valid
-    from then on.
+    read such a row finds the word set when it looks later. Rows that were read before the word was set are right. If
+    the word is set before the end of the call, the results of these rows become NaN, too: the group's results are not
+    valid from then on.
     """
     _spoil(result, words, look(stop), BLOCK)
 
@@ -218,7 +218,7 @@ def push_parts(
     """
     call = tl.load(calls)
     words = source.to(tl.pointer_type(tl.int32), bitcast=True)
-    # Sizes are written as products of four, so the compiler knows that masks end between vectors.
+    # Sizes are written as multiples of four, so the compiler knows that masks end between vectors.
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
     size = tl.cdiv(tl.cdiv(part_words, PIECES), BLOCK) * BLOCK

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops that serve a group in a rewritten graph, whatever its schedules: ``agree``, ``follow`` and ``group_rank``.
 
-The ops of a group that communicate form a *chain*, so they run in graph order. Each one reads or mutates the chain's
+All communicating ops of a group form a *chain*, so they run in graph order. Each one reads or mutates the chain's
 current token, a one-byte tensor::
 
     chain = agree(group, plan)   # compares the ranks' plans if they were not compared yet; returns the first token

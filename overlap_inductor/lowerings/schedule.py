@@ -98,7 +98,8 @@ class SingleOp(Protocol):
 
 
 class SiteSchedule(Protocol):
-    """A way to overlap a site: it says which sites it computes, estimates their time, plans and rewrites them."""
+    """A way to overlap a site. A schedule says which sites it computes, estimates their time, and plans and rewrites
+    them."""
 
     @property
     def name(self) -> str:
@@ -187,8 +188,8 @@ class SiteSchedule(Protocol):
         ...
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request | None:
-        """The workspace that ``piece``, a piece of this schedule in the site's plan, needs; ``None`` if it needs
-        none."""
+        """The workspace that ``piece`` needs; ``None`` if it needs none. ``piece``: a piece of the site's plan that
+        names this schedule."""
         ...
 
     def anchor(self, site: DecidedSite) -> fx.Node | None:
@@ -197,8 +198,8 @@ class SiteSchedule(Protocol):
         ...
 
     def exchange(self, site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
-        """What the ranks compare before they exchange data for ``piece``, a piece of this schedule in the site's
-        plan."""
+        """What the ranks compare before they exchange data for ``piece``: a piece of the site's plan that names this
+        schedule."""
         ...
 
     def rewrite(self, emit: StepEmitter, site: DecidedSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:

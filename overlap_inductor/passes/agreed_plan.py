@@ -185,7 +185,8 @@ def plan_of(
         graph: the graph after the rewrite, or as written if ``first_op`` is empty.
         sites: what ``footprints`` returned before the rewrite.
         first_op: ``{first op of a rewritten site: the site's id}``.
-        in_order: groups with overlapped sites whose collectives are kept. Only their order is fixed.
+        in_order: groups with an overlapped site whose collectives stay the program's own. The plan says that the kept
+            collectives of these groups run in the graph's order.
     """
     names = _Names()
     steps = []

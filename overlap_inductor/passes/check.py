@@ -193,7 +193,7 @@ def _mutation(site: OverlapSite, context: Context) -> str | None:
 @check("hoist")
 def _hoist(site: OverlapSite, context: Context) -> str | None:
     """Refuse a site if its matmuls' operands cannot be computed before its steps. There are two such cases. A node that
-    may not be moved would have to move. Or the site and an accepted site would wait for each other."""
+    must stay where it is would have to move. Or the site and an accepted site would wait for each other."""
     placement = site.nodes.place()
     if placement is None:
         return None

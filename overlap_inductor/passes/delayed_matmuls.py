@@ -22,8 +22,9 @@ The op of experts (``lowerings.ring.looped_experts_ops``) starts to return the e
 the transfer. The gradients of the experts' weights already stand between the op and the wait, so they need not move.
 But the wait must stay behind them.
 
-Contract: the pass runs on a rewritten graph, before its order is fixed. It moves a matmul only downwards, together with
-the views and casts of its result, and only if no other node and no write in place is affected. Ranks may move different
+Contract: the pass runs on a rewritten graph, before the graph's order is fixed. A delayed matmul moves down, together
+with the views and casts of its result. A matmul behind the wait for the experts' rows may move up, together with the
+nodes that it needs. A matmul moves only if no other node and no write in place is affected. Ranks may move different
 matmuls, because the exchange of data does not change.
 """
 

@@ -65,6 +65,8 @@ _LOOKS = 20
 """Number of times that a rank reads a page in a row before it yields its time slice."""
 _SPIN = 2e-4
 """Seconds for which a rank that waits on a page only yields its time slices. After that it sleeps between two reads."""
+_SOON = 2e-2
+"""Longest wait in ``soon``, in seconds. After it, a rank looks for reports and failures (``values``)."""
 _PATIENCE = 15.0
 """Seconds after which a rank that still waits logs which ranks it waits for."""
 ABSENT = 60.0
@@ -280,16 +282,24 @@ def _absent(state: GroupState, mine: ExchangePlan, place: int) -> str:
 
 
 def soon(page: CallPage, call: int, text: str) -> bool:
-    """Whether all ranks publish ``text`` soon: within ``_LOOKS`` reads in a row, or within the ``_SPIN`` seconds after
-    these reads. Each read compares the entries of all ranks at once."""
+    """Whether all ranks publish ``text`` within ``_SOON`` seconds. The wait ends early if a rank publishes another
+    value. Each read compares the entries of all ranks at once.
+
+    A rank that is late ends the wait of the others within microseconds of its entry. So the others do not become late
+    themselves, and the hosts of a group stay in step although each call takes a different host a little longer.
+    """
+    look = page.watcher(call, text)
     # Ranks that run in step find each other's entries in these reads, without a system call.
-    if any(page.all_publish(call, text) for _ in range(_LOOKS)):
+    if any(look() for _ in range(_LOOKS)):
         return True
-    end = time.perf_counter() + _SPIN
-    while time.perf_counter() < end:
-        time.sleep(0)
-        if page.all_publish(call, text):
+    begun, waited = time.perf_counter(), 0.0
+    while waited < _SOON:
+        time.sleep(0.0 if waited < _SPIN else _SPIN / 10)
+        if look():
             return True
+        if page.differs(call, text):
+            return False
+        waited = time.perf_counter() - begun
     return False
 
 

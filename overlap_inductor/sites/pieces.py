@@ -68,7 +68,8 @@ def may_be_a_piece(node: fx.Node) -> bool:
 
 
 def behind_copies(node: Any) -> Any:
-    """The tensor from which ``node`` is made by copies and bitcasts alone; ``node`` itself if it is neither."""
+    """The tensor from which ``node`` is made by copies and bitcasts alone. ``node`` itself if ``node`` is neither a
+    copy nor a bitcast."""
     while isinstance(node, fx.Node) and (tools.is_bitcast(node) or node.target in tools.SAME):
         node = node.args[0]
     return node
@@ -76,8 +77,8 @@ def behind_copies(node: Any) -> Any:
 
 def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
     """``(x, dim)`` if ``node`` is ``x`` with zeros appended along ``dim``, else ``None``. ``node`` is a padding, or a
-    ``cat`` of pieces whose last ones are padded: this is how DTensor makes uneven shards equal. Sizes must be ints,
-    because they say which ranks have fewer rows."""
+    ``cat`` in which the last pieces are padded: this is how DTensor makes uneven shards equal. Sizes must be ints,
+    because the sizes tell which ranks have fewer rows than the others."""
     if node.target is aten.constant_pad_nd.default:
         found = padded(node)
         return found if found is not None and isinstance(tools.shape(found[0])[found[1]], int) else None
@@ -113,7 +114,7 @@ def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def padded(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """``(x, dim)`` if ``node`` pads ``x`` with zeros at the end of one dim only, else ``None``."""
+    """``(x, dim)`` if ``node`` pads ``x`` with zeros at the end of exactly one dim, else ``None``."""
     if node.target is not aten.constant_pad_nd.default or operators.argument(node, "value") != 0:
         return None
     amounts: Any = node.args[1]

@@ -2,8 +2,8 @@
 """``Placement``: a place for a site's steps, after all operands of its matmuls and before the first use of a result.
 
 By default the steps are written at the gather, and the nodes that compute the other operands are moved up to the
-gather. If these nodes may not be moved, the whole site is moved down to the first use of its results. Activation
-checkpointing needs this: a weight's gradient reads activations that must be gathered again first.
+gather. If these nodes must not be moved, the whole site is moved down to the first use of its results. This is needed
+for activation checkpointing: a weight's gradient reads activations that must be gathered again first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from overlap_inductor.torch_compat import operators
 @dataclass(frozen=True)
 class Placement:
     """A place for the steps. The order in the graph becomes: ``hoisted``, ``sunk``, the steps, ``anchor``. If nodes
-    outside the site read a sunk node (``SiteNodes.read_in_place``), the steps come before ``sunk``.
+    outside the site read a node of ``sunk`` (``SiteNodes.read_in_place``), the steps come before ``sunk``.
 
     Attributes:
         anchor: the node before which the steps are written.
@@ -34,7 +34,7 @@ class Placement:
 
     @property
     def obstacle(self) -> fx.Node | None:
-        """A node among ``hoisted`` that may not be moved or reads a sunk node; ``None`` if there is none."""
+        """A node of ``hoisted`` that must not be moved, or that reads a node of ``sunk``. ``None`` if there is none."""
         sunk = set(self.sunk)
         return next((n for n in self.hoisted if not movable(n) or not sunk.isdisjoint(n.all_input_nodes)), None)
 
@@ -50,8 +50,8 @@ def movable(node: fx.Node) -> bool:
 
 
 def needed_behind(operands: list[fx.Node], anchor: fx.Node) -> list[fx.Node]:
-    """The nodes at ``anchor`` or after it from which ``operands`` are computed, including ``operands`` themselves, in
-    graph order."""
+    """``operands`` and the nodes from which they are computed, without those that come before ``anchor``. In graph
+    order."""
     wanted: set[fx.Node] = set()
     pending = list(operands)
     while pending:

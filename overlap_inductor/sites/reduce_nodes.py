@@ -30,8 +30,8 @@ class Region:
     Attributes:
         reduced: for each reduction, the dims that it reduces.
         joined: for each ``cat``, the dim along which it joins.
-        places: layouts, over these dims, of the tensors that are read from elsewhere.
-        cut: the dim that is cut.
+        places: layouts, over the dims of the matmuls' results, of the tensors that are read from elsewhere.
+        cut: the dim that is cut into pieces.
         layout: layout of the collective's input, over the dims that are not reduced.
     """
 
@@ -45,8 +45,8 @@ class Region:
 @dataclass(frozen=True)
 class Padding:
     """``node`` appends zeros to a rank's output before the output is gathered, because other ranks' outputs are larger.
-    ``columns``: how many columns it appends to the matmul's output. If this is 0, it appends rows, which
-    ``ReduceNodes.sharded`` counts as missing."""
+    ``columns``: how many columns ``node`` appends to the matmul's output. If ``columns`` is 0, ``node`` appends rows.
+    ``ReduceNodes.sharded`` counts these rows as missing."""
 
     node: fx.Node
     columns: int
@@ -64,11 +64,11 @@ class ReduceNodes(SiteNodes):
         ends: the collectives; several if the results of all-reduces are added to each other.
         result: the wait, or the sum of the waits.
         leaves: the matmuls that compute the result, without those from which a leaf's left operand is computed.
-        layouts: the layout of each node that is computed in pieces or that pieces read, in the atoms of the
-            collective's input. A tensor that is broadcast may have atoms of its own.
+        layouts: the layouts of the nodes that are computed in pieces, and of the nodes that pieces read. Their atoms
+            are those of the collective's input. A tensor that is broadcast may have atoms of its own.
         through: source of each view-like node.
         externals: tensors that the pieces read and the site does not compute.
-        sharded: the dim that is cut, of the matmuls' output or of ``region.layout``.
+        sharded: the dim that is cut. It is a dim of the matmuls' output or, with a region, of ``region.layout``.
         role: the role (M, N or B) of that dim in the matmuls' output.
         unfolded: biases that are sums of other matmuls of the site (``matmuls.folded``).
         region: set if there are reductions over a dim or ``cat`` between matmuls and collective, else ``None``.
@@ -89,13 +89,13 @@ class ReduceNodes(SiteNodes):
 
     @property
     def computed(self) -> list[fx.Node]:
-        """The node that the site computes for each collective: the collective's input. If zeros are appended to make
-        this input, it is the tensor to which they are appended."""
+        """The node that the site computes for each collective: the collective's input. If this input is a padding, the
+        site computes the tensor that is padded."""
         return [self.padding.source] if self.padding is not None else [c.input for c in self.collectives]
 
     def bias_of(self, matmul: MatmulNode) -> fx.Node | None:
-        """The bias of ``matmul``. ``None`` if ``matmul`` has no bias, or if its bias is a sum of other matmuls of the
-        site, because the site computes that sum itself."""
+        """The bias of ``matmul``. ``None`` if ``matmul`` has no bias. Also ``None`` if the bias is a sum of other
+        matmuls of the site: the site computes this sum itself."""
         return None if matmul.bias in self.unfolded else matmul.bias
 
     @property
@@ -110,7 +110,8 @@ class ReduceNodes(SiteNodes):
 
     @property
     def padded_shape(self) -> list[Size]:
-        """``shape`` with the rows or columns that this rank appends before a gather. It is the same on every rank."""
+        """``shape`` with the rows or columns that this rank appends before a gather. The result is the same on every
+        rank."""
         shape, sharded = self.shape, self.sharded
         if self.padding is None:
             return shape
@@ -139,12 +140,12 @@ class ReduceNodes(SiteNodes):
 
     @property
     def tokens(self) -> Size:
-        """The rows of the matmuls' result, including padding."""
+        """The number of rows of the matmuls' result, including padding."""
         return self.padded_shape[-2]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
         """The sizes of each matmul. The contracted dim of a leaf may be a shard whose size differs between ranks, so
-        ``own`` is K. The columns of a matmul before a leaf may be that shard, too."""
+        ``own`` of a leaf is K. For a matmul before a leaf, the columns may be such a shard, too, so ``own`` is NK."""
         found = []
         for leaf in self.leaves:
             masked = isinstance(leaf, GroupedMatmul) and leaf.is_masked
@@ -153,8 +154,8 @@ class ReduceNodes(SiteNodes):
                 n = tools.shape(matmul.rhs)[-1]
                 *_, m, n = self.padded_shape if self.padding is not None else (m, n)
                 if masked:
-                    # The number of rows of this rank's experts is known at run time only, so the mean over the ranks
-                    # is taken.
+                    # The number of rows of this rank's experts is known only at run time. So the mean over the ranks is
+                    # taken.
                     m = m // self.ends[0].world_size
                 found.append(MatmulSizes(batch, m, n, k, own="K" if matmul is leaf else "NK"))
         return found
@@ -183,8 +184,8 @@ class ReduceNodes(SiteNodes):
         for old, new in replaced.items():
             if old in self.layouts:
                 self.layouts[new] = self.layouts[old]
-                # Another site's kernel may now compute a node of this site as its epilogue. This site then reads that
-                # node like any tensor that it does not compute.
+                # The epilogue of another site's kernel may now compute a node of this site. Then this site reads that
+                # node like any other external tensor.
                 if new not in self.externals and old not in {m.node for m in self.leaves}:
                     self.externals.append(new)
                 if self.region is not None and old in self.region.places:

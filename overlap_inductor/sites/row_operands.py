@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the nodes that compute experts' rows as a ``RowProgram``, and list the tensors that it reads."""
+"""Write the nodes that compute experts' rows as a ``RowProgram``, and list the tensors that the program reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from overlap_inductor.torch_compat import operators
 
 @dataclass(frozen=True)
 class Operands:
-    """What a ``program`` reads besides the rows that it is given. ``rows``: tensors with a row for each of these rows.
+    """What ``program`` reads besides the rows that it is given. ``rows``: tensors with one row for each given row.
     ``whole``: tensors that serve all rows."""
 
     program: RowProgram
@@ -32,7 +32,7 @@ class Operands:
 def operands_of(
     given: list[fx.Node], steps: list[fx.Node], ends: fx.Node, result: fx.Node, handed_out: list[fx.Node]
 ) -> Operands:
-    """``steps`` as a program, and what it reads. The program first gets the rows of ``given``, then those of
+    """``steps`` as a program, and what the program reads. The program first gets the rows of ``given``, then those of
     ``Operands.rows``.
 
     Args:
@@ -46,7 +46,8 @@ def operands_of(
     """
     own = {*given, *steps}
     read = dict.fromkeys(n for step in steps for n in tools.tensor_inputs(step) if n not in own and n is not ends)
-    # If there are as many experts as rows, the weights look like a tensor with one entry for each row.
+    # If there are as many experts as rows, ``cut_by_rows`` takes the weights for a tensor with one entry for each row.
+    # So the weights are left out of ``rows`` here.
     count, weights = tools.shape(result)[0], {n.args[1] for n in steps if is_grouped(n)}
     rows = [n for n in read if n not in weights and cut_by_rows(n, count)]
     whole = [n for n in read if n not in rows]

@@ -3,8 +3,7 @@
 rank's shard, or from a part of the shard.
 
 Contract: nodes are written at the emitter's insertion point. A view is written again with the piece's shape. Any other
-op of the region is copied and keeps its dims. Tensors from elsewhere are cut to the rows that belong to the rank and
-the part of the piece. On rank r::
+op of the region is copied and keeps its dims. Tensors from elsewhere are cut to the rows of the piece. On rank r::
 
     raw   = rows of rank r + shift, part p, of the gathered buffer
     piece = op(piece of the gathered input, rows of the other input that belong to rank r + shift and part p)
@@ -36,8 +35,8 @@ def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
     spans)``. Shards are cut into parts along the atom ``lead``. Returns ``None`` if a part of ``lead`` is not a run of
     consecutive rows of the dim.
 
-    The place is ``chunk`` (right after the rank), ``outer`` (first, before the rank) or ``cross`` (first in a dim
-    without the rank).
+    The place is one of three. ``chunk``: right after the rank atom. ``outer``: first in a dim, with the rank atom
+    behind it. ``cross``: first in a dim without a rank atom.
     """
     present = [a for a in atoms if a.rank or not (isinstance(a.size, int) and a.size == 1)]
     rank = next((i for i, a in enumerate(present) if a.rank), None)
@@ -121,7 +120,7 @@ class RowPieces:
         }
 
     def of(self, node: fx.Node) -> fx.Node:
-        """The piece of ``node``, in the layout of ``node`` without the rank atom. Written at the first call only."""
+        """The piece of ``node``, in the layout of ``node`` without the rank atom. The first call writes the piece."""
         if node not in self.done:
             layouts, through = self.nodes.layouts, self.nodes.through
             if node in through:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``RowProgram`` describes how experts compute rows: grouped matmuls and pointwise ops, written as text.
 
-One exchange brings rows to their experts, and another one returns them. A pass finds the ops between the two. An op of
-the library gets the text and runs the same operators on some of the rows at a time. As text,
+One exchange brings rows to their experts, and another one returns them. A pass finds the ops between the two exchanges
+and writes them as text. An op of this package gets the text, and runs the ops on some of the rows at a time. As text,
 ``_grouped_mm(x, w0, ends) * r0`` is::
 
     {"ops": [["aten._grouped_mm.default", [{"row": 0}, {"whole": 0}, {"ends": 0}], {}],
@@ -40,8 +40,8 @@ class HandedOut:
 
 @dataclass(frozen=True)
 class RowProgram:
-    """See the module. ``ops``: name, arguments and keyword arguments of each op. ``result``: the number of the value
-    that is returned. ``width`` and ``dtype``: the row size and the dtype of this value."""
+    """See the module's docstring. ``ops``: name, arguments and keyword arguments of each op. ``result``: the number of
+    the value that is returned. ``width`` and ``dtype``: the row size and the dtype of this value."""
 
     ops: tuple[tuple[str, Any, Any], ...]
     result: int
@@ -62,7 +62,7 @@ class RowProgram:
         )
 
     def run(self, rows: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], ends: torch.Tensor) -> list[Any]:
-        """All values, by number, computed for some rows that are in the order of their experts."""
+        """Compute all values for some rows, and return them by number. The rows must be sorted by expert."""
         values = list(rows)
         given = {"row": values, "whole": whole, "ends": [ends]}
         for name, arguments, keywords in self.ops:

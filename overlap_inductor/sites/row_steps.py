@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognise the ops that compute experts' rows, each row by itself: grouped matmuls, gathers of rows, pointwise ops,
-and cuts and joins of columns.
+"""Recognise the ops that compute experts' rows, each row by itself: grouped matmuls, gathers of rows (``index``),
+pointwise ops, and cuts and joins of columns.
 
 Such an op computes the same values for a row, whether it runs on all rows or only on some of them. ``steps_before``
 finds such ops before a grouped matmul, for example the experts' first grouped matmul and their activation::
@@ -24,11 +24,11 @@ from overlap_inductor.torch_compat import operators
 aten = torch.ops.aten
 _OPERATORS = {("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback")}
 STEPS = 48
-"""The most nodes that ``steps_before`` returns. What is computed before them is read as a plain tensor."""
+"""The most nodes that ``steps_before`` returns. The results of earlier nodes are read as plain tensors."""
 
 
 def is_grouped(node: fx.Node) -> bool:
-    """Whether ``node`` multiplies groups of rows of a matrix, each by a matrix of its own."""
+    """Whether ``node`` divides the rows of a matrix into groups, and multiplies each group by its own matrix."""
     if not is_grouped_operator(node):
         return False
     lhs, rhs, *_ = node.args
@@ -38,7 +38,7 @@ def is_grouped(node: fx.Node) -> bool:
 
 
 def is_grouped_operator(node: fx.Node) -> bool:
-    """Whether ``node`` multiplies groups in any way: of rows, of columns, or of the contracted dim."""
+    """Whether ``node`` is a grouped matmul. The groups may divide the rows, the columns or the contracted dim."""
     return operators.qualified_name(node) in _OPERATORS and tools.is_tensor(node)
 
 
@@ -61,7 +61,7 @@ def is_gather(node: fx.Node) -> bool:
 
 
 def is_pointwise_on_rows(node: fx.Node, rows: Any) -> bool:
-    """Whether ``node`` is a pointwise op on a matrix of ``rows`` rows whose result can be computed row by row."""
+    """Whether ``node`` is a pointwise op on a matrix of ``rows`` rows, and can be computed row by row."""
     if not tools.is_tensor(node) or len(tools.shape(node)) != 2 or not same_size(tools.shape(node)[0], rows):
         return False
     if not tools.is_pointwise(node) or tools.is_bitcast(node) or operators.is_mutable(node):
@@ -72,7 +72,8 @@ def is_pointwise_on_rows(node: fx.Node, rows: Any) -> bool:
 
 
 def moves_columns(node: fx.Node) -> bool:
-    """Whether ``node`` is a split, an element of a split, a slice or a ``cat``, along the columns of matrices."""
+    """Whether ``node`` cuts matrices by columns or joins their columns: a split, an element of a split, a slice or a
+    ``cat``."""
     if _is_element(node):
         return isinstance(node.args[0], fx.Node) and node.args[0].target in tools.SPLITS and moves_columns(node.args[0])
     if node.target not in {*tools.SPLITS, aten.slice.Tensor, aten.cat.default} or not _reads_tensors_only(node):
@@ -82,15 +83,15 @@ def moves_columns(node: fx.Node) -> bool:
 
 
 def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]:
-    """At most ``STEPS`` nodes, in graph order, that compute, row by row, what the steps ``last`` read. Only these nodes
-    and ``last`` read the results of these nodes.
+    """Returns at most ``STEPS`` nodes, in graph order. They compute row by row what the steps ``last`` read. No node
+    other than these and ``last`` reads their results.
 
-    A gather is a step, but the nodes that it reads are not. A grouped matmul is a step only if its experts' rows have
-    the ends ``ends``. Then a row has the same expert in all grouped matmuls. A column ``[rows, 1]`` is no step: it is
-    cheap to read as a plain tensor.
+    A gather of rows (``is_gather``) is a step, but the nodes that it reads are not. A grouped matmul is a step only if
+    its experts' rows have the ends ``ends``. Then a row has the same expert in all grouped matmuls. A column
+    ``[rows, 1]`` is no step: it is cheap to read as a plain tensor.
 
     Args:
-        last: steps among which is a grouped matmul with ``ends``.
+        last: steps. One of them is a grouped matmul with ``ends``.
         rows: the number of rows.
     """
     if isinstance(rows, int) and rows == 1:
@@ -134,5 +135,5 @@ def _is_element(node: fx.Node) -> bool:
 
 
 def _reads_tensors_only(node: fx.Node) -> bool:
-    """Whether no size that the graph computes is an argument of ``node``."""
+    """Whether ``node`` reads tensors only, and no size that the graph computes."""
     return all(map(tools.is_tensor, node.all_input_nodes))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the layout of the result of a row-wise op after a gather. Such an op is a norm, a scale, a mask, a slice of
-columns or a ``cat`` of columns.
+"""Compute the layout of the result of a row-wise op after a gather. Examples of such ops are a norm, a scale, a mask, a
+slice of columns and a ``cat`` of columns.
 
 The indices of the gathered dim are called rows here. An op is row-wise if each row of its result depends only on the
 same row of its inputs. Such an op can be computed on one rank's shard, or on a part of one, as well as on the whole
@@ -10,7 +10,8 @@ tensor. In the notation of ``sites.layouts``::
     gathered [R s] [h] * scale [rows, 1] -> [R s] [h]                 scale is cut with the rows
     cat(gathered [R s] [h], y [rows, c], 1) -> [R s] [h + c]          y is cut with the rows
 
-A dim that an op needs whole, such as the ``h`` of a mean, must not be cut. ``RowWise.whole`` lists these dims.
+A dim that an op needs whole, such as the ``h`` of a mean, must not be cut. ``RowWise.whole`` lists the atoms of such
+dims.
 """
 
 from __future__ import annotations
@@ -185,8 +186,8 @@ def _dim(
         whole: if the result gets a new atom, the inputs' atoms are added to this list.
 
     Raises:
-        LayoutError: an input cannot be shown to have the result's size here, or the inputs hold the gathered rows in
-            different orders.
+        LayoutError: an input cannot be shown to have the result's size in this dim, or the inputs hold the gathered
+            rows in different orders.
     """
     size, found = tools.shape(node)[dim], list[Dim]()
     for source in inputs:

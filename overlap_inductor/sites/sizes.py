@@ -77,7 +77,7 @@ def _example_sizes(sizes: MatmulSizes) -> tuple[list[Size], Size, Size, Size]:
 
 def has_example(site: OverlapSite) -> bool:
     """Whether every size of the site is known for the example with which the model is compiled. Sizes that depend on
-    data are not."""
+    data are not known."""
     matmuls = [size for m in site.nodes.matmul_sizes() for size in (*m.batch, m.m, m.n, m.k)]
     return not tools.has_unbacked([*matmuls, *tools.shape(site.collectives[0].input)])
 
@@ -95,7 +95,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         # Tiles do not grow in proportion to ``scale``: 16 rows take one tile, and so do 128.
         *batches, rows, columns = _scaled([*batch, m, n], scale)
         its_tiles = -(-rows // 128) * -(-columns // 256) * math.prod(batches)
-        # Matmuls of a sum run one after the other, so only the largest counts.
+        # Matmuls of a sum run one after the other, so only the one with the most tiles counts.
         tiles = max(tiles, its_tiles) if site.nodes.is_sum else tiles + its_tiles
     moved = moved_by(site.nodes.moved[0])
     sent = sum(moved_by(collective).bytes_sent for collective in site.nodes.moved)
@@ -146,7 +146,7 @@ def moved_by(collective: CollectiveNode) -> cost_model.SiteSizes:
 
 
 def _sends_to_one_rank(collective: CollectiveNode) -> bool:
-    """Whether an all-to-all is a permutation, as in a ring: all parts but one are empty at compile time."""
+    """Whether an all-to-all is a permutation, as in a ring: all parts but one are known to be empty."""
     parts = operators.argument(collective.node, "input_split_sizes") if collective.kind == "all_to_all" else None
     return isinstance(parts, list | tuple) and len(parts) > 1 and sum(part != 0 for part in parts) == 1
 
@@ -168,9 +168,10 @@ def machine_at(collective: CollectiveNode, config: OverlapConfig) -> Machine:
 
 
 def machine_between(ranks: tuple[int, ...], device: torch.device, config: OverlapConfig) -> Machine:
-    """The rates and fixed costs of a group of these global ranks. If ``target.planning_for`` names a machine, the rates
-    and costs are those of that machine. Otherwise they are those of the device type, or of GPUs without peer access if
-    the GPUs of these ranks have none. In both cases, each fact that ``config.machine`` states replaces the default."""
+    """The rates and fixed costs of a group with the global ranks ``ranks``. If ``target.planning_for`` names a machine,
+    the rates and costs are those of that machine. Otherwise they are those of the device type, or of GPUs without peer
+    access if the GPUs of these ranks have none. In all these cases, each fact that ``config.machine`` states replaces
+    the default."""
     if (box := target()) is not None:
         return told(box.machine, config.machine)
     return told(machine_for(WITHOUT_PEERS if symmetric.without_peers(ranks, device) else device.type), config.machine)

@@ -34,7 +34,8 @@ class StepEmitter:
         module: metadata of the site's module, copied to every node.
         values: the object that evaluates the nodes. All sites of a graph share this object.
         emitted: the overlap ops written so far that communicate, in program order.
-        order: for nodes that must run after others without reading them: these others. The rewriter keeps this order.
+        order: ``{node: nodes that must run before it}``, for nodes that do not read the results of these earlier nodes.
+            The rewriter keeps this order.
         transport: the last arguments of ops that start an exchange: the transport's name, or ``()`` for the schedule's
             default transport.
     """
@@ -74,8 +75,8 @@ class StepEmitter:
         return self.call(aten.reshape.default, x, list(shape))
 
     def contiguous(self, x: fx.Node) -> fx.Node:
-        """``x``, cloned if it is not contiguous. The result of a collective or a matmul is contiguous, and later nodes
-        may rely on that."""
+        """``x``, cloned if it is not contiguous. Later nodes may rely on contiguous memory, because the result of a
+        collective or a matmul is contiguous."""
         return (
             x
             if tools.value(x).is_contiguous()

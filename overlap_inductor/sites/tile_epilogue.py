@@ -9,8 +9,8 @@ Before and after::
     ->  z = the site's op with epilogue "silu(x) * e0" and extra e
 
 A tail begins at the result of a matmul of a gathered tensor, or of a reduction. It ends at one node, the only node of
-the tail that nodes outside the tail read. A tail reads at most ``MOST_EXTRAS`` other tensors (extras). Each has the
-result's shape, or is a row, a column or a single element.
+the tail that nodes outside the tail read. A tail reads at most ``MOST_EXTRAS`` other tensors (extras). Each extra has
+the result's shape, or is a row, a column or a single element.
 
 The end must be a tensor that is stored in memory with or without a tail. This is the case if a matmul, a collective or
 the graph's caller reads the end. It is also the case if a reader of the end depends on a matmul that is itself computed
@@ -19,9 +19,9 @@ no cost. If several nodes could be the end, the last one is taken. ``erf`` and `
 because the tensor cores idle while a kernel computes them on a tile. A GELU on tiles took longer than a GELU in a
 kernel after the matmul, by 3 % of the matmul's time (2 H200s, K = 8192).
 
-A tail's extras come before the site's own collective in the graph, because the kernel is written there. No node may
-belong to two sites. So none of the extras is the result of a collective: the site of that collective may take the same
-nodes (a norm, ``sites.norm_epilogue``).
+A tail's extras come before the site's collective in the graph, because the kernel is written at the collective. No
+extra is the result of another collective. The site of such a collective may take the nodes of the tail for its own
+epilogue (a norm, ``sites.norm_epilogue``), and no node may belong to two sites.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Tail:
     """A site's tail.
 
     Attributes:
-        end: the last node of the tail. The kernel stores its value instead of the result.
+        end: the last node of the tail. The kernel stores the value of ``end`` in place of the result.
         extras: the epilogue's extra tensors in order, each with the shape in which the kernel reads it.
         epilogue: what the kernel computes.
     """
@@ -148,7 +148,8 @@ class _Region:
         )
 
     def _kind(self, extra: fx.Node, shape: list[Any]) -> tuple[str, list[int]] | None:
-        """``(kind, shape)`` in which the kernel reads ``extra`` for a node of ``shape``, or ``None`` if it cannot."""
+        """``(kind, shape)`` in which the kernel reads ``extra`` for a node of ``shape``. ``None`` if the kernel cannot
+        read ``extra``."""
         value = tools.value(extra)
         if (
             not extra < self.collective
@@ -171,7 +172,7 @@ class _Region:
 
     def members(self, end: fx.Node) -> set[fx.Node] | None:
         """``end`` and the nodes of the region from which ``end`` is computed, including ``result``. ``None`` if a node
-        outside reads one of them, apart from ``end``."""
+        outside this set reads a node of the set other than ``end``."""
         inside, found, pending = {self.result, *self.nodes}, set[fx.Node](), [end]
         while pending:
             node = pending.pop()
@@ -260,7 +261,8 @@ def _needs_memory(node: fx.Node) -> bool:
 
 
 def _stored_for(user: fx.Node) -> bool:
-    """Whether ``user`` needs its input in memory. If it is a view: whether all nodes that read the view do."""
+    """Whether ``user`` needs its input in memory. If ``user`` is a view: whether all nodes that read the view need the
+    view in memory."""
     if user.op == "output" or _needs_memory(user):
         return True
     return (tools.is_reshape(user) or tools.permutation(user) is not None) and all(map(_stored_for, user.users))

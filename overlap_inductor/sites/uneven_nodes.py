@@ -72,6 +72,6 @@ class UnevenReceivedNodes(GatherNodes):
 
 
 def _rows(collective: CollectiveNode) -> list[Size]:
-    """The numbers of rows that are sent and that are received."""
+    """The number of rows that are sent, and the number of rows that are received."""
     ends: tuple[fx.Node, ...] = (collective.input, collective.wait)
     return [tools.shape(end)[0] for end in ends]

@@ -3,7 +3,7 @@
 this entry point. The call is left out if ``TORCH_DEVICE_BACKEND_AUTOLOAD`` is set to a value other than 1.
 
 An exception here would break ``import torch`` for everybody, and time spent here slows the import down for everybody.
-So the entry point only reads two variables. If they ask for something, the entry point leaves a hook that runs when a
+So the entry point only reads two variables. If these ask for something, the entry point leaves a hook that runs when a
 module of Inductor is imported. The first compile checks the values of the variables, and reports bad ones.
 """
 

@@ -48,7 +48,7 @@ def overlap_inductor(
 
 
 def _config_with(ours: dict[str, Any]) -> OverlapConfig:
-    """The switches in force. Switches among the options of ``torch.compile`` come first."""
+    """The switches in force. The switches in ``ours``, the options of ``torch.compile``, override the others."""
     current = install.effective()
     try:
         return dataclasses.replace(current, **ours) if current else OverlapConfig.from_environment(**ours)
@@ -121,7 +121,7 @@ def _bad_option(error: ConfigError, value: Any) -> ConfigError:
 
 
 def _reset() -> None:
-    """Called by ``torch.compiler.reset()``. Drops what Inductor's own backend drops there."""
+    """Called by ``torch.compiler.reset()``. Resets CUDA graph trees, as the reset of Inductor's own backend does."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is not None:
         trees.reset_cudagraph_trees()

@@ -2,9 +2,9 @@
 """Switch the pass on for every Inductor compile of the process, and off again.
 
 A *slot* is a setting of Inductor that holds custom passes (``inductor.pass_slot``). This module puts one pass object
-into each slot that the package uses. The object looks up the switches at each compile. The switches of the innermost
-``overlap()`` of this thread come first, then those of ``enable()``, then those of the environment. After ``disable()``
-the object does nothing, even if another package has put the object into a chain of passes of that package.
+into each slot that the package uses. The object looks up the switches at each compile. It takes the switches of the
+innermost ``overlap()`` of this thread. Outside such a block it takes those of ``enable()``, else those of the
+environment. After ``disable()`` the object does nothing, even if another package's pass still calls the object.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class _Switch:
     environment: OverlapConfig | None = None
     waiting: list[Callable[[], None]] = []
     shared_passes: dict[str, Any] = {}
-    """The pass of each slot of the pipeline."""
+    """For each slot of the pipeline, the pass object that is put into the slot."""
     applied = False
     replaced: dict[str, tuple[Any, Any]] = {}
-    """For each slot, its values before and after the pass was put in. The value before is kept so that the same object
-    can be put back."""
+    """For each slot, its value before the pass was put in, and its value after that. If overlap is switched off and the
+    slot still holds the second object, the first object is put back."""
 
 
 _switch = _Switch()
@@ -59,7 +59,7 @@ def enable(**fields: Any) -> OverlapConfig:
     switches could lead to other code, rank 0 logs a warning that names up to three functions compiled already.
 
     Args:
-        fields: fields of ``OverlapConfig``. The environment's variables hold for the others.
+        fields: fields of ``OverlapConfig``. For fields that are not given, the environment's variables hold.
 
     Raises:
         ConfigError: a field or a variable has a value that is not allowed.
@@ -80,12 +80,12 @@ def disable() -> None:
     """Switch off ``enable()``, the environment's switch and every ``overlap()`` around this call.
 
     Inductor's slots then hold only what others put there, and Inductor's functions are no longer wrapped. (Lowerings of
-    ops stay registered.) Graphs that are already compiled stay as they are. If a graph's forward is compiled and its
-    backward is not yet, the backward is compiled without overlap. The backward keeps overlap if
-    ``backend="overlap_inductor"`` compiled the forward.
+    ops stay registered.) Graphs that are already compiled stay as they are. A backward that is not compiled yet is
+    compiled without overlap, even if its forward has overlap. The one exception is a forward that
+    ``backend="overlap_inductor"`` compiled: its backward is overlapped, too.
     """
     with _lock:
-        # This includes the hooks that the entry point has left waiting.
+        # This also cancels the hooks that the autoload entry point has left.
         import_hook.cancel_all()
         _switch.base = _switch.environment = None
         _switch.from_environment = False
@@ -108,7 +108,7 @@ def overlap(**fields: Any) -> Iterator[OverlapConfig]:
     switches of the forward, even if the backward is compiled after the block.
 
     Args:
-        fields: as ``enable``.
+        fields: as for ``enable``.
 
     Raises:
         ConfigError: a field or a variable has a value that is not allowed.
@@ -192,7 +192,8 @@ def _warn_about_compiled() -> None:
 
 
 def _apply() -> None:
-    """Bring Inductor in line with the switches, each part as soon as its module is imported."""
+    """Make Inductor follow the switches: put the pass into the slots or take it out, and wrap Inductor's functions.
+    Each of these steps waits until the module of Inductor that it changes is imported."""
     _cancel_waiting()
     if not _wanted() and not _switch.applied:
         return
@@ -204,7 +205,7 @@ def _apply() -> None:
 
 
 def _wanted(everywhere: bool = False) -> bool:
-    """Whether the slot should hold the pass on this thread or, with ``everywhere``, on threads without an ``overlap()``
+    """Whether the slots should hold the passes on this thread. With ``everywhere``: on threads without an ``overlap()``
     of their own. Does not read the environment."""
     stack = () if everywhere else _stack.get()
     if stack:

@@ -15,16 +15,18 @@ _GETTERS = tuple(
         "_get_deterministic_algorithms",
         "_get_sm_carveout_experimental",
     )
-    # A later torch may have removed some of them.
+    # A later torch may have removed some of these functions.
     if hasattr(torch._C, name)
 )
 
 
 def switches() -> tuple[object, ...]:
-    """The current values of these process-wide settings, such as ``torch.backends.cuda.preferred_blas_library()`` and
-    ``torch.are_deterministic_algorithms_enabled()``. A program may change them between two calls, so schedules that
-    replay a vendor matmul (``chunked``, ``small_message``) make them part of the replay's key.
+    """The current values of the settings that ``_GETTERS`` read. Examples are
+    ``torch.backends.cuda.preferred_blas_library()`` and ``torch.are_deterministic_algorithms_enabled()``. A program may
+    change these process-wide settings between two calls. So schedules that replay a vendor matmul (``chunked``,
+    ``small_message``) make the values part of the replay's key.
 
-    This reads private getters, because it runs at every call and the public functions are slower.
+    The getters are private. They are used because this function runs at every call, and the public functions are
+    slower.
     """
     return tuple(getter() for getter in _GETTERS)

@@ -10,7 +10,7 @@ from torch._ops import OpOverloadPacket
 from torch.distributed import distributed_c10d
 
 _FRAMES = 4
-"""Number of innermost frames that are looked at. Calls of an op have at most this many frames of torch's own."""
+"""Number of innermost frames that are looked at. A call of an op adds at most this many frames."""
 _CALLS = {OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__}
 _NOT_OF_ALL_RANKS = {"monitored_barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv"}
 

@@ -61,10 +61,10 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
 
 
 def counter(group: dist.ProcessGroup) -> tuple[Callable[[], int], bool]:
-    """``(count, exact)``. ``count`` returns how many collectives the group's backend has issued on this rank. The
-    accelerator's backend is asked if it has a count, else the CPU's backend. If neither backend has a count, ``count``
-    returns 0. ``exact``: whether the backend counts collectives only. NCCL does so (``seqCollective_`` of torch's
-    ``ProcessGroupNCCL``). Gloo also counts sends and receives."""
+    """``(count, exact)``. ``count`` returns how many collectives the group's backend has issued on this rank. This is
+    the count of the accelerator's backend or, if that backend has no count, of the CPU's backend. If neither has a
+    count, ``count`` returns 0. ``exact``: whether the backend counts collectives only. NCCL does so (``seqCollective_``
+    of torch's ``ProcessGroupNCCL``). Gloo also counts sends and receives."""
     for device in (torch.accelerator.current_accelerator(), torch.device("cpu")):
         try:
             backend = group._get_backend(device)

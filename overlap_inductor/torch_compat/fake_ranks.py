@@ -30,7 +30,7 @@ def one_process_as(ranks: int, fixed: bool, most: int | None = None) -> Iterator
     ``torchrun`` are set to match. At the end the variables are restored and the default group is destroyed.
 
     Args:
-        ranks: size of the default group. If the program passes a ``world_size``, that is the size.
+        ranks: size of the default group, unless the program passes a ``world_size``.
         fixed: True if a ``world_size`` other than ``ranks`` raises ``RanksError``.
         most: the largest ``world_size`` that the program may ask for. A larger one raises ``RanksError``. ``None``: no
             limit.

@@ -11,7 +11,8 @@ from torch import fx
 
 def freezing() -> str | None:
     """Why the ranks cannot compare the inputs of the graph that is being compiled, if Inductor's freezing is on.
-    Else ``None``. Freezing makes constants of parameters after the joint graph's passes."""
+    Else ``None``. Freezing makes constants of parameters after the joint graph's passes. So a call of the compiled
+    graph does not pass these parameters."""
     from torch._inductor import config
 
     if config.freezing and not torch.is_grad_enabled():
@@ -21,8 +22,8 @@ def freezing() -> str | None:
 
 def nested_region(graph: fx.Graph) -> str | None:
     """Why the ranks cannot compare the inputs of ``graph``, if ``graph`` is a subgraph (such as that of
-    ``torch.compiler.nested_compile_region``). ``None`` for a whole graph. The reason: the call of a compiled graph
-    passes only the inputs of the whole graph.
+    ``torch.compiler.nested_compile_region``). ``None`` for a whole graph. The ranks compare what a call of the compiled
+    graph passes, and such a call passes only the inputs of the whole graph.
 
     AOTAutograd puts a description into the metadata of each input of a graph that it traced. Inputs of subgraphs have
     none.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads which operator a node calls, with which arguments, and which of these arguments the operator writes. (The type
-of an operator is private in PyTorch.)"""
+"""Reads which operator a node calls, with which arguments, and which of these arguments the operator writes. (The
+type of an operator is private in PyTorch. So these functions are in ``torch_compat``.)"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps nodes in order although no data dependency orders them, by Inductor's ``control_deps``. Also checks that the
-order was kept.
+"""Keeps nodes in an order that no data dependency enforces. Inductor's ``control_deps`` enforces this order. Also
+checks that the order was kept.
 
 The unrolled steps of a ring write to a buffer in flight and read from it. Functional passes leave the steps in the
 graph's order. But some of Inductor's own passes run after ours and move nodes by their data dependencies alone. So

@@ -47,13 +47,13 @@ def _plain_type(kind: Any) -> Any:
             self.__dict__.update(vars(error))
 
         def remove_dynamo_frames(self) -> Any:
-            # Dynamo has added advice about bugs of PyTorch to the message. This line takes the original message again.
+            # Dynamo has added advice about bugs of PyTorch to the message. The next line restores the original message.
             self.args = self._error.args
             return self if config.verbose else self.with_traceback(None)
 
         def __reduce__(self) -> Any:
             return self._error.__reduce__()
 
-    # So the last line of a traceback names the class of the original error.
+    # With these names, the last line of a traceback names the class of the original error.
     Plain.__module__, Plain.__name__, Plain.__qualname__ = kind.__module__, kind.__name__, kind.__qualname__
     return Plain

@@ -2,10 +2,10 @@
 """Evaluates the values (``meta["val"]``) of the nodes that a rewrite creates. Equal nodes are evaluated once. After the
 pass, Inductor evaluates a node again only if an argument of the node has changed (``up_to_date``).
 
-Each layer has the same steps: the same operators on tensors of the same sizes. So the sizes of a fake function's result
-are remembered, and the next equal node gets a new fake tensor of those sizes without another evaluation. Views, and
-nodes with a symbolic size, are evaluated each time. A forward graph of 32 layers has 64 sites and about 2750 steps;
-evaluating all of them took most of the pass's time.
+The layers of a model have the same steps: the same operators on tensors of the same sizes. So the sizes of a fake
+function's result are remembered, and the next equal node gets a new fake tensor of those sizes without another
+evaluation. Views, and nodes with a symbolic size, are evaluated each time. A forward graph of 32 layers has 64 sites
+and about 2750 steps; evaluating all of them took most of the pass's time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StepValues:
         if found is not None:
             return _fresh(mode, *found)
         self.evaluated += 1
-        # A comparison of symbolic sizes must not become a guard, because the model was traced without it.
+        # A comparison of symbolic sizes must not become a guard, because the model was traced without this guard.
         with mode, without_guards(mode.shape_env):
             value = node.target(*args, **kwargs)
         if key is not None and _is_new(value, (args, kwargs)):
@@ -59,7 +59,7 @@ class StepValues:
         return value
 
     def keep(self, node: fx.Node) -> None:
-        """Mark ``node``, one of whose arguments was replaced, as up to date if its value is still right.
+        """An argument of ``node`` was replaced. Mark ``node`` as up to date if its value is still right.
 
         The value is right if a new evaluation has the same sizes, strides, offset, dtype and device. A view shares
         memory with its argument. So a view gets the newly evaluated value, and so do the views of that view. If one of
@@ -87,7 +87,7 @@ class StepValues:
             pending += [u for u in reader.users if memory in map(_memory, _strided(u.meta.get("val")))]
 
     def _as_before(self, node: fx.Node) -> FakeTensor | None:
-        """The value of ``node`` for its present arguments: the value that it has, or a new one if it is a view.
+        """The value of ``node`` for its present arguments: its stored value or, for a view, a new value.
         ``None`` if the value cannot be evaluated here, or if a new evaluation has other sizes, strides, offset, dtype
         or device. The node is marked if the result is not ``None``."""
         value = node.meta.get("val")

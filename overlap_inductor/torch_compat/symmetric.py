@@ -48,7 +48,7 @@ one (``runtime.all_or_none``)."""
 
 
 def each_alone(what: str, attempt: Callable[[], Any]) -> Any:
-    """A ``Together`` that does not tell the other ranks: a rank that fails may leave them waiting."""
+    """A ``Together`` that does not tell the other ranks of a failure: a rank that fails may leave them waiting."""
     return attempt()
 
 
@@ -75,7 +75,7 @@ def _allocate(
 ) -> SymmetricBuffer:
     from torch.distributed import _symmetric_memory
 
-    # A new thread begins outside inference mode.
+    # This thread is new. So it is outside inference mode, and does not have the caller's current device.
     torch.cuda.set_device(device)
     nbytes = elements * dtype.itemsize
     local = together(
@@ -160,8 +160,8 @@ class Reach(NamedTuple):
 
     Attributes:
         capability: compute capability of this GPU.
-        gpus: GPUs that this process sees.
-        local_ranks: ranks per machine.
+        gpus: number of GPUs that this process sees.
+        local_ranks: number of ranks on each machine.
         cut_off: numbers of the GPUs whose memory this GPU cannot reach.
     """
 

@@ -2,11 +2,11 @@
 """``PreparedKernel`` launches one Triton kernel again and again with little host time. Private APIs of Triton are used
 only here.
 
-``kernel[grid](...)`` examines every argument and encodes every tensor map at each launch: 75 us for 50 arguments with
-four tensor maps (Triton 3.6). A ``PreparedKernel`` is compiled and loaded once. From launch to launch, its arguments
-may change only in their addresses. It remembers the tensor map of each address, so a launch takes 8 us. For this it
-calls the C launcher that lies below Triton's own launcher. The C launcher's interface differs from version to version.
-In versions of Triton that ``_DIRECT`` does not list, kernels are launched in the documented way,
+``kernel[grid](...)`` examines every argument and encodes every tensor map at each launch: 75 us for a kernel with 50
+arguments and four tensor maps (Triton 3.6). A ``PreparedKernel`` is compiled and loaded once. From launch to launch,
+its arguments may change only in their addresses. It remembers the tensor map of each address, and calls the C launcher
+that lies below Triton's own launcher. So a launch takes 8 us. The C launcher's interface differs from version to
+version. In versions of Triton that ``_DIRECT`` does not list, kernels are launched in the documented way,
 ``compiled[grid](...)``: 32 us.
 
 Compiling and loading happen before the first launch, to avoid a deadlock. Loading a module waits for the device.
@@ -60,11 +60,11 @@ class PreparedKernel:
     """``kernel[(grid,)](**varying, **fixed, **options)``, compiled and loaded.
 
     Args:
-        varying: by parameter, examples of the arguments that every launch passes anew, in the order in which a launch
-            takes them: tensors, tensor descriptors, or ``None``. Shapes, strides, dtypes and alignment to 16 bytes must
-            be the same at every launch.
-        fixed: by parameter, all other arguments, including constants. They are kept alive.
-        scratch: device on which the kernel needs memory for tensor maps that it makes itself, or ``None``.
+        varying: ``{parameter: example}`` for the arguments that every launch passes anew: tensors, tensor descriptors,
+            or ``None``. A launch takes these arguments in the order of this mapping. Shapes, strides, dtypes and
+            alignment to 16 bytes must be the same at every launch.
+        fixed: ``{parameter: argument}`` for all other arguments, including constants. The arguments are kept alive.
+        scratch: if the kernel makes tensor maps itself, the device on which it needs memory for them. Else ``None``.
 
     Raises:
         TypeError: the names do not match the kernel's parameters (``bound``).
@@ -101,8 +101,8 @@ class PreparedKernel:
             self._launch = _Direct(compiled, grid, values, places, scratch, self._by_triton)
 
     def __call__(self, *varying: torch.Tensor | None) -> None:
-        """Launch on the current stream. ``varying``: one tensor or ``None`` for each varying argument, in the order of
-        the mapping. For a tensor descriptor, pass the tensor that it describes."""
+        """Launch on the current stream. ``varying``: one tensor or ``None`` for each varying argument, in the order
+        of the mapping ``varying``. For a tensor descriptor, pass the tensor that it describes."""
         self._launch(*varying)
 
     def _by_triton(self, *varying: torch.Tensor | None) -> None:
@@ -132,7 +132,7 @@ _SMALLEST_SCRATCH = 1 << 20
 
 
 def _scratch(size: int, device: torch.device) -> torch.Tensor:
-    """At least ``size`` bytes of the device's memory. All kernels share them, because the kernels run one after the
+    """At least ``size`` bytes of the device's memory. All kernels can share this memory, because they run one after the
     other on the device. The memory is never freed, because CUDA graphs hold its address."""
     known = _SCRATCH.setdefault(device, [])
     if not known or known[-1].numel() < size:
@@ -189,7 +189,8 @@ class _Direct:
         for at, _ in self._varying:
             values[at] = [None] * (at.stop - at.start) if isinstance(at, slice) else None
         self._values = values
-        # The launcher gets only addresses, and the function belongs to the module of ``compiled``, so both are kept.
+        # The arguments are kept, because the launcher gets only their addresses. ``compiled`` is kept, because the
+        # function belongs to its module.
         self._alive = compiled, [a for number, a in enumerate(arguments) if number not in places]
 
     def __call__(self, *varying: torch.Tensor | None) -> None:

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from overlap_inductor.transports.transport import WholeCollectives
 
 SIZES = tuple(2**power for power in range(17, 27))
-"""Bytes of the collectives that are timed for a curve: 128 KiB to 64 MiB. On NVLink, one call of each takes
-milliseconds in total."""
+"""Bytes of the collectives that are timed for a curve: 128 KiB to 64 MiB. On NVLink, one call of each size
+takes milliseconds in total."""
 REPEATS = 3
 
 
 def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Seconds that each call takes on this rank: the median of ``REPEATS`` times. All calls are timed in turn, after
-    ``calls[0]`` has run to warm up.
+    """Seconds that each call takes on this rank: the median of ``REPEATS`` measurements. All calls are timed in turn,
+    after ``calls[0]`` has run to warm up.
 
     All ranks that the calls communicate with run this together. Put the longest call first: the host then runs ahead
     of the GPU, so the host's own time is not measured.
@@ -57,8 +57,8 @@ def of_first_rank(values: list[float], group: dist.ProcessGroup, device: torch.d
 def measured_curve(
     transport: WholeCollectives, scatters: bool, like: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[tuple[float, float], ...]:
-    """``((bytes, seconds), ...)`` of a reduce-scatter or an all-reduce, sorted by the bytes that each rank passes to
-    it.
+    """``((bytes, seconds), ...)`` of a reduce-scatter or an all-reduce, sorted by ``bytes``: what each rank passes to
+    the collective.
 
     All ranks of ``group`` call this together, and not while a CUDA graph is captured.
 

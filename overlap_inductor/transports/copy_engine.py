@@ -4,22 +4,25 @@ of rows, a second copy sets the receiver's flag.
 
 The copies occupy no SM. A copy engine moves 379 GB/s on an H200, with 3 us between two copies, on one stream or on
 several. The flag is copied from a word that holds the number of the call. This takes 2 us. A kernel that signals would
-delay the next copy by 12 us. A value written by the stream itself would delay it by 15 to 20 us. A CUDA graph that
-holds the copies fixes no call number: ``transports.credits.credit_kernel`` writes the word in each call, once it has
-the credits of all peers. A peer's credit allows this rank to write into that peer's workspace.
+delay the next copy by 12 us. A value written by the stream itself would delay the next copy by 15 to 20 us.
+
+The copies of a CUDA graph hold no call number. In each call, ``transports.credits.credit_kernel`` writes the number to
+the word, after its wait for the credits of all peers. A peer's credit allows this rank to write into that peer's
+workspace.
 
 Ordering. The copies of a stream run one after the other. A copy begins only when everything that the copy before it has
 written is visible. So a reader that acquires the flag sees the rows (``tests.gpu.check_litmus``, "copy engine, copied
 flag").
 
-Without a credit. A kernel that stores checks whether it may (``kernels.signals.may_store``). A queued copy cannot
-check. The wait for a credit ends without one if it times out, or if the group was aborted: then every wait ends at
-once. The copy then runs, and the copies of all calls that are queued by then run, too. Three things hold in that case:
+Without a credit. A kernel that stores first checks whether it is allowed to store (``kernels.signals.may_store``). A
+queued copy cannot check. The wait for a credit ends without a credit if the wait times out, or if the group was
+aborted. (An abort ends every wait at once.) Then the copy runs, and the copies of all other calls that are queued by
+then run, too. Three things hold in that case:
 
 * No rank takes the copied rows for valid rows. Their flag is copied from a word that holds no call's number
   (``announce``).
 * A peer may still be in the previous call, because it is slow or was paused after its last wait. This peer may then
-  read the copied rows in place of its own. None of them reaches the peer's program:
+  read the copied rows in place of that call's rows. None of the copied rows reaches the peer's program:
 
   1. The wait that ends without a credit sets every rank's abort word before its kernel ends. So the words are set
      before any later copy on the stream starts.
@@ -30,8 +33,9 @@ once. The copy then runs, and the copies of all calls that are queued by then ru
   that the peer computes for other ranks are signalled only after such a look.
 * A call that starts later writes nothing, because its host checks first (``FaultRecord.check``).
 
-This holds for calls that are launched one by one, for graphs of calls, and for graphs that a program captures. A kernel
-of the call looks at the abort word. The look costs nothing if the call's last kernel does it. Alternatives considered:
+These three things hold for calls that are launched one by one, for graphs of calls, and for graphs that a program
+captures. In each case, a kernel of the call looks at the abort word. The look costs nothing if the call's last kernel
+does it. Alternatives considered:
 
 * A wait that never ends without a credit would hold back every copy. It would also hold back every later kernel of this
   rank, so a program that was told of the fault could not even save its weights.
@@ -44,12 +48,13 @@ out.
 
 Turns. Each rank sends to the next rank, then to the one after that, and so on. (A gather sends to the previous rank
 first, and goes on in that direction.) While all ranks are in step, no two of them send to the same rank. If two ranks
-do, each gets half a link, so a late rank's delay is paid twice. The late rank then collides with the next rank, until
-the ranks send as if each chose its receivers at random and waited for them. That reaches 58.6 % of a link (Karol,
-Hluchyj and Morgan, IEEE Trans. Comm. 35, 1987, section III). In 21 rounds eight H200s delivered 186 GB/s each in pieces
-of 4 MiB, 226 in pieces of 8 MiB and 250 in pieces of 16 MiB. On several streams at once they delivered some 200 GB/s.
-With pieces of 32 MiB they delivered 343 GB/s. But this measurement had 14 rounds, and it ended before the ranks fell
-out of step.
+do, each gets half a link, so a late rank's delay is paid twice. The late rank then collides with the next rank, too. In
+the end, the ranks send as if each chose its receivers at random and waited for them. Such sends reach 58.6 % of a link
+(Karol, Hluchyj and Morgan, IEEE Trans. Comm. 35, 1987, section III).
+
+In a round, each rank sends one piece. In 21 rounds, each of eight H200s delivered 186 GB/s with pieces of 4 MiB, 226
+GB/s with 8 MiB, and 250 GB/s with 16 MiB. On several streams at once, each delivered some 200 GB/s. With pieces of 32
+MiB, each delivered 343 GB/s. But this measurement had 14 rounds, and it ended before the ranks fell out of step.
 
 So if all pieces of a send are large, a piece may wait for its turn (``kernels.transfer.wait_for_turn``). A piece waits
 if its receiver differs from the receiver of the piece before it. The wait ends when this receiver has got the piece
@@ -82,8 +87,8 @@ if TYPE_CHECKING:
     from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 
 QUEUES_FOR_TURNS = 3
-"""Hardware queues that turns need: one for copies, one for waits for turns, and one for waits for peers. In a CUDA
-graph only edges order these three, and a kernel that waits may block its queue."""
+"""Hardware queues that turns need: one for copies, one for waits for turns, and one for waits for peers. If two of
+these three shared a queue, a kernel that waits could block work that no edge of a CUDA graph orders behind it."""
 
 
 class CopyEngine:
@@ -125,7 +130,7 @@ class CopyEngine:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy of ``nbytes`` bytes to a peer, and of the flag that follows them.
+    """A copy of ``nbytes`` bytes to a peer, and the copy of the flag that follows it.
 
     Attributes:
         target: address in the receiver's memory.

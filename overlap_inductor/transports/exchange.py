@@ -83,14 +83,14 @@ class Exchange:
         )
 
     def start_receives(self) -> None:
-        """Start every receive, if the transport starts receives before sends. Raises ``TransferError`` if it cannot
-        start one."""
+        """Start every receive, if the transport starts receives before sends. Raises ``TransferError`` if a receive
+        cannot be started."""
         if self.receives_first:
             for index in range(self.hop_count):
                 self._start(index, receives=True)
 
     def post(self, index: int, piece: torch.Tensor | None = None) -> None:
-        """Start the sends of hop ``index``. Its receives are also started if ``start_receives`` has not started them.
+        """Start the sends of hop ``index``. If ``start_receives`` has not started the hop's receives, start them, too.
         Pieces without elements are not sent. Their receivers know that and do not wait.
 
         Args:
@@ -206,10 +206,10 @@ def open_uneven(
     site: str,
     transport: str = "",
 ) -> Exchange:
-    """``open_exchange`` for slots of different sizes, given by ``places`` (see ``Exchange``). It opens an exchange even
-    if this rank sends and receives nothing. Other ranks may send or receive, and all ranks must count the same
-    exchanges. All ranks call it together (``Exchanges.join``). Also raises ``TransferError`` if a rank does not
-    join."""
+    """``open_exchange`` for slots of different sizes, given by ``places`` (see ``Exchange``). An exchange is opened
+    even if this rank sends and receives nothing, because other ranks may send or receive, and all ranks must count the
+    same exchanges. All ranks call this function together (``Exchanges.join``). It also raises ``TransferError`` if a
+    rank does not join."""
     moved_by = transport_named(Exchanges, transport)
     try:
         moved_by.join(group, buffer.device)
@@ -243,8 +243,8 @@ def find_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> 
         return _EXCHANGES.of(group).in_flight[_key(buffer, site)]
     except KeyError:
         raise TransferError(
-            f"site {site}: no transfer is in flight for this buffer. Expected the op that starts it to have run just"
-            " before in the same graph; an earlier error may have stopped it."
+            f"site {site}: no transfer is in flight for this buffer. The op that starts the transfer must run earlier"
+            " in the same graph; an error may have stopped that op."
         ) from None
 
 

@@ -22,8 +22,8 @@ from overlap_inductor.transports.transport import Message
 
 def _communicator(owner: Owner) -> torch.Tensor:
     """Create the group's communicator by a collective. Otherwise NCCL would create it in the group's first operation,
-    and this operation waits for all ranks. A rank without a message starts no operation, so the others would wait for
-    ever."""
+    and this operation waits for all ranks. A rank without a message starts no operation, so the other ranks would
+    wait for ever."""
     one = torch.ones(1, device=owner.device)
     dist.all_reduce(one, group=owner.group)
     return one

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes: for each hop, which piece a rank sends, to which rank, and which piece it receives. Pure index arithmetic.
+"""Routes: for each hop, which piece a rank sends, to which rank, and which piece the rank receives. Pure index
+arithmetic.
 
 A shard is cut into ``parts`` sub-chunks. A *hop* moves one sub-chunk over one link. With ``bidirectional``, a hop moves
 one sub-chunk over each of two links. (If the number of ranks is even, the last step uses one link.) With ``broadcast``,

@@ -36,8 +36,8 @@ class Transfer:
             ... So every rank receives the shard of rank + 1 first, and the receiver, too, can multiply rows in order
             from the end of its own shard on.
         origin: row of the source at which the shard begins (if ``scattered``, rank 0's shard).
-        base: row of every workspace at which the shard from rank 0 goes. The shard from rank ``r`` goes to row ``base +
-            r * stride``.
+        base: row of each peer's workspace to which the shard from rank 0 goes. The shard from rank ``r`` goes to row
+            ``base + r * stride``.
         index: flag of the first part.
         read_in_order: True if scattered shards, too, are sent to rank - 1, rank - 2, ... The reason: the receiver
             multiplies the shard of rank + 1 first, then that of rank + 2, and so on.

@@ -93,9 +93,9 @@ class PeerCopies(Transport, Protocol):
             numbers: numbers of parts, see ``Transfer``.
             source: an example of what will be sent: ``[any rows, width]``, 16-bit or fp8, contiguous, aligned to 16
                 bytes.
-            guarded: True if what is sent also depends on other waits of this call. If one of these waits timed out, the
-                transport must not announce what it sends. It sets no flag, or sets the flags to a number that no rank
-                waits for.
+            guarded: True if what is sent depends on waits of this call other than those for credits. If one of these
+                waits timed out, the transport must not announce what it sends. It sets no flag, or sets the flags to a
+                number that no rank waits for.
         """
         ...
 

@@ -68,8 +68,9 @@ def test_golden(file: str) -> None:
 )
 @pytest.mark.parametrize("layer", [layer for layer in LAYERS if layer is not all_queries])
 def test_every_spelling_is_one_site(world_size: int, masked: bool, layer: Callable[..., Any]) -> None:
-    """All gathers of keys and values are one site, whether the program gathers both apart or together. No gathered
-    tensor is joined again. If the program gathers both together, only this rank's own keys and values are joined."""
+    """All gathers of keys and values are one site, whether the program gathers keys and values apart or together. No
+    gathered tensor is joined again. If the program gathers them together, only this rank's own keys and values are
+    joined."""
     own = [x.transpose(1, 2).contiguous() if layer is tokens_first else x for x in _own()]
     with fake_group(world_size, world_size - 1), torch.no_grad():
         report = report_of(layer, *own, *([_mask(8, world_size)] if masked else []))
@@ -115,8 +116,8 @@ def test_other_readers_get_the_gathered_tensor() -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_attention_runs_while_the_next_keys_travel(world_size: int) -> None:
-    """In the generated code, the transfers of keys and of values start before the attention to the own keys. A shard is
-    read directly after the wait for this shard, without a copy in between."""
+    """In the generated code, the transfers of keys and of values start before the attention to the rank's own keys. A
+    shard is read directly after the wait for this shard, without a copy in between."""
     lines = lines_of(heads_first, *[(2, 4, 8, 16)] * 3, world_size=world_size, rank=1)
     expected = ["start", "start", "attention", *["step", "step", "attention"] * (world_size - 1), "pointwise"]
     assert events(lines) == expected

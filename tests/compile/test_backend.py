@@ -67,7 +67,8 @@ def test_our_options_and_inductors_go_in_one_dictionary() -> None:
 
 
 def test_inductors_mode_is_applied_beside_ours() -> None:
-    """``torch.compile`` takes a mode or options. With a mode, our options come from enable() or the environment."""
+    """``torch.compile`` takes either a mode or options. With a mode, our options come from enable() or the
+    environment."""
     note = Noting("coordinate_descent_tuning")
     setattr(inductor_config, SLOT, note)
     overlap_inductor.enable(mode="report")

@@ -36,7 +36,8 @@ def normed(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tenso
 
 BLOCKS = list(itertools.product(("heads", "rows"), ("halves", "pairs", ""), (False, True)))
 QUICK = [("heads", "halves", True), ("rows", "pairs", False), ("rows", "", True), ("heads", "pairs", False)]
-"""Blocks in which each norm, each rotary embedding, and each kind of size occurs. The other blocks repeat them."""
+"""Together, these blocks cover each norm, each rotary embedding, and each kind of size. The other blocks combine them
+in other ways."""
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def _over_tokens(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _of_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The exchange cuts the result into slices of rows. So a band of the result's rows has rows for one rank only."""
+    """The exchange cuts the result into slices of rows. So a band of the result's rows goes to one rank only."""
     y = x @ w
     return exchange(y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
 

@@ -40,8 +40,9 @@ from tests.support.fork_base import ForkBase
 
 pytestmark = pytest.mark.usefixtures("fake")
 
-# The cache that is hit. ``aot``: AOTAutograd's, which holds the keys of both graphs in Inductor's cache. ``inductor``:
-# Inductor's alone. ``bundled``: AOTAutograd's, with the graphs stored inside.
+# The cache that is hit. ``aot``: AOTAutograd's cache, whose entries name the forward and the backward graph in
+# Inductor's cache. ``inductor``: Inductor's cache alone. ``bundled``: AOTAutograd's cache with both graphs in the
+# entry.
 LAYERS: dict[str, dict[str, bool]] = {
     "aot": {"enable_autograd_cache": True},
     "inductor": {"enable_autograd_cache": False},
@@ -121,7 +122,8 @@ def test_hit_writes_the_dump_to_the_current_folder(cache: Path, tmp_path: Path) 
 
 
 def test_hit_is_as_strict(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If loading a cached graph raises, AOTAutograd compiles the graph again. Its sites must not be counted twice."""
+    """If loading a cached graph raises, AOTAutograd compiles the graph again. The graph's sites must not be counted
+    twice."""
     monkeypatch.setitem(fake_pass.STATUS, "status", "refused")
     overlap_inductor.enable(mode="strict")
     outcomes = []
@@ -175,7 +177,7 @@ def test_another_switch_is_a_miss(cache: Path, change: str) -> None:
 
 def test_off_after_on_is_a_miss_and_on_again_a_hit(cache: Path) -> None:
     """Code compiled with overlap must not be loaded while overlap is off. Code compiled without overlap must not be
-    loaded while it is on."""
+    loaded while overlap is on."""
     overlap_inductor.enable()
     train()
     overlap_inductor.disable()

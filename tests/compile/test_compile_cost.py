@@ -94,7 +94,8 @@ def test_steps_are_not_evaluated_again_after_the_pass(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_every_step_has_a_value_of_its_own(dynamic: bool) -> None:
-    """A step has the value that its fake function returns, and only the step's views share memory with it."""
+    """A step has the value that its fake function returns. No node but the step's views shares memory with this
+    value."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(16, 16, dynamic=(0,) if dynamic else ())
@@ -197,8 +198,9 @@ def test_views_are_left_to_inductor_if_one_of_them_cannot_be_evaluated() -> None
 
 
 def test_what_follows_a_view_of_a_gathered_tensor_is_not_evaluated_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass replaces the gathered tensor by the buffer of the steps. The operators behind a view of it are then
-    evaluated as often as without the pass. (In an earlier version, Inductor evaluated them all again.)"""
+    """The pass replaces the gathered tensor by the buffer of the steps. The operators behind a view of the gathered
+    tensor are then evaluated as often as without the pass. (In an earlier version, Inductor evaluated them all
+    again.)"""
 
     def model(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gathered = all_gather(x, 0, torch.distributed.group.WORLD)
@@ -215,8 +217,8 @@ def test_what_follows_a_view_of_a_gathered_tensor_is_not_evaluated_again(monkeyp
 
 
 def test_collectives_are_not_searched_for_if_inductor_pads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor pads nothing on a CPU, so no search is needed. The search follows the residual stream from each matmul,
-    which took two seconds for 32 layers."""
+    """Inductor pads nothing on a CPU, so no search is needed. The search follows the residual stream from each matmul.
+    For 32 layers, this took two seconds."""
     asked: list[fx.Node] = []
     monkeypatch.setattr(hooks, "beside_collective", asked.append)
 

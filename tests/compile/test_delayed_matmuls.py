@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls that are read only as results of the graph are delayed, and run under a transfer that nothing else hides."""
+"""If only the graph's output needs a matmul, the matmul is delayed. It then runs under a transfer that nothing else
+hides."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from tests.support.hand_graph import aten
 from tests.support.spellings import world
 
 SMALL, LARGE = (8, 2000), (8, 4_000_000)
-"""Shapes of the right operand of a weight's gradient. The matmul of the large one takes much longer than the
-transfer."""
+"""Shapes of the right operand of the matmul for a weight's gradient. With ``LARGE``, this matmul takes much longer than
+the transfer."""
 MIDDLE = (25_000, 24_999)
 """Numbers of columns of two gradients. The matmul of each takes longer than the transfers of one small site."""
 

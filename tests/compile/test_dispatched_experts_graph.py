@@ -215,8 +215,8 @@ def test_a_near_miss(name: str) -> None:
 
 @pytest.mark.usefixtures("two")
 def test_one_exchange_returns_rows_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The products of two exchanges' experts return in one exchange. This exchange belongs to the site that is found
-    first."""
+    """Two exchanges bring rows to experts, and one exchange returns the product of both results. The returning exchange
+    belongs to the site that is found first."""
     monkeypatch.setattr(permutations, "is_permutation", lambda index: True)
 
     def run(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, i: torch.Tensor) -> torch.Tensor:

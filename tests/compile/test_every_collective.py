@@ -153,7 +153,8 @@ def test_every_operator_that_moves_data_is_a_collective() -> None:
 @pytest.mark.skipif(not hasattr(torch.ops._c10d_functional, "isend"), reason="torch 2.11 has no functional send")
 @pytest.mark.usefixtures("two")
 def test_plans_do_not_name_a_functional_send_or_receive() -> None:
-    """One rank's graph sends and another rank's receives. If plans named these calls, ranks would seem to differ."""
+    """The graph of one rank sends, and the graph of another rank receives. If plans named these calls, the ranks would
+    seem to differ."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(2)

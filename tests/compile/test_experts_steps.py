@@ -105,7 +105,7 @@ KEPT: dict[str, tuple[Layer, list[str]]] = {
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.usefixtures("two")
 def test_what_runs_whole(name: str) -> None:
-    """If the first grouped matmul cannot run in blocks, the second one still does."""
+    """If the first grouped matmul cannot run in blocks, the second one still runs in blocks."""
     layer, whole = KEPT[name]
     x, w = torch.randn(32, 16).bfloat16(), torch.randn(4, 16, 16).bfloat16()
     ends, other = torch.tensor([[8, 8, 20, 32], [4, 8, 20, 32]]).int().unbind()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans for another machine: one process acts as one of the ranks, and the others do not exist."""
+"""Plans for another machine: one process acts as one of the ranks, and the other ranks do not exist."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_of_a_model(name: str, two: None) -> None:
-    """Traced activations become epilogues. Here each follows a linear layer on a batch of sequences."""
+    """Traced activations become epilogues. Here each activation follows a linear layer on a batch of sequences."""
     function, expected = ACTIVATIONS[name]
     group = torch.distributed.group.WORLD
     ((found,),) = planned(
@@ -205,8 +205,9 @@ def test_only_the_supported_part_of_a_chain_becomes_the_epilogue() -> None:
 
 
 def test_one_node_belongs_to_one_site() -> None:
-    """A sum adds the results of two reductions. If the relu of the first reduction comes before the second reduction,
-    the sum is part of the second reduction's epilogue. Otherwise neither reduction has an epilogue."""
+    """Each of two reductions is followed by a relu, and a sum adds the results. If the relu of the first reduction
+    comes before the second reduction, the sum is part of the second reduction's epilogue. Otherwise neither reduction
+    has an epilogue."""
     for early in (True, False):
         with fake_group(2):
             h = Hand("scatter")

@@ -147,8 +147,8 @@ def test_a_token_count_that_is_dynamic_only_for_the_op_stays_dynamic(schedule: s
 
 
 def test_dynamic_tokens_that_are_columns_are_refused() -> None:
-    """Only the rows of the left operand may be dynamic. In the transposed product, the tokens are columns of the right
-    operand."""
+    """``fused`` supports dynamic sizes only for the rows of the left operand. In the transposed product, the tokens are
+    columns of the right operand."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(48, 16, name="x", dtype=BF16, dynamic=[0])

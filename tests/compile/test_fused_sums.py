@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When Inductor autotunes, it may fuse a sum of two matmuls into one kernel. The finder takes such a kernel apart into
-a sum. If the sum is not overlapped, it is fused again."""
+"""When Inductor autotunes, it may write a sum of two matmuls as one node. The pass takes this node apart into two
+matmuls and a sum. If the sum is not overlapped, the pass fuses it again."""
 
 from __future__ import annotations
 

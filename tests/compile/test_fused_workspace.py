@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("reachable")
 
 def workspace_of(report: OverlapReport, made: HandGraph) -> dict[str, list[list[int]]]:
     agree = next(n for n in made.graph.nodes if n.target is torch.ops.overlap_inductor.agree.default)
-    # The plan that ranks compare holds no bytes per group, because the names of groups may differ between ranks.
+    # The plan that ranks compare does not list bytes by group, because a group may have another name on another rank.
     assert set(json.loads(agree.args[1])) == {
         "overlap_inductor",
         "mode",

@@ -82,8 +82,8 @@ def test_kept_collectives_of_the_group_are_chained() -> None:
 
 
 def test_a_kept_collective_after_a_looping_op() -> None:
-    """A looping op returns several values. The kept collective needs an edge from one of them. Without the edge, some
-    rank could run the collective before the looping op."""
+    """A looping op returns several values. The kept collective needs an edge from one of these values. Without the
+    edge, some rank could run the collective before the looping op."""
     with fake_group(1024):
         made = HandGraph()
         y = made.mm(made.gather(made.input(4, 16)), made.input(16, 8, name="w"))

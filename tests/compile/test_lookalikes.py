@@ -135,7 +135,7 @@ def test_the_order_of_splits_matters_too() -> None:
 
 @pytest.mark.parametrize("starts", [(0, 2, 4), (2, 0, 4), (0, 0, 4)])
 def test_scatter_by_slices(starts: tuple[int, int, int]) -> None:
-    """If slices before a reduce-scatter are in another order, rows go to the wrong owner."""
+    """If the slices before a reduce-scatter are not in the order of the ranks, rows go to the wrong owner."""
     with fake_group(3):
         made = HandGraph()
         y = made.view(made.mm(made.input(24, 16), made.input(16, 8, name="w")), 4, 6, 8)
@@ -149,7 +149,7 @@ def test_scatter_by_slices(starts: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("steps", [(2, 1), (1, 1)])
 def test_scatter_by_slices_with_gaps(steps: tuple[int, int]) -> None:
-    """A slice of every other row is not a shard, although it starts at the same row and has as many rows as the first
+    """A slice of every other row is not a shard, although it has the first row and the number of rows of the first
     half."""
     with fake_group(2):
         made = HandGraph()
@@ -249,8 +249,8 @@ def test_padded_factor(scatters: bool) -> None:
 
 
 def test_trim_of_uneven_shards() -> None:
-    """Spelling E, written by hand: the graph cuts rows off the end of the gathered tensor. The same rows must be cut
-    off the result. The remaining rows must not be computed from other rows."""
+    """The graph cuts rows off the end of the gathered tensor. The same rows must be cut off the result, and no
+    others."""
     with fake_group(3):
         made = HandGraph()
         gathered = made.gather(made.input(4, 16))

@@ -32,8 +32,8 @@ def decision(machine: str | None, rows: int = 64, inner: int = 1024, columns: in
 
 @pytest.mark.usefixtures("two")
 def test_auto_overlaps_if_the_users_file_names_a_slow_link(tmp_path: Path) -> None:
-    """A transfer of 64 x 1024 fp32 takes 0.3 ms at 1 GB/s. The four steps of a ring cost 0.4 ms, more than
-    they could hide, so the site is kept. At 62.5 MB/s the transfer takes 4 ms, and the matmul hides most of it."""
+    """A transfer of 64 x 1024 fp32 takes 0.3 ms at 1 GB/s. The four steps of a ring cost 0.4 ms. This is more than the
+    ring could hide, so the site is kept. At 62.5 MB/s the transfer takes 4 ms, and the matmul hides most of it."""
     path = tmp_path / "machine.json"
     path.write_text(SLOW)
     shipped, slow = decision(None), decision(str(path))

@@ -128,8 +128,8 @@ def test_the_rank_is_passed_to_kernels_that_do_not_report_their_symbols(
 def test_the_rank_comes_before_kernels_that_do_not_report_their_symbols(
     given: list[list[type]], function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank must be computed before these kernels in every order that the dependencies allow. Here the scheduler
-    computes the rank as late as the dependencies allow."""
+    """The rank must be computed before the kernels that use it, in every order that the dependencies allow. Here the
+    scheduler computes the rank as late as the dependencies allow."""
     monkeypatch.setattr(ir.ExternKernelOut, "get_free_symbol_uses", lambda *_, **__: ir.OrderedSet())
     moved = []
 

@@ -54,7 +54,8 @@ class Program:
         self.add(self.made.op(f"{self.of(['tanh', 'sigmoid', 'neg', 'relu'])}.default", x), lead)
 
     def operand(self) -> None:
-        """An op with a second operand. This operand is the same on all ranks, in one of the shapes that broadcast."""
+        """An op with a second operand. This operand is the same on all ranks. Its shape broadcasts to that of the
+        first."""
         x, lead = self.tensor()
         shape = list(x.meta["val"].shape)
         drop = self.draw.draw(st.integers(0, len(shape)))

@@ -77,7 +77,7 @@ def test_golden(file: str, layer: Callable[..., torch.Tensor], method: str) -> N
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("method", ["alltoall", "allgather"])
 def test_every_exchange_is_a_site(method: str, ranks: int, causal: bool) -> None:
-    """Each block that is passed on is a site of its own. A gather passes all blocks on at once."""
+    """Each exchange that passes a block on is a site of its own. A gather passes all blocks on at once, as one site."""
     with fake_group(ranks, ranks - 1), torch.no_grad(), rotation(method, causal):
         report = report_of(causal_ring if causal else torch_ring, *_own(), **SCHEDULE)
     found = [(s.facts.pattern, s.decision.status) for s in report.sites]
@@ -135,7 +135,7 @@ def test_keys_and_values_apart_are_one_site() -> None:
 
 
 def test_ranks_with_different_graphs_write_the_same_plan() -> None:
-    """Without load balance, causal ranks skip the blocks that their queries do not see."""
+    """Without load balance, the ranks of a causal ring skip the blocks that their queries do not see."""
     plans, sites = set(), []
     for rank in range(3):
         with fake_group(3, rank), torch.no_grad(), rotation("alltoall", False):
@@ -151,7 +151,8 @@ def test_ranks_with_different_graphs_write_the_same_plan() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_a_collective_between_attention_and_exchange() -> None:
-    """The exchange must not pass the other collective: another rank might lack this attention."""
+    """The exchange must not move before the other collective. A rank whose graph lacks this attention leaves the
+    exchange in place, so the ranks would call the two collectives in different orders."""
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = OP(q, k, v)[0]
@@ -166,7 +167,7 @@ def test_a_collective_between_attention_and_exchange() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_an_opaque_op_between_attention_and_exchange() -> None:
-    """Catches an exchange that passes an op which may issue a collective of the same group inside."""
+    """Catches an exchange that moves before an op that may itself issue a collective of the same group."""
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = OP(q, k, v)[0]
@@ -206,8 +207,8 @@ def test_an_exchange_that_waits_for_itself_is_no_site() -> None:
 
 
 def test_auto_chooses_alike_for_causal_and_whole_blocks() -> None:
-    """Rank 0 of a causal ring has only a causal block, the others also have whole blocks. At this rate of the link, the
-    work of a whole block pays, and that of a causal block does not."""
+    """Rank 0 of a causal ring has only a causal block. The other ranks also have whole blocks. At these rates, an early
+    start pays beside a whole block, but not beside a causal block. The ranks must choose the same."""
     plans = set()
     for rank in range(3):
         with fake_group(3, rank), torch.no_grad(), rotation("alltoall", False):
@@ -234,7 +235,8 @@ def test_the_ring_leaves_these_exchanges_as_written() -> None:
 
 @pytest.mark.parametrize(("own", "status"), [(1024, "overlapped"), (2, "kept")])
 def test_the_planner(own: int, status: str) -> None:
-    """The exchange of a long sequence is worth hiding. The fixed cost of a short one stays."""
+    """With a long sequence, the attention hides much of the exchange. With a short sequence, the attention takes too
+    little time for this."""
     with fake_group(2), torch.no_grad(), rotation("alltoall", False):
         given = [torch.randn(2, 4, own, 16) for _ in range(3)]
         report = report_of(torch_ring, *given, schedule="auto", machine=SLOW)

@@ -80,7 +80,7 @@ def test_auto_guards_a_symbolic_number_of_tokens_where_the_choice_changes() -> N
 
 @pytest.mark.parametrize("mode", ["on", "strict"])
 def test_forced_and_off(mode: str) -> None:
-    """``on`` rewrites a stretch that does not pay. ``off`` does not even describe it."""
+    """``on`` rewrites a stretch even if the rewrite does not pay. ``off`` does not even describe the stretch."""
     with fake_group(2):
         forced, off = stretch(8), stretch(8)
         before = off.text()

@@ -263,7 +263,7 @@ def test_a_gathers_matmul_stays_with_its_gather_if_the_sum_is_an_add() -> None:
 
 
 def test_a_gathers_matmul_stays_with_its_gather_if_the_reduction_begins_earlier() -> None:
-    """A sum of all-reduces is one site. The finder meets it at the first all-reduce, before it meets the gather."""
+    """A sum of all-reduces is one site. The finder meets this site at its first all-reduce, before the gather."""
     with fake_group(2):
         made = HandGraph()
         first = made.reduce(made.mm(made.input(8, 6), made.input(6, 6, name="a")))

@@ -164,8 +164,8 @@ def test_a_site_that_a_schedule_does_not_support_is_refused_with_a_reason(
 def test_auto_takes_groups_of_waves_if_peers_are_out_of_reach(
     monkeypatch: pytest.MonkeyPatch, pattern: str, schedule: str
 ) -> None:
-    """``auto`` must not choose the ring, which was slower than the plain graph in measurements. There are no groups of
-    waves for a gather, so a gather is kept."""
+    """``auto`` must not choose the ring, which was slower than the plain graph in measurements. Schedule
+    ``wave_groups`` does not compute gathers, so a gather is kept."""
     monkeypatch.setattr(
         symmetric, "why_no_symmetric_memory", lambda ranks, device: "this GPU cannot reach the memory of GPUs (1,)"
     )

@@ -49,7 +49,7 @@ def test_spelling_o_backward_of_a_row_wise_layer() -> None:
 
 
 def test_backward_of_a_column_wise_layer() -> None:
-    """Forward has a gather. Backward scatters the gradient."""
+    """The forward gathers its input, and the backward scatters the gradient."""
     with fake_group(2):
         x, w = x2().requires_grad_(), weight().requires_grad_()
         forward, backward = reports_of(lambda x, w: (GatherTokens.apply(x) @ w).relu(), x, w)

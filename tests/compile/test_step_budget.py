@@ -175,7 +175,7 @@ def test_ranks_of_which_one_refuses_a_site_do_not_agree() -> None:
 
 @pytest.mark.parametrize("budget", [220, 4000])
 def test_a_site_without_a_looping_op_gets_its_budget_first(budget: int) -> None:
-    """If sites that can become looping ops took the budget first, this site would be refused."""
+    """If sites that can become looping ops took the budget first, the site that cannot become one would be refused."""
     with fake_group(4):
         made = HandGraph()
         outs = [

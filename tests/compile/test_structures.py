@@ -129,8 +129,8 @@ def test_sum_of_matmuls_into_one_scatter() -> None:
 
 
 def test_two_all_reduces_added_are_one() -> None:
-    """All-reduces are linear, so their sum is reduced once. If one term is also used elsewhere,
-    each all-reduce stays a site of its own."""
+    """All-reduces are linear, so one all-reduce of a sum can replace a sum of all-reduces. If one term is also used
+    elsewhere, each all-reduce stays a site of its own."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return all_reduce(x @ w, "sum", world()) + all_reduce(x @ v, "sum", world())
@@ -165,7 +165,7 @@ def test_two_all_reduces_added_are_one() -> None:
 
 
 def test_all_reduces_of_other_kinds_are_not_merged() -> None:
-    """A sum and an average that are added to each other stay two sites."""
+    """An all-reduce that sums and an all-reduce that averages stay two sites, although their results are added."""
     report = traced(
         lambda x, w, v: all_reduce(x @ w, "sum", world()) + all_reduce(x @ v, "avg", world()), (4, 16), (16, 8), (16, 8)
     )
@@ -213,8 +213,8 @@ def test_ops_that_commute_before_a_reduction_are_part_of_the_site() -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_softmax_between_is_a_near_miss(dim: int) -> None:
     """A softmax over the rows of all ranks cannot be computed on pieces, and the report must not say ``no_matmul``. A
-    softmax over columns treats each row by itself, so it is checked only before an all-reduce. There it is a near
-    miss, because a softmax of partial sums is not linear."""
+    softmax over columns treats each row by itself, so after a gather it is part of a site. Before an all-reduce it is a
+    near miss, because a softmax is not linear and cannot be applied to partial sums."""
     after = traced(lambda x, w: torch.softmax(all_gather(x, 0, world()), dim) @ w, (4, 16), (16, 8))
     before = traced(lambda x, w: all_reduce(torch.softmax(x @ w, dim), "sum", world()), (4, 16), (16, 8))
     for report in (after, before)[dim:]:
@@ -262,7 +262,7 @@ def test_parameters_are_distinguished_from_activations(trained: bool) -> None:
 
 
 def test_operand_behind_another_collective() -> None:
-    """With full activation checkpointing, backward gathers the gradient, then recomputes the operand of wgrad from
+    """With full activation checkpointing, the backward gathers the gradient, then recomputes the operand of wgrad from
     another gather, and then uses both. If such sites were refused, a third of the backward sites would be lost."""
     with fake_group(2):
         made = HandGraph()

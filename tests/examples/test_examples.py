@@ -79,7 +79,8 @@ def _as_torchrun_does(rank: int, world_size: int, path: str, environment: dict[s
     return printed.getvalue()
 
 
-# (``tests/models/test_hugging_face.py`` trains Llama, too. It interprets the graphs, which takes less time.)
+# (``make test`` does not train Llama here: ``tests/models/test_hugging_face.py`` trains it in less time, because it
+# interprets the graphs.)
 @pytest.mark.parametrize(
     "path",
     [

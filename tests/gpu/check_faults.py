@@ -67,7 +67,8 @@ class Expected:
 
 
 def expected(late: float) -> dict[str, Expected]:
-    """The expected outcomes by scenario. (If all ranks have the same patience, any of them may time out first.)"""
+    """The expected outcomes by scenario. (In ``uneven`` and ``uneven_replays``, only rank 0 has a short patience. In
+    the other scenarios, any rank that waits may time out first.)"""
     return {
         "well": Expected(0, 0, None, 0.0),
         "killed": Expected(KILLED, 1, WAITED, probed=True),
@@ -163,7 +164,7 @@ def judge(job: Job, want: Expected, statuses: list[int | None], seconds: float) 
         problems.append(f"after {took:.1f} s, expected {want.after:.1f} to {want.after + SLACK_SECONDS:.1f}")
     for rank in range(1, job.ranks) if want.others_told else ():
         error, after = str(job.said(rank).get("error", "")), float(job.said(rank).get("seconds", seconds))
-        # (A late rank gets its error only when it makes its call.)
+        # (In ``uneven``, the last rank gets its error when it makes its late call. ``SLACK_SECONDS`` covers the delay.)
         if re.search((want.others_told or "").format(last=last), error) is None or after > want.after + SLACK_SECONDS:
             problems.append(
                 f"the error of rank {rank} is {error[-600:]!r} after {after:.1f} s, expected {want.others_told!r}"

@@ -43,11 +43,11 @@ from tests.support.ring_cases import as_tuple
 
 FACTOR = 17
 """The factor by which the sizes of ``cases`` are multiplied. A shard then has 24 * 17 rows. The sizes are multiples of
-8, but not of a tile."""
+8, but not of a tile's size."""
 MEASURED = ("host", "kernels", "epilogue us", "weights us", "exchange us")
 """Checks whose row is a measurement. Three of them also contain assertions. ``kernels`` asserts that a site has no more
 kernels than max-autotune needs. ``weights us`` asserts that one launch for all weights gives nearly
-the results of one launch for the widest weight and vendor matmuls for the others. ``exchange us`` asserts that the
+the same results as a launch for the widest weight and vendor matmuls for the others. ``exchange us`` asserts that the
 results of each schedule are close to those of ``keep``."""
 
 
@@ -138,8 +138,8 @@ PATTERNS_OF = {
     "chunked": (*ALL_PATTERNS, *EXCHANGES),
     "fused": (*ALL_PATTERNS, *EXCHANGES),
 }
-"""The patterns of schedules. A schedule that is not listed here has the patterns of ``ALL_PATTERNS``. A contraction has
-an op of its own, so it counts as a pattern here."""
+"""The patterns of schedules. A schedule that is not listed here has the patterns of ``ALL_PATTERNS``. A site with a
+contraction has pattern ``all_to_all_matmul``, but it has an op of its own, so it counts as a pattern here."""
 
 
 def patterns_of(

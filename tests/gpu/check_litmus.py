@@ -11,9 +11,9 @@ two blocks of one GPU do the same. Rank 0 prints one JSON row per way. The exit 
 on which the kernels rely, or if a wait timed out. It is also 1 if the time-out that is provoked at the end is not
 recorded as it should be. Results: ``bench/results/litmus.jsonl``.
 
-Ranks that share a GPU take turns on it, milliseconds at a time. There are far fewer rounds, and the partner's stores
-are seldom in flight. Such a run shows that every way runs and signals, and that the orderings hold on one GPU. Only a
-run on two GPUs can show that an ordering is needed.
+Ranks that share a GPU take turns on it, milliseconds at a time. So they run far fewer rounds, and a rank seldom reads
+while its partner's stores are in flight. Such a run shows that every way runs and signals, and that the orderings hold
+on one GPU. Only a run on two GPUs can show that an ordering is needed.
 """
 
 from __future__ import annotations
@@ -350,8 +350,8 @@ class Litmus:
         read_rounds[(BLOCKS,)](*arguments, way, ROWS, COLUMNS, num_warps=4)
 
     def run(self, writer: str, reader: str, rounds: int) -> dict[str, Any]:
-        # Load every kernel before any kernel waits. A kernel is loaded at its first launch, and loading waits for the
-        # device. So a later load would wait for a kernel that waits.
+        # Load every kernel before any kernel waits. A kernel is loaded at its first launch, and loading waits until the
+        # device is idle. If a kernel already waits on the device, a load would wait for the end of that wait.
         for amount in (0, rounds):
             dist.barrier()
             torch.cuda.synchronize()

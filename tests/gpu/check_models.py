@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the model tests with NCCL. Also checks which kernels Inductor generates for a chunk. Prints how long transfers
-ran at the same time as matmuls. Each rank has a GPU.
+"""Runs the model tests with NCCL. Also checks which kernels Inductor generates for the steps of a ring. Prints how long
+transfers ran at the same time as matmuls. Each rank has a GPU.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_models
 """
@@ -27,8 +27,8 @@ from tests.support import hugging_face_problems
 
 
 def kernels(rank: int, world_size: int) -> list[str]:
-    """With Triton templates, the matmul, the bias and the activation of a chunk run in one kernel. No other kernel
-    computes anything."""
+    """With Triton templates, the matmul, the bias and the activation of a ring's step run in one kernel. No other
+    kernel computes anything."""
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()

@@ -45,7 +45,8 @@ ROW_SECONDS = 60.0
 PATIENCE_NS = 15_000_000_000
 """Timeout of a receive. It is shorter than the time limit of a row, so that a receive that times out is reported."""
 CHOSEN = (("fused", "sm_push"), ("chunked", "copy_engine"), ("small_message", "one_shot"))
-"""``(schedule, way)``. Of the schedule's patterns, the first one that has this way is checked."""
+"""``(schedule, way)``, as in ``stress_variants.Variant``. Of the schedule's patterns, the first one that has this way
+is checked."""
 
 
 class Place:
@@ -66,7 +67,7 @@ class Place:
         self.flag = symmetric.allocate(1, torch.int32, device(), dist.group.WORLD)
         self.faults = FaultRecord.of("check_order", range(dist.get_world_size()), device())
         self.chance, self.counts = random.Random(rank), list[torch.Tensor]()
-        # Load every kernel before any kernel waits.
+        # Load every kernel before any kernel waits, because a load waits until the device is idle.
         wait_for[(1,)](self.flag.local, 0, self.faults.stop, PATIENCE_NS, num_warps=1)
         give[(1,)](self.flag.local, 0, num_warps=1)
         torch.cuda.synchronize()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks torch's context parallelism: ranks pass keys and values on over NCCL while they attend to the block they hold.
-The results are compared with fp64. Each rank has a GPU. ``--bench`` also times it with and without overlap.
+"""Checks torch's context parallelism: NCCL moves keys and values between ranks while each rank attends to the block
+that it holds. The results are compared with fp64. Each rank has a GPU. ``--bench`` also times attention with and
+without overlap.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_rotated_attention --bench
 
@@ -40,7 +41,8 @@ BACKENDS = {
 }
 METHODS = ("alltoall", "allgather")
 OWN = 128
-"""Tokens of a rank. Balanced ranks attend to halves, and memory-efficient attention pads queries to multiples of 32."""
+"""Tokens of a rank. Ranks with balanced load also attend with half of their queries. Memory-efficient attention pads
+queries to a multiple of 32, and half of ``OWN`` is such a multiple."""
 
 
 def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -49,7 +51,8 @@ def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> to
 
 @contextmanager
 def sharded(whole: list[torch.Tensor], method: str, causal: bool, backend: str) -> Iterator[list[torch.Tensor]]:
-    """This rank's shards of ``whole``, in torch's context parallelism. Causal ranks are balanced."""
+    """This rank's shards of ``whole``, in torch's context parallelism. If ``causal``, the load of the ranks is
+    balanced."""
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     buffers = [x.clone() for x in whole]
     with rotation(method, causal), context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):

@@ -18,7 +18,7 @@ and later results must be bitwise equal to the first. Set environment variables 
 Comparing runs. A row of scenario ``lazy`` has a digest of the bits of the variant's first results on all ranks. Two
 runs must give the same digest if the number of ranks, the GPUs and the versions of the libraries are the same.
 (``chunked`` and ``small_message`` use the vendor's matmuls, and ``wave_groups`` uses the sums of NCCL. Another version
-may compute other bits.)
+of these libraries may compute other bits.)
 
 More ranks than GPUs. ``torchrun --nproc-per-node 8 -m tests.gpu.check_stress --ranks-share-gpus`` runs 8 ranks on
 fewer GPUs, to check the arithmetic on rank numbers and the protocol between ranks. Processes take turns on a GPU, so a

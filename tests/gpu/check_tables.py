@@ -5,7 +5,8 @@ Each check prints one JSON row.
     torchrun --nproc-per-node N -m tests.gpu.check_tables [--calls 2000] [--replays 500] [--only stress graphs]
     torchrun --nproc-per-node 1 -m tests.gpu.check_tables --wrong-index     # a device-side assert must fail the script
 
-``results``: every kind of lookup against fp64, and bitwise against torch's own lookups if samples have no weights.
+``results``: the results of every kind of lookup are close to fp64. If samples have no weights, the results are also
+bitwise equal to those of torch's own lookups.
 ``trained``: gradients of a DLRM's tables are close to those of the plain program. ``stress``: calls with late
 ranks. ``graphs``: replays of captured graphs between eager calls, with new indices at new addresses.
 """
@@ -115,8 +116,8 @@ def _sites(world_size: int) -> list[Repeated]:
 
 
 def wrong_index() -> None:
-    """Look up an index that is out of range. CUDA's device-side assert must raise the error, as without overlap, so
-    this function does not return normally."""
+    """Look up an index that is out of range. As without overlap, CUDA's device-side assert must raise an error. So this
+    function does not return normally."""
     site = LookupSite(LookupCase(2, 64, 64, 3, HEIGHT), device())
     from overlap_inductor.lowerings.fused.table_calls import Lookups
     from overlap_inductor.lowerings.fused.table_calls import look_up

@@ -33,9 +33,9 @@ TIMEOUT_SECONDS = 6.0
 GRACE_SECONDS = 3.0
 PATIENT_SECONDS = 60.0
 CALLS = 3
-"""Calls before the fault, in which all ranks take part."""
+"""The number of calls before the fault. All ranks take part in these calls."""
 SHAPE = Shape(tokens=384, few=48, inner=1024, columns=512)
-"""The token counts are multiples of 2, 3, 4, 6 and 8."""
+"""The token counts can be divided among 2, 3, 4, 6 or 8 ranks."""
 NAME = "faulty"
 
 
@@ -167,7 +167,7 @@ class Rank:
 
     def uneven(self) -> None:
         """The last rank makes its call after rank 0's wait has timed out, and before the waits of the other ranks
-        would time out. No rank may get a wrong result, and all ranks must get the error at once."""
+        would time out. No rank may get a wrong result, and the next call of every rank must raise the error."""
         self.site.calls(CALLS - 1)
         dist.barrier()
         start = time.monotonic()
@@ -309,8 +309,8 @@ def main(
         probe(folder)
         return 0
     start_rank(rank, world_size, folder, share == "share")
-    # In scenario ``late``, the wait must not time out before the late rank's call. In scenario ``aborted``, it must not
-    # time out before the abort.
+    # In scenario ``late``, no wait may time out before the late rank's call. In scenario ``aborted``, no wait may time
+    # out before the abort.
     patience = {"late": float(late) + 15, "aborted": PATIENT_SECONDS, "well": PATIENT_SECONDS}.get(
         scenario, TIMEOUT_SECONDS
     )

@@ -99,9 +99,9 @@ def kernels(call: Callable[[], Any]) -> list[str]:
 
 
 def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    """The names of the kernels that a fused site runs. For comparison, the names of the kernels that max-autotune's
-    Triton templates need on one GPU for the same matmul and pointwise ops. (Rank 0 compiles the templates while the
-    other ranks wait.)"""
+    """The names of the kernels that a fused site runs. For comparison, rank 0 also returns the names of the kernels
+    that max-autotune's Triton templates need for the same matmul and pointwise ops. (Rank 0 compiles the templates
+    while the other ranks wait.)"""
     found = {}
     for name, (function, plain, inputs, _) in _sites(world_size, 1024, 1024, 1024).items():
         if name not in ("gather, bias, silu", "scatter, scaled, residual"):

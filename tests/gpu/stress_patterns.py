@@ -32,8 +32,8 @@ Drawn = Callable[[int], torch.Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a call in a group of ``ranks`` ranks. ``tokens`` is a multiple of ``ranks``. What ``inner`` and
-    ``columns`` are is said by each pattern's ``left`` and ``right``."""
+    """Sizes of a call in a group of ``ranks`` ranks. ``tokens`` is a multiple of ``ranks``. Each pattern's ``left`` and
+    ``right`` say what ``inner`` and ``columns`` are."""
 
     ranks: int
     tokens: int
@@ -56,15 +56,15 @@ class Pattern(ABC):
         return sizes.inner, sizes.columns
 
     def planned_rows(self, sizes: Sizes) -> int:
-        """The rows of a shard for which the site's workspace is planned."""
+        """The number of rows in a shard, as the planner counts them when it plans the site's workspace."""
         return -(-self.left(sizes)[0] // sizes.ranks)
 
     @abstractmethod
     def run(
         self, op: Any, chain: torch.Tensor, a: torch.Tensor, b: torch.Tensor, used: bool, settings: str, *where: str
     ) -> torch.Tensor:
-        """Call ``op``. ``used``: the result also has the matmul's left operand behind its own columns, if this operand
-        is what the ranks received. ``where``: the names of the group and of the site."""
+        """Call ``op``. ``used``: if the ranks exchange before the matmul, the result also has what the rank received,
+        behind the columns of the product. ``where``: the names of the group and of the site."""
 
     @abstractmethod
     def exact(self, lefts: Sequence[torch.Tensor], right: Drawn, rank: int, used: bool) -> torch.Tensor:

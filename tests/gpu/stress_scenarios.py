@@ -105,7 +105,7 @@ def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
     ranks load their kernels while their peers wait. (This must be the first scenario of a process, because later no
     kernel is left to load. An earlier run on the machine must have compiled the kernels, because compiling takes longer
     than the delay.)"""
-    # Make the workspace and load the kernels that draw inputs before the barrier. So nothing synchronises the ranks
+    # Before the barrier, make the workspace, and load the kernels that draw inputs. So nothing synchronises the ranks
     # after the barrier.
     stress.made(variant, "world")
     torch.cuda.synchronize()
@@ -165,8 +165,8 @@ def stream(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 def given_back(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
     """Two sites. Between their calls, each rank repeatedly returns memory to the GPU and allocates other sizes. A
-    tensor may then get the address of an earlier tensor, in another allocation. CUDA refuses to launch a graph whose
-    copies used the earlier allocation."""
+    tensor may then have the same address as an earlier tensor, but lie in a new allocation. If the copies of a CUDA
+    graph used the old allocation, CUDA refuses to launch the graph."""
     a, b = stress.sites(variant)
     chance, held = random.Random(2000 + stress.rank), []
 
@@ -261,8 +261,8 @@ SCENARIOS: dict[str, tuple[Scenario, int]] = {
 
 
 def applies(scenario: str, variant: Variant, share_gpus: bool) -> bool:
-    """Whether a scenario applies to a variant. NCCL refuses two ranks on one GPU. ``wave_groups`` sums in the order of
-    a group's collective, so its bits may differ between groups."""
+    """Whether a scenario applies to a variant. NCCL refuses two ranks on one GPU. In ``wave_groups``, NCCL chooses the
+    order of the sums, so the bits may differ between groups."""
     if share_gpus and (scenario == "beside_nccl" or variant.schedule == "wave_groups"):
         return False
     return scenario != "determinism" or variant.schedule != "wave_groups"

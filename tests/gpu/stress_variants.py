@@ -14,7 +14,8 @@ from overlap_inductor.lowerings.fused import parameters as fused_plan
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 SENT, RECEIVED, CONTRACTED = "matmul_all_to_all", "all_to_all_matmul", "contracted_all_to_all_matmul"
-"""The patterns with an all-to-all. A contraction has an op of its own, so it counts as a pattern here."""
+"""The patterns with an all-to-all. A site with a contraction has pattern ``RECEIVED``, but it has an op of its own, so
+it counts as a pattern here."""
 PATTERNS = (GATHER, SCATTER, REDUCE, SENT, RECEIVED, CONTRACTED)
 BANDED = {"parts": 2, "parts_from": 0}
 """Schedule ``fused`` cuts each shard into two bands, whatever its size."""
@@ -85,8 +86,8 @@ def _fused() -> list[Variant]:
 
 
 def _chunked() -> list[Variant]:
-    """A transport's name is a way in which each shard is sent in chunks. In the way ``in turn``, copies of whole shards
-    take turns. The schedule chooses the number of chunks."""
+    """In a way with the name of a transport, this transport sends each shard in chunks. In the way ``in turn``, copies
+    of whole shards take turns, and the schedule chooses the number of chunks."""
     ways: dict[str, dict[str, Any]] = {
         "copy_engine": {"transport": "copy_engine", "chunks": 3},
         "sm_push": {"transport": "sm_push", "chunks": 3},

@@ -4,7 +4,7 @@ schedule whose kernels wait for peers.
 
 No rank may return a wrong number: after the fault, each number must be right or NaN. Each rank must get an error. On
 the other ranks, the error names the rank that gave up or aborted. If a rank gave up, all errors say what that rank
-waited for. In its next call, the rank that gave up must store nothing at its peers. In all later calls, it must set no
+waited for. In its next call, the rank that gave up must store nothing at its peers. From that call on, it must set no
 flag for which a peer waits. This holds even if the host does not check for errors between calls, as in replays of a
 CUDA graph. (Copy engines store and set flags all the same. But they set each flag to a number for which no rank
 waits.)"""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares each op of an epilogue with the op of torch, and compares fused kernels that have epilogues with fp64. Ranks
-are processes that share memory, and kernels run in Triton's interpreter."""
+"""Compares each op of an epilogue with torch's op. Compares the results of fused kernels that have epilogues with fp64.
+Ranks are processes that share memory, and kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 

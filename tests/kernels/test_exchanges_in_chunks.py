@@ -110,7 +110,7 @@ def _rank(
 
 
 def _expected(case: Case, a: torch.Tensor, b: torch.Tensor, rank: int) -> torch.Tensor:
-    """What ``rank`` gets, computed in fp64. ``a``: left operands of all ranks, ``b``: right ones, transposed."""
+    """What ``rank`` gets, computed in fp64. ``a``: left operands of all ranks. ``b``: right operands, transposed."""
     biases = [case.bias * w[:, 0].double() for w in b]
     if case.pattern == CONTRACTED:
         joined = torch.cat([sent.chunk(len(a))[rank] for sent in a], 1)

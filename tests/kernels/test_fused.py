@@ -187,8 +187,8 @@ def test_a_peer_that_never_comes(pattern: str, what: str, slices: int, pushers: 
 
 @pytest.mark.parametrize("pattern", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_nothing_is_written_without_a_credit(pattern: str) -> None:
-    """A peer is still in its previous call, so it has not given the credit that permits writes into its workspace. The
-    workspace must not be written, even if this rank has already got all signals for which its call waits."""
+    """A peer is still in its previous call, so it has not given the credit that permits writes into its workspace. This
+    rank must not write there, even if it has already got all signals for which its call waits."""
     workspace = SharedWorkspace.of(2, 20_000, 4)
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)

@@ -171,7 +171,7 @@ def _check_received(case: Case, a: torch.Tensor, launch: Any) -> torch.Tensor:
 
 
 def _expected(case: Case, a: torch.Tensor, b: torch.Tensor, rank: int) -> torch.Tensor:
-    """What ``rank`` gets, computed in fp64. ``a``: left operands of all ranks, ``b``: right ones, transposed."""
+    """What ``rank`` gets, computed in fp64. ``a``: left operands of all ranks. ``b``: right operands, transposed."""
     biases = [case.bias * w[:, 0].double() for w in b]
     if case.pattern == CONTRACTED:
         left = torch.cat([sent.chunk(len(a))[rank] for sent in a], dim=1)

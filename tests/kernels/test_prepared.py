@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PreparedKernel`` passes a launch's tensors to the kernel parameters that were named for them (in the
-interpreter)."""
+"""``PreparedKernel`` takes the tensors of a launch in a given order of names. It must pass each tensor to the kernel's
+parameter of that name. (The kernel runs in Triton's interpreter.)"""
 
 from __future__ import annotations
 

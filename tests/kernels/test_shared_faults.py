@@ -60,8 +60,7 @@ def _tiles_come_late(rank: int, world_size: int, folder: str, reached: bool, sca
 
         wave_groups.Call.multiply = held  # type: ignore[method-assign]
     for value in (2, 3):
-        # In the second call, the count already includes the late tiles of the first call, which ends the wait too
-        # early.
+        # In the second call, the count already includes the late tiles of the first call, so the wait ends too early.
         assert call(value).isnan().all(), "tiles that were never written are returned as valid"
         if rank == 0:
             multiply(late[0][0], *late[0][1])

@@ -65,7 +65,7 @@ def test_data_is_there_when_its_signal_is() -> None:
 
 
 def test_flags_may_wrap_around() -> None:
-    """A counter may pass 2**31, because a wait compares differences of counters."""
+    """A counter may pass 2**31, because a wait looks only at the difference between the counter and the target."""
     assert _two_ranks(2**31 - 20).tolist() == [0, 0]
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the kernel that looks up tables and sends the results on processes that share memory, in Triton's
-interpreter."""
+"""Tests the kernel that looks up tables and sends the results. Ranks are processes that share memory, and the kernel
+runs in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -184,8 +184,9 @@ def test_plain_rows_keep_the_sign_of_zero() -> None:
 
 
 def test_facts_that_were_not_copied_are_copied_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the copy of a call's facts fails, the next call must copy its own facts, even if both calls have the same
-    facts. Otherwise the next call would read addresses of another batch."""
+    """A call copies its facts, for example the tables' addresses, to the device if they have changed since the last
+    copy. If this copy fails, the next call must copy the facts again. Otherwise the next call would read the facts of
+    an older call."""
     launch = SharedWorkspace.of(2, *Case().need).launch(0)
     _on_device([1, 2], launch)
 

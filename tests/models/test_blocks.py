@@ -14,9 +14,9 @@ from tests.support.gloo_ranks import run_ranks
 
 REPEATED = ("none", "full", "selective, matmuls only")
 """Kinds of checkpointing with which ``test_block`` runs the hand-written block in thorough tests only. Without
-checkpointing, this block has the same sites as the DTensor block. Kind ``selective`` is
-not in this list, so the block also runs with it in quick tests, and repeats two gathers in the backward. The other two
-kinds add little: they repeat these gathers and one scatter."""
+checkpointing (``none``), this block has the same sites as the DTensor block. Quick tests run this block with kind
+``selective``, which repeats two gathers in the backward. ``full`` and ``selective, matmuls only`` add little: they
+repeat these gathers and one scatter."""
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def _check(
     tolerance = 1e-4 if dtype == torch.float32 else 6e-2
     sizes = {name: [6] for name in names or cases(world_size, 4) if name not in refused}
     if not fields and world_size == 2 and not generated:
-        # Cases with shards of one row take as much time as other cases. So they run in one setting only, and only for a
-        # sample of the cases.
+        # A run with shards of one row takes as much time as a run with larger shards. So shards of one row run in one
+        # setting only, and only for a sample of the cases.
         sizes = {name: [6, 1] if name in SAMPLE else [6] for name in sizes}
     for size in (6, 1):
         for batch in batches(name for name in sizes if size in sizes[name]):

@@ -108,7 +108,8 @@ def _compared(rank: int, world_size: int, part: slice) -> list[str]:
         text = f"{layer.__name__} {mask} {dtype} {sizes} {direction}"
         if _statuses(reports) != [(PATTERN, "overlapped")]:
             problems.append(f"{text}: {_statuses(reports)}")
-        # The output of each piece is rounded to the dtype, and so is the merged output.
+        # The output of each piece is rounded to the dtype, and so is the merged output. So the error may be twice that
+        # of the layer without overlap.
         if not error <= 2 * plain + 8 * torch.finfo(dtype).eps:
             problems.append(f"{text}: error {error}, without overlap {plain}")
     return problems

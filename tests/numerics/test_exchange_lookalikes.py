@@ -47,7 +47,7 @@ def _computed_tables_of_two_dtypes(rank: int) -> Program:
 
 
 def _slices_of_half_rows(rank: int) -> Program:
-    """Three rows are divided among two ranks after they were flattened."""
+    """Three rows are flattened, and then divided among two ranks."""
     return _lookups(lambda parts: torch.cat(parts, 1).view(-1), 3, torch.float32, torch.float32)
 
 
@@ -136,8 +136,8 @@ CASES: dict[str, tuple[Callable[[int], Program], dict[str, Any], set[str]]] = {
 
 
 def _outcomes(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
-    """For each case: the largest error, and a set that holds ``overlapped`` if a site is overlapped, and the codes of
-    all reasons."""
+    """For each case: the largest error, and a set. The set holds the codes of all reasons. It also holds ``overlapped``
+    if a site is overlapped."""
     compile_anew()
     found = {}
     for name in names:

@@ -27,9 +27,9 @@ TINY = "--layers 1 --hidden 64 --ffn 128 --heads 4 --kv-heads 4 --vocabulary 64 
 
 
 def _worker(rank: int, world_size: int, settings: str, folder: str, compare_all: bool) -> str:
-    """What ``python -m bench.layers_worker`` prints on this rank. The matmuls and transfers that are
-    timed run in ATen and gloo, so no C++ kernel is built. With ``compare_all``, every variant counts as right, and only
-    the variant without collectives is compiled. The others are eager PyTorch."""
+    """What ``python -m bench.layers_worker`` prints on this rank. No C++ kernel is built: the test checks the times of
+    matmuls and transfers, which run in ATen and gloo. With ``compare_all``, every variant counts as right, and only the
+    variant without collectives is compiled. The others are eager PyTorch."""
     compile_anew(kernels=False)
     if compare_all:
         made = layer_variants.variants
@@ -70,8 +70,8 @@ def test_variants_are_compared_and_timed(phase: str, only: list[str], tmp_path: 
     assert all(any(": ring" in site for site in row["sites"]) for row in ring)
     assert bool(ring) == any(name.startswith("ring") for name in only)
     assert all(row["error"] < 1e-5 for row in rows if row["variant"] != LOCAL)
-    # The bench counts the plain program's collectives in the graph of a variant with overlap that the sequence-parallel
-    # rewrite has not changed.
+    # The bench takes the plain program's collectives from the row of another variant, which must overlap without the
+    # sequence-parallel rewrite.
     uncounted = [LOCAL, PLAIN] if all("sequence_parallel on" in name for name in only) else [LOCAL]
     assert all(row["collectives"] for row in rows if row["variant"] not in uncounted)
     assert all(row["median_ms"] >= row["fastest_ms"] > 0 for row in rows)

@@ -24,7 +24,7 @@ from tests.support.interpreted import interpreted
 
 
 class ReduceForward(torch.autograd.Function):
-    """All-reduces in forward, and returns the gradient unchanged in backward (plain tensor parallelism)."""
+    """``forward`` sums over the ranks. ``backward`` returns the gradient unchanged (plain tensor parallelism)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

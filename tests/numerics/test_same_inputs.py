@@ -60,7 +60,7 @@ def _calls(rank: int, world_size: int, schedule: str, differ: bool) -> dict[str,
 @pytest.mark.parametrize("schedule", ["ring", "auto"])
 def test_all_ranks_run_the_plain_program(schedule: str) -> None:
     """With ``auto``, no site of this small graph is overlapped. But the sequence-parallel rewrite has changed the
-    graph. With the weights that differ, the rewritten graph would give other results, so it must not run."""
+    graph. Because the weights differ, the rewritten graph would give other results, so it must not run."""
     for result in run_ranks(2, _calls, schedule, True):
         assert result["worst"] < 1e-4 and result["status"] == ["rewritten"], result
         assert bool(result["overlapped"]) == (schedule == "ring")

@@ -50,7 +50,8 @@ EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     "autocast": (6, 6, 10, set()),
     "each layer compiled": (4, 4, 6, set()),
     "checkpointing, odd": (6, 6, 13, set()),
-    # The saved results of matmuls are partial sums. So the forward's scatters, which read them, cannot be overlapped.
+    # The forward saves the results of matmuls, which are partial sums. An overlapped scatter never holds its whole
+    # partial sum. So the forward's scatters cannot be overlapped.
     "selective checkpointing": (6, 6, 9, set()),
     "DTensor": (4, 4, 6, set()),
     # One graph serves numbers of tokens that are multiples of the number of ranks. Another graph serves all other

@@ -15,10 +15,10 @@ ENVIRONMENT = {
     "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE": "0",
 }
 """For Inductor: no pool of processes that compile Triton kernels for a GPU. Each pool imports torch once more. C++
-kernels use no vector instructions, so each takes a quarter less time to build. (The package reads and writes no C++.)
-Inductor does not ask which vector instructions the C++ compiler knows. Asking would take a second in each process. With
-an empty cache folder, the process would also build a library for each kind of vector instructions, which would take
-some seconds.
+kernels use no vector instructions, so each takes a quarter less time to build. (The package reads and writes no C++, so
+no test needs vector instructions.) Inductor does not ask which vector instructions the C++ compiler knows. Asking would
+take a second in each process. With an empty cache folder, the process would also build a library for each kind of
+vector instructions, which would take some seconds.
 For Dynamo: no garbage collection after each compile.
 """
 

@@ -44,8 +44,8 @@ INDUCTOR = ("tests.support.first_compile",)
 
 
 class ForkBase:
-    """A process that has imported ``modules``, from which programs are forked. ``more``: modules that a fork of this
-    process imports before programs are forked from it."""
+    """A process that has imported ``modules``. Programs are forked from this process. If ``more`` names further
+    modules, a fork of this process imports them, and programs are forked from that fork."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         self.more: tuple[str, ...] = ()
@@ -69,8 +69,8 @@ class ForkBase:
         return base
 
     def run(self, *arguments: str, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Like ``python ARGUMENTS``, where the arguments start with ``-c CODE``, ``-m MODULE`` or a script. The base
-        starts Python, so ``PYTHON*`` variables other than ``PYTHONPATH`` have no effect."""
+        """Like ``python ARGUMENTS``, where the arguments start with ``-c CODE``, ``-m MODULE`` or a script. Python
+        has already started in the base. So ``PYTHON*`` variables in ``env`` have no effect, except ``PYTHONPATH``."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
             program = {"arguments": arguments, "env": env, "cwd": str(cwd or os.getcwd()), "folder": folder}

@@ -31,7 +31,7 @@ sys.stderr.write(err)
 sys.exit(status)
 """
 COMMANDS: dict[str, list[str]] = {"python": [], "overlap-inductor": ["-m", "overlap_inductor"]}
-"""The arguments of Python that each command begins with."""
+"""The arguments that each command passes to Python before its own arguments."""
 
 
 class ForkCommands:

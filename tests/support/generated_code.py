@@ -38,8 +38,8 @@ EVENTS = {
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """For tests that read generated code and no values. Inductor generates code anew. C++ kernels do nothing and are
-    not built, because a build takes a second."""
+    """For tests that read generated code and no values. Inductor's caches are off. C++ kernels are not built, because a
+    build takes a second. The generated code calls functions that do nothing instead."""
     from torch._inductor.async_compile import AsyncCompile
 
     unbuilt = mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *given: lambda *arguments: None)
@@ -52,8 +52,8 @@ class _NotRunError(Exception):
 
 
 def code_of(fn: Callable[..., Any], *arguments: Any) -> str:
-    """The code that Inductor generates for ``fn``, which must compile to one graph. The code is not run. A fake group's
-    collectives and kernels that are not built would leave arbitrary values in buffers, and an op may refuse such
+    """The code that Inductor generates for ``fn``, which must compile to one graph. The code is not run. Kernels that
+    are not built, and the collectives of a fake group, would leave arbitrary values in buffers. An op may refuse such
     values."""
     from torch._inductor.graph import GraphLowering
     from torch._inductor.output_code import CompiledFxGraph

@@ -25,7 +25,7 @@ PRELOADED = [
     "hypothesis",
     "tests.support.warm_ranks",
 ]
-"""Modules that the parent process imports before ranks are forked from it. It skips modules that are not installed."""
+"""Modules that the fork server imports before it forks ranks. It skips modules that are not installed."""
 PRELOADED_MODELS = [
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
@@ -33,8 +33,8 @@ PRELOADED_MODELS = [
     "transformers.integrations.tensor_parallel",
     "accelerate",
 ]
-"""Further modules that are imported if this process has imported ``transformers``, because some of this process's tests
-then run models."""
+"""Modules that the fork server imports, too, if the process that starts the ranks has imported ``transformers``. In
+that case, some ranks run models."""
 
 
 def compile_anew(kernels: bool = True) -> None:

@@ -10,7 +10,7 @@ from overlap_inductor.report.report import OverlapReport
 
 def waste(report: OverlapReport) -> list[str]:
     """The problems of a rewritten graph. Each matmul whose result is not used is a problem. If all sites are
-    overlapped, it is also a problem if the graph has more collectives than near misses."""
+    overlapped, more collectives than near misses are a problem, too."""
     lines = {line.split(":")[0].split(" = ")[0]: line for line in report.after.splitlines() if " = " in line}
     wanted: set[str] = set()
     pending = [

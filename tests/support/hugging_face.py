@@ -45,7 +45,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, one layer": ("Phi3", {"num_hidden_layers": 1}),
     # LayerNorms, parallel attention and MLP, learned biases.
     "gpt_neox, one layer": ("GPTNeoX", {"num_hidden_layers": 1}),
-    # The vocabulary is not a multiple of 2 or 3. In the second of these models, the ffn is not a multiple of 3.
+    # In the next two models, the vocabulary is not a multiple of 2 or 3. In the second one, the ffn is not a multiple
+    # of 3 either.
     "llama, odd vocabulary": ("Llama", {"vocab_size": 101, "num_hidden_layers": 1}),
     "llama, odd vocabulary, ffn of 50": (
         "Llama",

@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "odd": {**_VOCABULARY, **_FFN},
     "odd vocabulary": _VOCABULARY,
 }
-"""``odd`` sizes are primes: neither 2 nor 3 ranks divide them. See ``_heads`` for the number of heads."""
+"""``odd`` sizes are primes, so they are not multiples of 2 or 3. See ``_heads`` for the number of heads."""
 
 
 def families() -> list[str]:
@@ -63,8 +63,8 @@ def _heads(variant: str, world_size: int) -> dict[str, int]:
 
 
 def _config(kind: Any, sizes: dict[str, Any]) -> Any:
-    """A configuration with ``sizes``. A size is set only if the configuration has a field of its name. If the
-    configuration contains a separate configuration of the language model, the sizes are also set there."""
+    """A configuration of class ``kind`` with those ``sizes`` for which the class has a field. If the configuration
+    contains a separate configuration of the language model, the sizes are also set there."""
 
     def known(config: Any) -> dict[str, Any]:
         return {name: value for name, value in sizes.items() if hasattr(config, name)}
@@ -99,8 +99,8 @@ def row_of(
     generated: bool,
     fields: dict[str, Any],
 ) -> dict[str, Any]:
-    """One rank's row of the sweep's table. The logits are compared and, if ``trains``, the gradients of all parameters.
-    ``fields`` are fields of ``OverlapConfig``."""
+    """One rank's row of the sweep's table. The logits and, if ``trains``, the gradients of all parameters are compared
+    between eager, compiled without overlap, and compiled with overlap. ``fields`` are fields of ``OverlapConfig``."""
 
     def build() -> Callable[[Any], dict[str, torch.Tensor]]:
         model = _load(rank, world_size, family, folder, variant)

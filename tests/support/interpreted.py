@@ -82,7 +82,7 @@ def _call_of(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def _read_last(nodes: list[torch.fx.Node]) -> list[list[torch.fx.Node]]:
-    """For each node, those nodes among the node itself and its inputs whose values no later node reads."""
+    """For each node: the node itself and its inputs, except those whose values a later node reads."""
     seen: set[torch.fx.Node] = set()
     found: list[list[torch.fx.Node]] = []
     for node in reversed(nodes):
@@ -131,8 +131,8 @@ def _number(function: Callable[..., Any]) -> Callable[..., int]:
 
 
 def _bind_symbols(gm: torch.fx.GraphModule) -> None:
-    """Replace each symbolic size in the arguments by a node that computes it. Inductor can print a symbol into its
-    code, but a node that runs by itself needs a number."""
+    """Replace each symbolic size in the nodes' arguments by a node that computes the size. Inductor can print a symbol
+    into its code, but a node that runs by itself needs a number."""
     import sympy
 
     symbols = {

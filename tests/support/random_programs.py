@@ -55,7 +55,8 @@ class Program:
     anything: ClassVar[list[str]] = ANYTHING
     """Names of the steps to draw from by default."""
     behind: ClassVar[dict[str, list[str]]] = BEHIND
-    """Names of the steps to draw from after a line that holds the key. The first key that the line holds counts."""
+    """Most steps after a line that holds a key are drawn from the key's names. If a line holds several keys, the first
+    key of the dict counts."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)

@@ -181,7 +181,7 @@ def _dtensor() -> Computation:
 
 
 def _dynamic(*lengths: int) -> Computation:
-    """One call after the other, with each number of tokens in ``lengths``."""
+    """One call for each number of tokens in ``lengths``."""
 
     def computation(backend: Any) -> dict[str, torch.Tensor]:
         model = Layers(2)

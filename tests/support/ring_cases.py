@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small functions with one or two sites each, for groups of any size. The collectives are all-gathers before or after
-matmuls, reduce-scatters and all-reduces. The cases cut different dims of a matmul."""
+"""Small functions with one or two sites each, for groups of any size. The collectives are reduce-scatters, all-reduces,
+and all-gathers before or after matmuls. The cases cut different dims of a matmul."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def evened(x: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
 
 
 def cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """``name: (function, input shapes, number of sites that must be overlapped)``. ``size``: the rows of a shard."""
+    """``name: (function, input shapes, number of sites that must be overlapped)``. A shard has ``size`` rows."""
     g = dist.group.WORLD
     w, s = world_size, size
     return {

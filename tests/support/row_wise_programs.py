@@ -55,7 +55,7 @@ def trained_norm(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor, v: torch.Ten
     return ScatterTokens.apply(hidden @ v, 1, world())
 
 
-# name: (function, world size -> shapes of its inputs, (pattern, "kind role" of each matmul in alphabetical order))
+# name: (function, world size -> shapes of the function's inputs, (pattern, the "kind role" of each matmul, sorted))
 # A role is the matmul's dim that is cut: M, N, K, or B for a batch.
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expected]] = {
     "rms norm": (lambda x, g, w: rms(gather(x), g) @ w, lambda n: [(4, 16), (16,), (16, 6)], (GATHER, ["mm M"])),

@@ -18,7 +18,7 @@ FP8, FP8_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 Input = tuple[str, tuple[int, ...]]
 """``(kind, shape)`` of an input. Kinds: ``fp8`` (e4m3), ``fp8 wide`` (e5m2), ``scale`` (fp32) and ``bias`` (bf16)."""
 LARGEST = 448.0
-"""The largest number of ``FP8``."""
+"""The largest number that ``FP8`` can represent."""
 
 
 def multiply(

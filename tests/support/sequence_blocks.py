@@ -15,8 +15,8 @@ from tests.support.spellings import world
 
 Make = Callable[[int], tuple[torch.Tensor, ...]]
 H, OWN, VOCABULARY, HEADS = 16, 8, 32, 2
-"""``H``: the hidden size. ``OWN``: the features that a rank has in a column-wise layer. ``VOCABULARY``: the size of the
-vocabulary. ``HEADS``: the heads of a rank."""
+"""``H``: the hidden size. ``OWN``: the number of features that a rank has in a column-wise layer. ``VOCABULARY``: the
+size of the vocabulary. ``HEADS``: the number of a rank's heads."""
 
 
 class ReduceForward(torch.autograd.Function):

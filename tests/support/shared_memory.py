@@ -20,8 +20,8 @@ SMALL = {**SMALL_TILES, "pieces": 2, "pushers": 1, "parts": 2}
 
 
 def use_shared_memory(folder: str) -> None:
-    """For the rest of the process, give its groups symmetric memory in files of ``folder``, and give fused kernels
-    small tiles."""
+    """For the rest of the process, all groups get symmetric memory in files of ``folder``, and fused kernels get small
+    tiles."""
     count = itertools.count()
 
     def allocate(
@@ -50,6 +50,6 @@ def use_shared_memory(folder: str) -> None:
 
     symmetric.allocate = allocate
     symmetric.why_no_symmetric_memory = reachable
-    # (The smallest tile here is 16 rows of 8 elements of two bytes. On GPUs, it has 128 rows.)
+    # (The smallest tile here is 16 rows of 8 elements of two bytes. On GPUs, the smallest tile has 128 rows.)
     arena.TILE_BYTES = 256
     fused_plan.TUNED = dict.fromkeys(fused_plan.TUNED, SMALL)

@@ -40,7 +40,8 @@ def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[torch.Tensor]]) -> R
 
 
 def _symbols(node: fx.Node, value: Any) -> dict[Any, int]:
-    """The symbols that are a size of the placeholder ``node``, with their values."""
+    """Reads the numbers of symbols from ``value``, the value of the placeholder ``node``. If ``value`` is a tensor, the
+    symbols are sizes of the tensor. Otherwise ``node`` itself is a symbol."""
     fake = node.meta["val"]
     if not isinstance(fake, torch.Tensor):
         return {fake.node.expr: value}

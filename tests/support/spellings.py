@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways in which frameworks spell a matmul beside a collective: functions, with inputs for any number of ranks.
 
-Each spelling has a letter, which tests and golden files name. (O has no entry in ``SPELLINGS``. ``ring_cases`` has it:
-``dgrad and wgrad on one gather``.) The graphs below are what the pass reads, in Inductor's post-grad graph. ``gather``,
-``scatter`` and ``reduce`` are the collectives ``all_gather_into_tensor``, ``reduce_scatter_tensor`` and ``all_reduce``.
-``[view]`` is a reshape that may be there, and ``W`` is the number of ranks.
+Each spelling has a letter, which tests and golden files name. (Three letters have no entry in ``SPELLINGS``. K and L
+are in ``exchange_spellings``. O is the case ``dgrad and wgrad on one gather`` of ``ring_cases``.) The graphs below are
+what the pass reads in Inductor's post-grad graph. ``gather``, ``scatter`` and ``reduce`` are the collectives
+``all_gather_into_tensor``, ``reduce_scatter_tensor`` and ``all_reduce``. ``[view]`` is a reshape that may be there, and
+``W`` is the number of ranks.
 
 A. Gather on dim 0, as functional collectives and DTensor write it if tokens are the first dim. ::
 
@@ -54,11 +55,11 @@ K. The change of a DTensor from ``Shard(i)`` to ``Shard(j)``. DTensor has an ope
 
        mm -> _dtensor.shard_dim_alltoall(y, i, j)
 
-L. All-to-all, before or after a matmul: experts and context parallelism (K and L: ``exchange_spellings``). ::
+L. All-to-all, before or after a matmul: experts and context parallelism. ::
 
        all_to_all_single(x, output sizes, input sizes) -> wait -> mm
 
-M. A bias, or sizes that are products of symbols: ``nn.Linear`` with bias; models compiled with ``dynamic=True``. ::
+M. A bias, as in ``nn.Linear``, or sizes that are products of symbols, as in models compiled with ``dynamic=True``. ::
 
        addmm(bias, x, w) -> reduce -> wait        or        mm -> reduce -> wait -> add bias
 

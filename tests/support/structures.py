@@ -106,7 +106,8 @@ def uneven_parts(rows: int) -> tuple[list[int], list[int]]:
     return sizes, sizes
 
 
-# Each name describes the ops around the site. Names with "trained" have a forward and a backward graph.
+# Each name describes the ops around the site. Functions with "trained" in their name have a forward and a backward
+# graph.
 STRUCTURES: dict[str, tuple[Function, tuple[Make, ...]]] = {
     "one gather feeds matmuls of every kind": (of_every_kind, (x2, weight, bias, lambda w: torch.randn(5, 16))),
     "gathered tensor used elsewhere": (used_elsewhere, (x2, weight)),

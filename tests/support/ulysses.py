@@ -42,9 +42,9 @@ class UlyssesAttention(nn.Module):
         plain: attention is written as two matmuls and a softmax.
         norm: how q and k are normed before attention. ``heads``: each head by itself (Flux, Qwen-Image). ``rows``: all
             heads of a token together (Wan). Empty: not at all.
-        rotary: how q and k are rotated by their tokens' places. ``halves``: numbers of the first half of
-            a head with numbers of the second half (Hugging Face). ``pairs``: neighbouring numbers (Flux). Empty: not at
-            all.
+        rotary: how q and k are rotated by their tokens' places. Two numbers of a head are rotated together. ``halves``:
+            one is in the head's first half, one in the second half (Hugging Face). ``pairs``: the two are neighbours
+            (Flux). Empty: q and k are not rotated.
     """
 
     def __init__(

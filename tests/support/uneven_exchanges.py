@@ -47,6 +47,7 @@ LAYERS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def layer(name: str, counts: Any, *inputs: torch.Tensor) -> torch.Tensor:
-    """Layer ``name`` with an exchange of ``counts``: a tensor, or the lists ``(sent, received)``."""
+    """The result of layer ``name``. ``counts``: the tensor that ``by_counts`` takes, or the lists ``(sent, received)``
+    that ``by_sizes`` takes."""
     exchange = by_counts(counts) if isinstance(counts, torch.Tensor) else by_sizes(*counts)
     return LAYERS[name](exchange, *inputs)

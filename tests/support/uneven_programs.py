@@ -53,7 +53,7 @@ class UnevenProgram(Program):
         )
 
     def _joined(self, x: str, shape: Shape, dim: int) -> None:
-        """Add lines that gather ``x``, the ranks' pieces along ``dim``, into a tensor of shape ``shape``."""
+        """Add lines that gather each rank's piece ``x`` along ``dim`` into a tensor of shape ``shape``."""
         own, full = self._piece(shape[dim])
         padded = self._padded(x, len(shape), dim, full - own)
         gathered = self._line(f"all_gather({padded}, {dim}, g)")

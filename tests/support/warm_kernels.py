@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares interpreted kernels in the process that imports this module, for the ranks that are forked from it."""
+"""Prepares interpreted kernels in the process that imports this module. Ranks are forked from this process."""
 
 from __future__ import annotations
 

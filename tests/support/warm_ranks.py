@@ -21,9 +21,9 @@ from tests.support.interpreted import interpreted
 
 
 def compile_once() -> None:
-    """Compile and run a site in a fake group, and a function without a collective by plain Inductor. If torch has no
-    GPU support, run their backwards, too. Then clear counters and reports."""
-    # This process must start no threads, because a forked process does not have them and would wait for them.
+    """Compile and run two functions. The first has a site and runs in a fake group. The second has no collective, and
+    plain Inductor compiles it. Then clear counters and reports."""
+    # This process must start no threads. A forked process would not have these threads, but would wait for them.
     torch.set_num_threads(1)
     tqdm.tqdm.monitor_interval = 0
     # If the graph came from a cache, the one-time work would not be done.
@@ -37,7 +37,6 @@ def compile_once() -> None:
         def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             return (all_gather(x.detach(), 1, group) @ w.repeat(2, 1) + x @ w).relu()
 
-        # If torch has GPU support, a backward starts threads, and no process can be forked afterwards.
         trains = not torch.backends.cuda.is_built()
         for compiled in (torch.compile(layer, backend=backend), torch.compile(lambda x, w: (x @ w).relu() * 2)):
             total = compiled(torch.randn(4, 4, requires_grad=trains), torch.randn(4, 4)).sum()

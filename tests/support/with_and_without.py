@@ -3,7 +3,8 @@
 Compares the results and counts the overlapped sites.
 
 The results with overlap are compared with those of the plain compile. The difference between the plain compile and
-eager PyTorch shows the effect of rounding alone. For example, a gradient near zero may consist of rounding errors only.
+eager PyTorch shows the effect of rounding alone. Results that consist of rounding errors only, for example a gradient
+near zero, cannot be compared.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ Computation = Callable[[Any], Mapping[str, torch.Tensor]]
 """A function that takes a backend of ``torch.compile`` (``"eager"`` compiles nothing) and returns named results."""
 
 LIMIT = 1e-4
-"""The largest error of an fp32 result, relative to the result's largest element. If ten times the rounding error of the
-plain compile is larger, ten times the rounding error is the limit."""
+"""The largest allowed error of an fp32 result, relative to the result's largest element. If ten times the rounding
+error of the plain compile is more than this, ten times the rounding error is allowed."""
 COMPARABLE = 1e-2
 """If a result's rounding error in the plain compile is larger than this, the result counts as rounding errors only."""
 TIMEOUT = 100.0
@@ -50,7 +51,8 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> float:
 def compared(
     build: Callable[[], Computation], generated: bool = False, close: float | None = None, **fields: Any
 ) -> dict[str, Any]:
-    """One rank's row. With ``generated``, Inductor's code runs. Otherwise an interpreter runs the rewritten graphs.
+    """Runs the computation that ``build`` makes. Returns this rank's row: the error of the worst result, and counts of
+    sites and reasons. With ``generated``, Inductor's code runs. Otherwise an interpreter runs the rewritten graphs.
     ``fields`` are fields of ``OverlapConfig``.
 
     With ``close``, the plain compile comes last. It is left out if, on all ranks, the results with overlap differ from
@@ -148,9 +150,9 @@ def _found(reports: Sequence[OverlapReport]) -> dict[str, Any]:
 
 
 def all_reduces(reports: Sequence[OverlapReport]) -> dict[str, Any]:
-    """Counts the all-reduces of all stretches (all-reduces and the token-wise work after them). Returns their number
-    and how many of them the sequence-parallel rewrite replaced. For those that it left, returns a count for each status
-    and reason. A stretch with collectives in the forward and in the backward graph counts once."""
+    """Counts the all-reduces of all stretches (all-reduces and the token-wise work after them). Returns the number of
+    all-reduces, and how many of them the sequence-parallel rewrite replaced. For the others, returns a count for each
+    status and reason. A stretch with collectives in the forward and in the backward graph counts once."""
     stretches = {(r.graph, s.id): s for r in reports for s in r.stretches}.values()
     left: Counter[str] = Counter()
     for stretch in stretches:

@@ -88,7 +88,7 @@ def block() -> OverlapReport:
 
 
 def planned(pattern: str, kind: str, piece: PlanPiece, module: str, status: str = "overlapped") -> SiteReport:
-    """A site of 8 ranks with one piece for all token counts."""
+    """A site of 8 ranks. Its plan has one piece, for all token counts."""
     reduce_op = "sum" if kind in ("all_reduce", "reduce_scatter") else None
     collective = Collective(kind, tuple(range(8)), "0", "bfloat16", "tp", 0, "M", reduce_op, 64 << 20)
     facts = SiteFacts(f"{pattern}-{module}", pattern, module, collective, (Matmul("mm", 4096, 8192, 3584, "bfloat16"),))

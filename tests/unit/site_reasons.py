@@ -130,9 +130,9 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "over an accepted site")
 def _() -> OverlapReport:
-    """The second gather's matmul reads the first site's result. The first site would move down below the second gather,
-    so the second site would have to move down, too. The second site cannot move, because another node reads
-    its gathered tensor earlier."""
+    """The first site's weight is the result of an all-reduce, which must not be moved. So the first site's steps are
+    moved down to the node that reads their result: the matmul of the second gather. The second site's steps would have
+    to come after them. But another node reads the second gathered tensor earlier."""
     made = HandGraph()
     first = made.gather(made.input(4, 16))
     w = made.reduce(weight(made))

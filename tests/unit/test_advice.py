@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every reason code of the package has advice, and no other code has."""
+"""Advice exists for every reason code of the package, and for no other code."""
 
 from __future__ import annotations
 

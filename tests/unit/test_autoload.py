@@ -27,7 +27,6 @@ HEAVY = ("torch._inductor", "torch._dynamo", "triton")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that makes the package look installed if it is on ``PYTHONPATH``."""
     folder = tmp_path_factory.mktemp("site")
     pretend_installed(folder)
     return folder
@@ -81,9 +80,9 @@ def test_switched_off_it_does_nothing(torch_base: ForkBase, installed: Path, var
 
 
 def test_switched_on_it_waits_for_the_config_module(installed: Path) -> None:
-    """The pass is put into the slot as soon as Inductor's config module exists. No heavy module is imported. The
-    programs run in new interpreters. In a fork, ``ForkBase`` does the work of ``import torch``, so a fork cannot show
-    what torch itself imports and calls."""
+    """The pass is put into the slot as soon as Inductor's config module exists. ``autoload`` itself imports no heavy
+    module. The programs run in new interpreters. In a fork, ``ForkBase`` does the work of ``import torch``, so a fork
+    cannot show what torch itself imports and calls."""
     got = value(None, AFTER_IMPORT, installed, OVERLAP_INDUCTOR="1")
     assert got["found"] == ["torch._inductor.config"]
     assert got["left"] == ["torch._inductor.compile_fx"]
@@ -93,7 +92,8 @@ def test_switched_on_it_waits_for_the_config_module(installed: Path) -> None:
 
 @pytest.mark.parametrize(("switch", "bound"), [("0", 0.005), ("1", 0.05)])
 def test_its_cost(torch_base: ForkBase, switch: str, bound: float) -> None:
-    """Switched on, ``autoload`` takes about 2 ms on a quiet machine. Importing Inductor would take two seconds."""
+    """With overlap switched on, ``autoload`` takes about 2 ms on a quiet machine. Importing Inductor would take two
+    seconds."""
     variables = {"OVERLAP_INDUCTOR": switch, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     value(torch_base, COST, **variables)  # compiles the byte code, if there is none
     assert value(torch_base, COST, **variables)["seconds"] < bound

@@ -5,6 +5,7 @@ absent, and an overwritten entry is an error."""
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 
 import pytest
@@ -35,6 +36,33 @@ def test_all_publish_the_same() -> None:
     assert not pages[0].all_publish(1, "plan:1") and not pages[0].all_publish(2, "plan:0")
     pages[1].publish(1, "plan:0!")
     assert not pages[0].all_publish(1, "plan:0") and pages[0].published(1, 1) == "plan:0!"
+
+
+def test_soon_waits_for_a_rank_that_is_late() -> None:
+    """The wait is longer than ``_SPIN``, so ranks whose hosts are out of step do not take the slow way."""
+    _, pages = _pages(2)
+    pages[0].publish(1, "plan:0")
+    late = threading.Timer(25 * call_board._SPIN, lambda: pages[1].publish(1, "plan:0"))
+    late.start()
+    assert call_board.soon(pages[0], 1, "plan:0")
+    late.join()
+
+
+@pytest.mark.parametrize("call, text", [(1, "plan:1"), (1 + CALLS, "plan:0")], ids=["another value", "far ahead"])
+def test_soon_does_not_wait_for_a_rank_that_differs(call: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_board, "_SOON", 30.0)
+    begun = time.monotonic()
+    _, pages = _pages(2)
+    pages[0].publish(1, "plan:0")
+    pages[1].publish(call, text)
+    assert not call_board.soon(pages[0], 1, "plan:0")
+    assert time.monotonic() - begun < 15.0
+
+
+def test_soon_ends_without_the_other_rank() -> None:
+    _, pages = _pages(2)
+    pages[0].publish(1, "plan:0")
+    assert not call_board.soon(pages[0], 1, "plan:0")
 
 
 def test_calls_and_rounds_do_not_touch_each_other() -> None:

@@ -55,7 +55,8 @@ def test_gathered_chunks_hold_the_shards_that_have_arrived(peers: int) -> None:
         for number, size in enumerate(sizes):
             before = sum(sizes[:number])
             last = before + size == peers
-            # A chunk waits at most for the one shard in transit. Rows that have arrived are multiplied at once.
+            # A chunk of several shards holds exactly the shards that have arrived when it begins. A chunk of one shard
+            # may have to wait for its shard.
             begins = 1 + before - chunk_sizes.LATE
             assert size == 1 or (before + size) * ratio <= begins + 1e-9
             assert last or size == 1 or (before + size + 1) * ratio > begins - 1e-9
@@ -77,4 +78,4 @@ def test_llama3_70b_on_8_and_4_gpus() -> None:
         chunk_sizes.transfer_ratio(2, 1, 3584)
         == 2 * chunk_sizes.transfer_ratio(2, 2, 3584)
         == 2 * chunk_sizes.transfer_ratio(1, 1, 3584)
-    ), "fp8 multiplies twice as fast, and an fp8 shard has half the bytes"
+    ), "fp8 multiplies twice as fast as bf16, and an fp8 shard has half the bytes"

@@ -310,7 +310,7 @@ def test_chunks_of_short_matmuls_are_taken_where_they_gained(pattern: str, hidde
         )
 
 
-# One rank of a group of 4 or 8, mirrored on 2 H200s (bench/results/mirrored.jsonl).
+# One rank of a group of 4 or 8. ``bench.mirrored`` played this rank on 2 H200s (bench/results/mirrored.jsonl).
 # {(pattern, world size): {tokens: (fused, chunked)}} in microseconds.
 LARGER_GROUPS = {
     ("all_gather_matmul", 4): {

@@ -48,8 +48,8 @@ def test_pictures_were_drawn_from_the_rows(path: Path) -> None:
 
 
 def test_pictures_of_the_pages_are_pictures() -> None:
-    """Catches an image file that no browser can show, for example one that holds
-    only the path to which a symbolic link pointed."""
+    """Catches an image file that no browser can show, for example a file that holds only the path to which a symbolic
+    link pointed."""
     found = {
         (path.parent / name).resolve()
         for path in (make_docs.README, *pages.pages())
@@ -153,8 +153,8 @@ def test_only_the_part_is_replaced() -> None:
 @pytest.mark.parametrize("picture", range(len(PICTURES)))
 def test_drawings_are_possible(picture: int) -> None:
     """Catches a drawing in which work starts before its inputs are ready, two boxes of one lane overlap, or a part of
-    the matmul is missing. Also catches a drawing with overlap
-    that is not faster, or that does not expose less, than the plain drawing."""
+    the matmul is missing. Also catches a schedule whose drawing does not end earlier, or does not expose less, than the
+    plain drawing."""
     plain, overlapped = (make() for make in PICTURES[picture])
     for timeline in (plain, overlapped):
         for box in timeline.boxes:
@@ -223,5 +223,5 @@ def test_another_version_of_torch_is_not_a_difference() -> None:
 
 
 def test_readme_is_short() -> None:
-    """README has at most 180 lines. What does not fit belongs to a page of ``docs``."""
+    """README has at most 180 lines. What does not fit belongs on a page of ``docs``."""
     assert len(make_docs.README.read_text().splitlines()) <= 180

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process group has one state of each kind and device. After the group is destroyed, its states are dropped when the
-next state of any kind is made. The next group of the same name gets new states."""
+"""A process group has one state for each kind of state and each device. After the group is destroyed, its states are
+dropped when the next state of any kind is made. The next group of the same name gets new states."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares layouts with numpy: a layout must place each element where reshape, transpose and cat place it in an
-array."""
+array. Each dim of a layout is a list of *atoms* (``sites.layouts``). The rank atom counts the ranks."""
 
 from __future__ import annotations
 

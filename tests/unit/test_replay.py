@@ -49,8 +49,7 @@ def several_queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 class Noted:
     """A fake launch. ``done`` records each action: ``start`` if the host launched the call, ``graph`` if a graph was
-    launched, and ``abort`` if the group was aborted.
-    ``failing``: numbers of the graph launches that fail."""
+    launched, and ``abort`` if the group was aborted. ``failing``: numbers of the graph launches that fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, graphs: bool = True, device: str = "cuda") -> None:
         self.done: list[str] = []
@@ -98,8 +97,8 @@ def test_the_second_call_with_the_same_tensors_is_a_graph(monkeypatch: pytest.Mo
 
 
 def test_a_copy_from_another_allocation_at_the_same_address_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the program freed the memory (``torch.cuda.empty_cache``) and allocated it again, CUDA refuses to launch the
-    old graph. So the old graph is dropped, and a new one is captured."""
+    """If the program freed a copied tensor's memory (``torch.cuda.empty_cache``) and allocated it again, CUDA refuses
+    to launch the old graph. So the old graph is dropped, and a new one is captured."""
     noted, a, b = Noted(monkeypatch), torch.zeros(4, 4), torch.zeros(4)
     for number in range(3):
         noted.allocations[a.data_ptr()] = number

@@ -24,7 +24,7 @@ convert = torch.ops.prims.convert_element_type.default
 Op = Callable[[TokenGraph, fx.Node], fx.Node]
 
 HELD: dict[str, Op] = {
-    # Elementwise ops and what they broadcast.
+    # Elementwise ops, with and without broadcasting.
     "one input": lambda g, x: g.op("relu.default", x),
     "a number": lambda g, x: g.op("mul.Tensor", x, 2.5),
     "a tensor without dims": lambda g, x: g.op("mul.Tensor", x, g.same()),
@@ -128,8 +128,8 @@ REFUSED: dict[str, tuple[str, Op]] = {
     "matmul": ("not computed row by row", lambda g, x: g.mm(g.view(x, B * S, H), g.shard(H, 5))),
 }
 NOT_RUN = {"in place", "random numbers", "random numbers in this shape", "dropout", "index"}
-"""Cases whose values are not compared, because they are random, because the op writes in place, or because it needs
-special inputs."""
+"""Cases whose values are not compared, because the values are random, the op writes in place, or the op needs special
+inputs."""
 
 
 SUMS: dict[str, tuple[Op, str]] = {
@@ -194,8 +194,8 @@ def test_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", SUMS)
 def test_sum_over_tokens(name: str) -> None:
-    """With uneven rows, a rank's rows may reach beyond the last token. A sum leaves out the rows beyond the last
-    token. A maximum or minimum is rewritten only if the tokens divide evenly."""
+    """With uneven rows, some rows of the last ranks may lie beyond the last token. A sum leaves these rows out. A
+    maximum or minimum is rewritten only if the tokens divide evenly."""
     op, reduce_op = SUMS[name]
     for world_size in (2, 3):
         with fake_group(world_size):

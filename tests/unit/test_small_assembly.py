@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assembles the small-message kernels for Hopper on a machine without a GPU. The tests check that accesses are wide,
-and that a barrier separates signals from the accesses that they order."""
+and that a barrier stands between each signal and the accesses that the signal orders."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_accesses_are_wide_and_signals_are_in_order(
     assert set(loads) <= {"v4.b32", "cg.v4.b32", "b64", "u64", "u32", "b32", "cg.b32"} and loads.count("b32") == 1, (
         loads
     )
-    # The abort word is read at most once at the start of the call and once after each wait.
+    # The abort word is read at most once at the start of the call, and at most once after each wait.
     assert loads.count("cg.b32") <= 1 + legs, loads
     assert "ld.volatile" not in text
     events = [

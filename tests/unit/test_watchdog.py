@@ -47,8 +47,8 @@ class Scene:
         self.dog.watch(self.faults, lambda: self.alive, lambda: self.in_flight)
 
     def give_up(self, rank: int = 0, stamp: int = 0) -> None:
-        """Leave the record of a kernel that gave up on rank ``rank``. The kernel waited for call 8 of the group's
-        second rank."""
+        """Leave the record of a kernel that ran on rank ``rank`` and gave up its wait. The kernel waited for call 8 of
+        the group's second rank."""
         record = self.faults.board.record(rank)
         record[1:5] = torch.tensor([WAIT_KINDS * self.site + WAIT_PART, 1, 8, 7])
         record[6:] = torch.tensor([stamp]).view(torch.int32)
@@ -85,8 +85,9 @@ def test_a_fault_is_logged_once_and_ends_the_process_after_the_grace_period(capl
 
 
 def test_the_rank_that_gave_up_first_is_named_and_waits_here_are_stopped(caplog: pytest.LogCaptureFixture) -> None:
-    """The abort of the rank that gave up first may not reach this GPU. For example, the GPUs may have no peer access,
-    or the wait that timed out may have been a wait of that rank's host. So the watchdog stops the waits of this GPU."""
+    """The rank that gave up first cannot always abort the waits of this GPU. For example, the GPUs may have no peer
+    access, or the wait that timed out may have been a wait of that rank's host. So the watchdog stops the waits of this
+    GPU."""
     scene = Scene()
     scene.give_up(0, stamp=7)
     scene.give_up(2, stamp=6)
@@ -255,7 +256,7 @@ watchdog.watch(Faults(), lambda: alive[0], lambda: in_flight[0])
 
 
 def _run(rest: str, before: str = "", told: bool = False, grace: float = 60.0) -> tuple[int, str]:
-    """``(exit status, standard output and standard error)`` of a program after a fault."""
+    """``(exit status, text)`` of a program after a fault. The text is the standard output, then the standard error."""
     program = PROGRAM.format(rest=rest, before=before, told=told, grace=grace)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout + done.stderr

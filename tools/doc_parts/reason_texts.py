@@ -22,20 +22,21 @@ GROUPS: dict[str, dict[str, str]] = {
             " are left as written, those with the largest requests first, until the others fit."
         ),
         "too_many_steps": (
-            "The unrolled steps exceed `OVERLAP_INDUCTOR_STEP_NODE_BUDGET`, and no looping op computes this site."
-            " Looping ops compute no batched or scaled matmuls. The only pointwise op that they compute between matmul"
-            " and collective is one cast. After a gather, they compute no pointwise op whose result is also read"
-            " elsewhere. Some looping ops compute no bias, or not every layout."
+            "The unrolled steps would add more nodes to the graph than `OVERLAP_INDUCTOR_STEP_NODE_BUDGET` allows, and"
+            " no looping op computes this site. Looping ops compute no batched or scaled matmuls. Between a matmul that"
+            " is not grouped and a later collective, they compute only sums, biases and one cast. Between a gather and"
+            " a later matmul, an op must read no other tensor, must not widen the dtype, and must have no reader"
+            " outside the site. Some looping ops compute no bias, or not every layout."
         ),
         "moving_pass": (
-            "An option of Inductor moves nodes after this pass: it buckets collectives (`bucket_all_gathers_fx`, ...)"
-            " or schedules overlap itself (`enable_overlap_scheduling`). Rings then run as looping ops, and no looping"
-            " op computes this site."
+            "An option of Inductor moves nodes after this pass. The option buckets collectives"
+            " (`bucket_all_gathers_fx`, ...), or lets Inductor schedule the overlap (`enable_overlap_scheduling`)."
+            " Rings then run as looping ops, and no looping op computes this site."
         ),
         "world_size_one": "The group has one rank: nothing is moved.",
         "few_tokens": (
-            "A stretch has fewer tokens than ranks. Or it has so few tokens that the reduce-scatters and all-gathers of"
-            " the sequence-parallel rewrite would cost more than the all-reduces."
+            "The stretch has fewer tokens than the group has ranks. Or the stretch has so few tokens that the"
+            " reduce-scatters and all-gathers of the sequence-parallel rewrite would cost more than the all-reduces."
         ),
         "uneven_tokens": (
             "The number of tokens is symbolic, and in this graph it is not a multiple of the number of ranks. Token"
@@ -51,10 +52,11 @@ GROUPS: dict[str, dict[str, str]] = {
         "no_wait": "The collective has no wait, or has more than one. Or its result is used without a wait.",
         "grouped_matmul": (
             "The matmul beside the collective is grouped, as in a mixture of experts. A grouped matmul is cut in two"
-            " cases. Before a reduction, it is cut into blocks of tokens. One index must then stand before the"
-            " reduction and bring the rows back to the tokens, and only pointwise ops may stand between the matmul and"
-            " this index. Between two all-to-alls, it is cut by ranks. Each row must then be computed by itself, and"
-            " the second all-to-all must return the rows to the ranks from which the first all-to-all brought them."
+            " cases only. Before a reduction, it is cut into blocks of tokens. One index must then stand before the"
+            " reduction and bring the rows back into the order of the tokens. Only pointwise ops may stand between the"
+            " matmul and this index. Between two all-to-alls, the matmul is cut by ranks. Each row must then be"
+            " computed by itself, and the second all-to-all must return the rows to the ranks from which the first"
+            " all-to-all brought them."
         ),
         "fsdp_weight_gather": "The collective gathers a weight (FSDP), and a setting of Inductor hides this gather.",
     },
@@ -89,8 +91,8 @@ GROUPS: dict[str, dict[str, str]] = {
             " pattern needs two collectives, and one of them already belongs to another site."
         ),
         "hoist": (
-            "The operands of the site must be computed before its steps. To do so, the pass would have to move a node"
-            " that must stay, or an accepted site stands in the way."
+            "The site's operands must be computed before the site's steps. But a node that would have to be moved for"
+            " this must stay where it is, or an accepted site stands in the way."
         ),
         "mutation": "A tensor that the site reads is written in place between the site's nodes.",
         "stream_boundary": "The site's nodes stand on different CUDA streams.",
@@ -102,8 +104,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "uneven_splits": (
             "The parts that an all-to-all sends are not known to have equal sizes. Each row that is sent or received"
             " must then be one row of a matmul. Between a matmul and a later all-to-all, only views, casts and sums may"
-            " stand. Between an all-to-all and a later matmul, only views may stand. Or an exchange of shard dims is"
-            " uneven."
+            " stand. Between an all-to-all and a later matmul, only views may stand. Or a DTensor changes its shard dim"
+            " (`shard_dim_alltoall`), and the new shard dim's size is not a multiple of the number of ranks."
         ),
         "not_divisible": "The number of rows of a reduce-scatter is not a multiple of the number of ranks.",
         "dynamic_shape": (

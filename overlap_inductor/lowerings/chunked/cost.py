@@ -36,10 +36,12 @@ class ChunkedCost:
         replay_seconds: host time of a replayed call, which is one CUDA graph.
         band_tiles: fewest tiles of a band, if bands are multiplied as they arrive (``contracted_launch``). It is the
             number of SMs of an H200.
-        replay_gain_seconds / replay_gain_peer_seconds: smallest gain for which a replayed call pays. Each leg needs a
-            fixed gain, or a gain for each peer if the gains of all peers are more. Late peers may cost this much time.
-        replay_tiles: a replayed call is considered if it has at least this many tiles for each rank. A smaller chunk
-            leaves most of the GPU idle and takes as long as a larger one.
+        replay_gain_seconds / replay_gain_peer_seconds: a replayed call pays only if it gains at least the larger of two
+            times in each leg: ``replay_gain_seconds``, and ``replay_gain_peer_seconds`` times the number of peers. Late
+            peers may cost this much time.
+        replay_tiles: a replayed call is considered if it has at least this many tiles for each rank, or at least
+            ``Machine.least_tiles`` tiles in all. A smaller chunk leaves most of the GPU idle and takes as long as a
+            larger one.
     """
 
     exposed: tuple[float, float, float, float] = (0.12, 0.1, 0.36, 0.25)
@@ -71,9 +73,14 @@ def _copy_beside_seconds(sizes: SiteSizes, machine: Machine, matmul: float) -> f
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of vendor matmuls on chunks while transfers run. Four terms are added. Two are the longer of matmul and
-    transfer, and an exposed fraction of the shorter one. The others are the exposed part of the copy, and a fixed cost
-    for each leg. If an all-to-all comes after the matmuls, what it delivers is copied when nothing else runs."""
+    """Seconds of vendor matmuls on chunks while transfers run. The terms of the sum are:
+
+    - the time of the matmul or of the transfers, whichever is longer
+    - an exposed fraction of the shorter of the two
+    - the exposed part of the copy of the gathered tensor
+    - the whole copy of what an all-to-all after the matmuls delivers, because nothing else runs during this copy
+    - a fixed cost for each leg
+    """
     if sizes.contracted:
         return _contracted_seconds(sizes, machine)
     matmul = matmul_seconds(sizes, machine)

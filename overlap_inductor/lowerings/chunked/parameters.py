@@ -40,7 +40,8 @@ they are sent."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
 """Limits for the bands of an all-reduce if the size of a call decides their number. ``BAND_BYTES`` is the size of the
 smallest band, in bytes for each peer, with up to 4 ranks. With more ranks, this size grows in proportion.
-``MOST_BANDS`` is the largest number of bands. (8 H200s: of bands of 4 to 32 MiB, those of 16 MiB were the fastest.)"""
+``MOST_BANDS`` is the largest number of bands, also for ``fitted_bands``. (8 H200s: of bands of 4 to 32 MiB, those of 16
+MiB were the fastest.)"""
 CONTRACTED = 8
 """A slice of a contracted dim must be a multiple of this many elements, so that rows are whole 16-byte words."""
 
@@ -160,8 +161,8 @@ def fitted(
             # (Rows that are sent early also come back early, because the second leg follows the first. So the largest
             # chunk is first.)
             sizes = tuple(sorted(sizes, reverse=True)) if len(sizes) > 1 else even_sizes(world_size - 1, 2)
-            # With several bands the smallest chunk is first. The previous band is summed after a band's first matmul,
-            # and only the last transfer of the last band is exposed.
+            # With several bands, the smallest chunk is first, because the previous band is summed after the matmul of
+            # this chunk. The largest chunk may then be last: only the last transfer of the last band is exposed.
             sizes = sizes if bands == 1 else sizes[::-1]
     if sizes and sum(sizes) != world_size - 1:
         raise UnsupportedError(f"chunks of {list(sizes)} shards do not add up to the shards of {world_size - 1} peers")
@@ -258,7 +259,8 @@ def needed(
     if pattern == "matmul_all_reduce":
         signals = result_signals(world_size, parameters) + (parameters.bands or MOST_BANDS)
         return 2 * world_size * rows * columns * itemsize, signals
-    # (A matmul that contracts the exchanged dim has a flag for each band. Any other matmul has a flag for each part.)
+    # (A call whose matmuls contract the exchanged dim has a flag for each band. Any other call has a flag for each
+    # part.)
     bands = parameters.bands or MOST_BANDS if pattern == "all_to_all_matmul" else 1
     nbytes = world_size * rows * (inner if pattern in GATHERS else columns) * itemsize
     return nbytes, max(_most_parts(world_size, parameters), bands)

@@ -11,8 +11,8 @@ wrapping around. So the rows that must leave first are multiplied first. The own
 
 Launches. For W ranks and C chunks (in each of B bands) the host launches about ``2 * W + 2 * C + 3`` kernels and copies
 for a scatter with copy engines. For an all-reduce it launches ``B * (4 * W + C + 5)``. If copies take turns, there are
-``W`` or ``2 * B * W`` more. If SMs push, the terms with W are absent. A call that is replayed is one CUDA graph
-(``runtime.replay``).
+``W`` more for a scatter, and ``2 * B * W`` more for an all-reduce. If SMs push, the terms with W are absent. A call
+that is replayed is one CUDA graph (``runtime.replay``).
 """
 
 from __future__ import annotations

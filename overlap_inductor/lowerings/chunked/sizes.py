@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 FEW_CHUNKS = 3
-"""Most chunks if the link is the bottleneck (the smallest chunk last), or if a gathered shard's matmul is too small
-(the smallest chunk first)."""
+"""Largest number of chunks if the link is the bottleneck, or if a gathered shard's matmul is too small. In the first
+case the smallest chunk is last, in the second case it is first."""
 LATE = 0.35
 """Safety margin, in matmuls of one shard. A shard that arrives less than this before a chunk begins is not part of the
 chunk, because a chunk waits for all of its shards. If a single scattered chunk would have less time than this to spare,

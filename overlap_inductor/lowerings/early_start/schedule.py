@@ -43,7 +43,8 @@ overlap = torch.ops.overlap_inductor
 
 
 class EarlyStart:
-    """See ``SiteSchedule``. It cuts nothing and has no transport, so it runs on every backend and at every size."""
+    """See ``SiteSchedule``. This schedule cuts nothing and has no transport, so it runs on every backend and at every
+    size."""
 
     name = "early_start"
     patterns = ("attention_all_to_all", "attention_all_gather")
@@ -68,11 +69,11 @@ class EarlyStart:
         return cost.seconds(sizes_at(site), machine_of(site, config))
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
-        """The order of attention and exchange does not depend on the token count. So the sizes of the example
-        decide."""
+        """One rewritten graph, with one order of attention and exchange, serves all token counts. So the sizes of the
+        example decide."""
         if not has_example(site):
             return Reason("dynamic_shape", "the sizes are only known when the graph runs, so there is no estimate")
-        # On GPUs, it was measured at one size only.
+        # On GPUs, this schedule was measured at one size only.
         margin = MARGIN_UNMEASURED if on_gpu(tools.value(site.collectives[0].input).device) else MARGIN
         return self.forced(site, config) if cost.pays(sizes_at(site), machine_of(site, config), margin) else None
 
@@ -92,7 +93,7 @@ class EarlyStart:
         return ExchangeTerms({}, None, False)
 
     def rewrite(self, emit: StepEmitter, site: DecidedSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
-        """See ``SiteSchedule``. The nodes are not written at the insertion point, but around the attention."""
+        """See ``SiteSchedule``. The nodes are written around the attention, not at the insertion point."""
         nodes = nodes_of(site, HeldNodes)
         graph, attention = emit.graph, nodes.attention.node
         starts = []

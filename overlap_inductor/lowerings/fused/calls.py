@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused`` launches one persistent kernel for each site, on the current stream.
 
-Each function is the host's part of one kernel. At a site's first call with operands of some shapes and strides it
-checks the kernel's requirements, cuts the work into bands and pieces, and prepares the kernel. After that it only
-launches, as one CUDA graph if the call is replayed (``runtime.replay``). It never waits for the device. A launch
+Each function is the host's part of one kernel. A site's first call with operands of some shapes and strides checks the
+kernel's requirements, cuts the work into bands and pieces, and prepares the kernel. Later calls with such operands only
+launch, as one CUDA graph if the call is replayed (``runtime.replay``). No call waits for the device. A launch
 allocates only its result and, in an all-reduce whose shards are not whole tiles, the tensor that blocks send from. In a
-group that was aborted it launches nothing.
+group that was aborted, nothing is launched.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def all_gather_matmuls(
     Args:
         a: this rank's shard, ``[rows, K]``, fp16 or bf16, contiguous and aligned to 16 bytes.
         rhs: 1 to ``MOST_WEIGHTS`` weights ``[K, N]``, all row-major or all transposed (``in_one_launch`` chooses them).
-        biases: ``[N]`` or ``None`` for each.
+        biases: for each weight, ``[N]`` or ``None``.
         keep: the call does not end with the kernel; ``gathered`` may be read on the same stream until ``end``.
 
     Returns:

@@ -41,9 +41,14 @@ COST = FusedCost()
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of one fused kernel: the sum of the longer of matmul and transfer, an exposed fraction of the shorter,
-    and a fixed cost for each leg. If the gathered tensor is used, its copy is added. If an all-to-all comes after the
-    matmul, the copy of what it delivers is added."""
+    """Seconds of one fused kernel. The terms of the sum are:
+
+    - the time of the matmul or of the transfers, whichever is longer
+    - an exposed fraction of the shorter of the two
+    - the copy of the gathered tensor, if that tensor is used
+    - the copy of what an all-to-all after the matmul delivers
+    - a fixed cost for each leg
+    """
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + copy_seconds(sizes, machine)

@@ -118,8 +118,8 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
 }
 """By pattern, the best of the values tried on 2 and 4 H200s (bench/results/fused.jsonl, operators.jsonl). They were
 also tried on 2 H200s that each took the place of one rank of 4 or of 8 (bench/results/mirrored.jsonl). The all-to-alls
-share the kernels of the gather and of the reduce-scatter, and have the same values as these. No other values were tried
-for the all-to-alls."""
+share the kernels of the gather and of the reduce-scatter, and have the values of these two patterns. No other values
+were tried for the all-to-alls."""
 EXCHANGES = ("matmul_all_to_all", "all_to_all_matmul")
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")
 """The patterns whose rows are multiplied after they have arrived."""
@@ -129,8 +129,8 @@ CONTRACTED = 64
 """A slice of a contracted dim must be a multiple of this many elements, because a block of K (``block_k`` elements)
 belongs to one source."""
 MOST_WEIGHTS = 4
-"""Most weights that one launch multiplies a gathered tensor by: q, k, v and a gate. The vendor's matmul takes any
-further weights."""
+"""Largest number of weights by which one launch multiplies a gathered tensor: q, k, v and a gate. The vendor's matmul
+takes any further weights."""
 
 
 def copiers() -> list[PeerCopies]:
@@ -209,7 +209,7 @@ def needed(
     # (A call with fewer rows never needs more. So what the call with the most rows needs is enough for all calls.)
     parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
     if pattern in EXCHANGES:
-        # (If K or columns are cut, a shard has more rows than are given here, so it may have all parts.)
+        # (If an all-to-all cuts K or columns, a shard has more than ``rows`` rows. So it may have all parts.)
         parts = parameters.parts or world_size
     if pattern in GATHERS:
         return world_size * rows * inner * itemsize, parts * parameters.slices

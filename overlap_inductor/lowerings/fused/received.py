@@ -34,7 +34,7 @@ class Received(NamedTuple):
     """A call. All tensors are fp16 or bf16.
 
     Attributes:
-        name: one of ``parameters.GATHERS``, or a name of its own for another kernel.
+        name: one of ``parameters.GATHERS``. The kernel of contractions has a name of its own, ``contraction``.
         a: what is sent: ``own`` itself in an all-gather; ``[world_size * rows, K]``, a shard for each rank, in an
             all-to-all.
         own: the shard ``[rows, K]`` that this rank multiplies itself (``own_shard``).

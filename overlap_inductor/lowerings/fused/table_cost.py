@@ -23,9 +23,13 @@ RANKS = 2
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of one kernel: the sum of the longer of lookups and transfer, an exposed fraction of the shorter, a copy
-    and a fixed cost. The copy moves what the peers have sent out of the workspace. It reads and writes as many bytes as
-    this rank sends.
+    """Seconds of one kernel. The terms of the sum are:
+
+    - the time of the lookups or of the transfer, whichever is longer
+    - an exposed fraction of the shorter of the two
+    - a copy that moves what the peers have sent out of the workspace: it reads and writes as many bytes as this rank
+      sends
+    - a fixed cost
 
     The lookups are limited by memory: ``sizes.memory`` is what they read and write. One kernel serves all tables, so
     the fixed cost of a table's own kernels (``lookup_seconds``) is paid by ``keep`` only.

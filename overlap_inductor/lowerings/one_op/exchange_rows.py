@@ -8,7 +8,7 @@ of each slice would round the sum over the slices after each slice. If the sum w
 slice would read and write the sum in memory, which takes longer than the transfer. So a schedule computes such a matmul
 in another way:
 
-- A Triton kernel adds up the slices in registers (``lowerings.fused.contraction``).
+- A Triton kernel adds up the products of the slices in registers (``lowerings.fused.contraction``).
 - A vendor's matmul reads a band of rows of all slices (``lowerings.chunked.contracted_launch``).
 """
 
@@ -96,8 +96,8 @@ class ReceivedRows(GatherRows):
     """See ``form.RowsForm``. The tensor that is sent has a slice of rows for each rank."""
 
     def served(self, site: OverlapSite) -> OverlapSite:
-        """If the op can compute no matmul whose rows or columns are exchanged: the site with only the matmuls that
-        contract the exchanged dim."""
+        """As ``GatherRows.served``. But if the op can compute no matmul whose rows or columns are exchanged: the site
+        with only the matmuls that contract the exchanged dim."""
         nodes, rows = nodes_of(site, ReceivedNodes), super().served(site)
         if rows is not site or super().loopable(site):
             return rows
@@ -112,7 +112,8 @@ class ReceivedRows(GatherRows):
         return read == {tools.dtype(nodes.source)} and (super().loopable(site) or _all_contract(nodes))
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        """The rows of an operand whose columns are exchanged are not the site's tokens (``SiteNodes.tokens``)."""
+        """False if the operand's columns are exchanged: its rows are then not the site's tokens
+        (``SiteNodes.tokens``)."""
         return not _all_contract(nodes_of(site, ReceivedNodes))
 
     def slice_sizes(self, site: OverlapSite, left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:

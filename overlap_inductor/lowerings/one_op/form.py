@@ -32,8 +32,8 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 class RowsForm(Protocol):
     @property
     def turns(self) -> bool:
-        """Whether the op computes the transposed product if the dim that is cut is N. The dim that is cut is then
-        always the left operand's rows. If false, the op cuts columns."""
+        """Whether the op computes the transposed product if N is the dim that is cut. Then the op always cuts rows of
+        its left operand. If false, the op cuts columns."""
         ...
 
     def served(self, site: OverlapSite) -> OverlapSite:

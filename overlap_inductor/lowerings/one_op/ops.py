@@ -8,7 +8,7 @@ token last. ``settings`` is JSON text of the schedule's parameters.
 An op runs the plain collective and matmul in any of these cases:
 
 - The site has no rows, or fewer rows on all ranks together than the parameter ``min_rows``.
-- It has more rows than its workspace was planned for.
+- The site has more rows than its workspace was planned for.
 - The group had no room for the site's workspace (``runtime.workspace`` logs that).
 
 Rows and workspace are the same on all ranks, so all ranks make the same choice.

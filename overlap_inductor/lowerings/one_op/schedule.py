@@ -104,8 +104,8 @@ class OneOpSchedule:
         only_plain: patterns for which the schedule has no op for fp8 although it has such ops for other patterns.
         replays: whether a repeated call may be launched as one CUDA graph (``runtime.replay``).
         sums: whether the schedule has ops for a reduction of a sum of plain matmuls.
-        contracts: how the schedule's op ``<schedule>_contracted_all_to_all_matmul`` divides the contracted dim: each
-            rank's slice must be a multiple of this many elements. 0 if there is no such op.
+        contracts: for the schedule's op ``<schedule>_contracted_all_to_all_matmul``: the number of elements of each
+            rank's slice of the contracted dim must be a multiple of this number. 0 if there is no such op.
         parameters: the dataclass of the op's parameters. The settings may set its fields.
         name, called, noun, patterns, ops, called_by_others: see ``SiteSchedule``.
     """
@@ -236,7 +236,8 @@ class OneOpSchedule:
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
         """The plan that runs the op from ``min_rows`` tokens on. If the token count is dynamic, the op runs only up to
-        ``config.max_tokens`` tokens, because its workspace is planned for that many. Other counts run ``keep``."""
+        ``config.max_tokens`` tokens, because its workspace is planned for that many tokens. Other token counts run
+        ``keep``."""
         own = served(site)
         settings = self.settings_for(site, config) | ({"min_rows": min_rows} if min_rows else {})
         if config.replay == "off" and self.replays:

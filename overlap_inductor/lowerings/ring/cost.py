@@ -47,9 +47,9 @@ def pays(sizes: SiteSizes, machine: Machine, parts: int, margin: float = MARGIN)
 
 
 def fewest_parts(sizes: SiteSizes, machine: Machine, limit: int) -> int:
-    """The fewest sub-chunks of a shard for which the ring is estimated to be about as fast as the fastest one
-    (``TOLERANCE``), and still to pay. ``limit`` if ``limit`` sub-chunks do not pay. The numbers ``halved(limit)`` are
-    compared."""
+    """The smallest number of sub-chunks of a shard with which the ring pays and is estimated to be about as fast as the
+    fastest ring (``TOLERANCE``). The numbers ``halved(limit)`` are compared. Returns ``limit`` if the ring does not pay
+    with ``limit`` sub-chunks."""
     if not pays(sizes, machine, limit):
         return limit
     return fewest({n: seconds(sizes, machine, n) for n in halved(limit) if pays(sizes, machine, n)})

@@ -207,8 +207,9 @@ class EpiloguePieces:
             consumer = next(c for n, c in self.base.items() if same_size(tools.shape(n)[-1], width))
             whole = consumer.assemble(pieces)
             for last in self.newest:
-                # A piece of this output may be read to compute a piece of another output. So this output is complete
-                # only after the newest pieces of all outputs.
+                # A piece lies in the memory of its assembled output, and may be read to compute a piece of another
+                # output. After the output's last reader, this memory may be freed. So the readers of this output run
+                # after the newest pieces of all outputs.
                 whole = whole if last is pieces[-1].node else self.emit.call(overlap.after.default, whole, last)
             results[node] = self.emit.reshape(whole, tools.shape(node))
         return results

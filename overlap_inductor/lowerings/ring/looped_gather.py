@@ -197,8 +197,8 @@ def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Nod
 
 
 def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:
-    """The matmul's other operand. If the gathered dim is contracted, the rows of this operand are put in the ranks'
-    order."""
+    """The matmul's other operand. If the gathered dim is contracted, the contracted dim of this operand is put in the
+    ranks' order."""
     if consumer.role != "K":
         return consumer.other_node
     return _in_place(

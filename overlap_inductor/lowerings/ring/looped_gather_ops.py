@@ -71,8 +71,8 @@ class Form:
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, transposed (a view) if the slices are the right operand. ``x`` is an operand or the result of this
-        matmul. The view belongs to the same matmul written with the slices on the left. A second call undoes the
-        first."""
+        matmul. The view is an operand or the result of the transposed matmul, whose left operand consists of the
+        slices. A second call undoes the first."""
         return x.t() if self.operand == "rhs" else x
 
     def result_shape(self, shard: torch.Tensor, other: torch.Tensor, world_size: int) -> list[int]:

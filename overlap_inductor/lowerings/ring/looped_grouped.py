@@ -2,8 +2,8 @@
 """Writes the sum of experts' rows and its reduction as one looping op of ``lowerings.ring.looped_grouped_ops``.
 
 The op computes the steps of a grouped matmul (``sites.row_steps``) as a ``RowProgram``. It brings the rows into the
-tokens' order and sums them for each token. Sites with several leaves, or that combine a token's rows by another
-op than a sum, are only unrolled.
+tokens' order and sums them for each token. No looping op computes a site of experts that has several matmuls
+(``ReduceNodes.leaves``), or that combines a token's rows by another op than a sum.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _operands(matmul: GroupedMatmul) -> tuple[list[fx.Node], Operands]:
 
 
 def _matmul(nodes: ReduceNodes) -> GroupedMatmul | None:
-    """The site's only leaf, if the site sums its rows for each token; else ``None``."""
+    """The site's only leaf, if the site sums this leaf's rows for each token; else ``None``."""
     region, sharded = nodes.region, nodes.sharded
     (matmul, *others) = nodes.leaves
     if region is None or others or not isinstance(matmul, GroupedMatmul) or len(tools.shape(matmul.node)) != 3:
@@ -106,7 +106,7 @@ def _sums_only(nodes: ReduceNodes, matmul: GroupedMatmul) -> bool:
                 return False
             sums += 1
         elif tools.is_cast(node) and not tools.is_bitcast(node):
-            # Two casts can round twice, and so can a cast before the sum.
+            # The op casts once, after the sum. Two casts can round twice, and a cast before the sum rounds every row.
             casts += node.target not in tools.SAME
             if sums:
                 return False

@@ -94,5 +94,6 @@ class ReduceRing:
 
 
 def _grouped_nodes(matmul: MatmulNode) -> int:
-    """Estimated number of nodes of a piece of a grouped matmul, besides the matmul itself; 0 for another matmul."""
+    """Estimated number of nodes of a piece of a grouped matmul, besides the matmul itself; 0 if ``matmul`` is not a
+    grouped matmul."""
     return grouped_rows.NODES + len(matmul.inner) if matmul.inner else 0

@@ -243,11 +243,11 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     refused.
 
     Ranks may unroll different sites in two cases. First, a looping op may be able to compute a site on some ranks only.
-    Second, a site's numbers of pointwise ops on two ranks may lie on both sides of a multiple of 8. One rank may unroll
-    a site while another runs its looping op. They can exchange data as long as both send the same pieces on the same
-    route. The ranks' plans differ if they cut the site differently, if the unrolled accumulator travels, or if only the
-    looping op computes nodes before it sends. They also differ if one rank refuses the site. Then all ranks run the
-    graph without overlap.
+    Second, the ranks may have different numbers of a site's pointwise ops, and round these numbers to different
+    multiples of 8. Then one rank may unroll a site while another rank runs the site's looping op. These ranks can
+    exchange data as long as both send the same pieces on the same route. Their plans differ if they cut the site
+    differently, if the unrolled steps take route ``travel``, or if only the looping op computes nodes before it sends.
+    Their plans also differ if one rank refuses the site. If plans differ, all ranks run the graph without overlap.
     """
     mover = moving_pass()
     loopable = {s.facts.id: form_of(s).loopable(s) for s in rings}

@@ -23,9 +23,9 @@ from overlap_inductor.sites.step_emitter import part_count
 
 
 def _parameters(nodes: TableNodes, config: OverlapConfig) -> dict[str, Any]:
-    """Sub-chunks are groups of tables. The last group's transfer is exposed. It is longer than the transfer of a
-    sub-chunk of one slice, because a group holds the slices of all ranks. So there are four times as many groups as
-    other forms have sub-chunks."""
+    """Sub-chunks are groups of tables. The last group's transfer is exposed. A group holds the slices of all ranks, but
+    a sub-chunk of another form is a part of one slice. To keep the last transfer short, there are four times as many
+    groups as other forms have sub-chunks."""
     return {"sub_chunks": part_count(nodes.count, 4 * config.sub_chunks), "route": ROUTE}
 
 

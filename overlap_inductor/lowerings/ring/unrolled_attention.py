@@ -72,8 +72,8 @@ def _attend(emit: StepEmitter, nodes: AttentionNodes, buffers: Buffers, shift: i
     results = emit.call(nodes.attention.node.target, *args, **kwargs)
     output, log_sum_exp = emit.call(getitem, results, 0), _sums(emit, nodes, emit.call(getitem, results, 1))
     if sees_none is not None:
-        # For a query that sees none of these keys, the op may return a log-sum-exp other than -inf, such as 0. This
-        # value does not show that the query saw no key.
+        # For a query that sees none of these keys, the op may return a log-sum-exp other than -inf, such as 0. It must
+        # become -inf, so that these keys get no weight.
         log_sum_exp = emit.call(aten.where.ScalarSelf, sees_none, -math.inf, log_sum_exp)
         if not nodes.attention.hidden_is_zero:
             rows = emit.call(aten.unsqueeze.default, sees_none, -1)
@@ -92,8 +92,8 @@ def _shard(emit: StepEmitter, operand: GatheredOperand, buffers: Buffers, shift:
         shard = emit.narrow(emit.reshape(shard, [a.size for a in atoms]), at, cut.start, cut.left.size)
         layout = Layout(tuple((cut.left if i == at else atom,) for i, atom in enumerate(atoms)))
     rows = emit.convert(shard, layout, operand.layout.without_rank())
-    # If the program copies a permuted tensor, ``rows`` is a view of the shard instead of this copy. The op can read
-    # only rows without gaps.
+    # The program may copy a permuted tensor before attention. In place of this copy, ``rows`` is a view of the shard.
+    # The op can read only rows without gaps, so a view with gaps is copied.
     return rows if same_size(tools.value(rows).stride(-1), 1) else emit.contiguous(rows)
 
 

@@ -34,7 +34,7 @@ overlap = torch.ops.overlap_inductor
 
 
 def rewrite(emit: StepEmitter, nodes: BandedNodes, parts: int) -> Replaced:
-    """Write the steps. Returns ``{old node: its replacement}``. ``parts``: bands."""
+    """Write the steps. Returns ``{old node: its replacement}``. ``parts``: the number of bands."""
     (collective,) = nodes.collectives
     world_size, dtype = emit.world_size, tools.dtype(collective.input)
     cuts = pieces_of(nodes.lead, part_count(nodes.lead, parts))

@@ -17,7 +17,7 @@ when they have arrived. ``f``: the ops between the all-to-all and the matmul::
     for i in 1 .. W-1, part: wait; send the next part; y[r - i][part] = f(received[r - i][part]) @ w
 
 Elements are sent in the order in which the matmul computes or reads them. So the permutes around an all-to-all become
-views if the order allows this.
+views if this order allows it.
 """
 
 from __future__ import annotations

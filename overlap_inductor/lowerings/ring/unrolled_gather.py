@@ -41,7 +41,7 @@ class Steps:
     """Multiplies the sub-chunks of a buffer that holds all ranks' shards, as they arrive.
 
     Args:
-        parts: sub-chunks of a shard. A shard is not cut if ``can_cut`` does not allow it.
+        parts: sub-chunks of a shard. A shard is cut only if ``can_cut`` allows it.
 
     Attributes:
         bounds: offsets in a shard, counted in elements: where each sub-chunk begins, and where the last one ends.

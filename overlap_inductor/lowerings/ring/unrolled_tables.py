@@ -164,7 +164,8 @@ def _ordered(emit: StepEmitter, nodes: PooledNodes, table: int, token: fx.Node |
     """``nodes.parts[table]``, with an edge that orders the table's lookup after ``token``. Without this edge, Inductor
     may run all lookups before the first send. A lookup that stands before ``token`` in the graph stays where it is."""
     lookup, part = nodes.lookups[table], nodes.parts[table]
-    # Inductor computes a lookup and what follows it in one kernel, but calls a library for bags.
+    # Inductor computes a plain lookup and what follows it in one kernel, so the edge goes to the last node before the
+    # views. For bags, Inductor calls a library, so the edge goes to the result of this call.
     node = behind_reshapes(part)
     if lookup.is_tuple:
         node = next(user for user in lookup.node.users if user.target is getitem and user.args[1] == 0)

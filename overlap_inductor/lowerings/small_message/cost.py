@@ -32,8 +32,8 @@ COST = SmallMessageCost()
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of the matmul and of the small all-reduce that follows. The all-reduce has one shot (everything to every
-    peer) or two, whichever is faster."""
+    """Seconds of the matmul and of the small all-reduce that follows. The all-reduce is one-shot or two-shot
+    (``kernels.small_message``), whichever is faster."""
     one_shot = sizes.bytes_sent * sizes.world_size / COST.push_bytes
     two_shot = 2 * sizes.bytes_sent / COST.push_bytes + COST.leg_seconds
     return matmul_seconds(sizes, machine) + COST.seconds + min(one_shot, two_shot)

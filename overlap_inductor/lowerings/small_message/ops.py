@@ -3,11 +3,17 @@
 with the residual add and RMSNorm that follow.
 
 Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``residual [M, N]``, ``weight [N]``; results ``[M,
-N]``. All ops return the chain's next token last. ``settings`` is JSON text of those ``SmallParameters`` that are fixed;
-each call's rows decide the others. A call does not run the kernel if it has no rows, or if it is larger than a small
-message. It also does not run the kernel if the group has no workspace left for the call (``runtime.workspace`` logs
-this). The call then runs the plain collective. If a schedule ``beyond`` is given (only without a norm), the call runs
-the op of that schedule instead. All ranks make the same choice, because rows and workspace are the same on all ranks.
+N]``. All ops return the chain's next token last. ``settings`` is JSON text of those ``SmallParameters`` that the plan
+fixes; each call's size decides the others.
+
+A call runs the plain collective instead of the kernel in any of these cases:
+
+- The call has no rows.
+- The call is larger than a small message.
+- The group has no workspace left for the call (``runtime.workspace`` logs this).
+
+If a schedule ``beyond`` is given (only without a norm), such a call runs the op of that schedule instead of the plain
+collective. All ranks make the same choice, because rows and workspace are the same on all ranks.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 for each group of the matmul's waves (FlashOverlap, arXiv 2504.19519).
 
 A site's first call plans the site, on all ranks of the process group together. The collective's curve (its seconds by
-bytes) is measured once for each group of ranks, transport and kind of collective. The matmul is timed with each number
+bytes) is measured once for each process group, transport and kind of collective. The matmul is timed with each number
 of SMs left free. For each of these numbers, the predictor partitions the matmul's bands, and the whole call is timed.
 The fastest of these calls is kept. All ranks use the measurements of the process group's first rank. Sites share a plan
 if their matmuls have the same sizes, layouts and dtype on that rank, and if all or none of them have a bias. The inner
@@ -56,8 +56,8 @@ from overlap_inductor.transports.transport import WholeCollectives
 TABLE_WORDS = 32
 """int32 words of one partition in the GPU's memory: ``MAX_GROUPS + 1``, padded to 128 bytes."""
 TABLES = 4096
-"""Most partitions of all plans of a process group. A plan takes one for each number of ``WaveParameters.free``, and one
-for the matmul alone."""
+"""Largest number of partitions that all plans of a process group have together. A plan has one for each number of
+``WaveParameters.free``, and one for the matmul alone."""
 POISONED_AT_ONCE = 256
 """Elements that the waiting kernel's warp overwrites at once if the group was aborted: 16 bytes for each thread."""
 
@@ -69,7 +69,7 @@ class WavePlan:
     Attributes:
         free: SMs left to the collectives.
         partition: first band of each group, then the number of bands.
-        table: the same as int32 on the device.
+        table: the partition as int32 on the device.
         seconds: the predicted seconds of the call; ``None`` if the partition was given.
     """
 
@@ -277,8 +277,8 @@ class Call:
                         piece = c[top * self.shards : bottom * self.shards]
                         transport.reduce_rows(result[top:bottom] if self.scatters else piece, piece, self.group)
         except BaseException:
-            # If no kernel waited for some counters, they would let a later call's collective start too early. (In a
-            # capture nothing has run.)
+            # A counter that no kernel waited for is not set back to zero. It would let a later call's collective start
+            # too early. (In a capture nothing has run.)
             if not captured:
                 self.waves.place.faults.abort()
             raise
@@ -296,7 +296,7 @@ class Call:
         known = self.waves.plans.get((agreed, own))
         if known is None:
             # (In a capture this is an error even if the ranks have decided already: a kernel for another inner size or
-            # bias must still be loaded.)
+            # bias may still have to be loaded.)
             _not_in_a_capture(f"site {self.site}")
             known = self.waves.plans[agreed, own] = self._agreed_plan(agreed, own)
         return known

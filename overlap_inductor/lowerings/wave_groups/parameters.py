@@ -10,9 +10,9 @@ stored and the collective before it has ended. The collective's seconds are read
     collectives             | bytes of 0 |   | bytes of 1 | | bytes of 2 |
 
 The paper searches all ``2 ** (T - 1)`` partitions of ``T`` waves, and prunes if ``T`` is large. Here the search is
-dynamic programming over (groups, bands), and it finds the optimum of all partitions (``best_partition``). The reason: a
-collective never ends later if the one before it ends earlier. So the best partition of the first bands does not depend
-on the bands after them. ``partitions`` lists all partitions, for comparison.
+dynamic programming over (groups, bands) (``best_partition``). It finds the best of the partitions that ``partitions``
+lists for comparison. The reason: a collective never ends later if the one before it ends earlier. So the best partition
+of the first bands does not depend on the bands after them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from overlap_inductor.transports.registry import names_of
 from overlap_inductor.transports.transport import WholeCollectives
 
 MAX_GROUPS = 16
-"""Most groups of one call: each has a counter and costs two launches."""
+"""Largest number of groups of one call: each group has a counter and costs two launches."""
 MAX_UNITS = 32
 """The search cuts only between units. A unit has one or more waves, and there are at most this many units."""
 
@@ -115,7 +115,7 @@ class Waves:
         bands: bands of ``block_m`` rows of a shard. Bands are assumed to finish one after the other, each of them in
             all shards.
         tiles: tiles of a band in all shards.
-        blocks: tiles that are multiplied at a time.
+        blocks: tiles that are multiplied at the same time.
         seconds: seconds of a wave of ``blocks`` tiles.
         rows: rows of a shard. An all-reduce has one shard.
         row_bytes: bytes of a row of the result, times the number of shards.
