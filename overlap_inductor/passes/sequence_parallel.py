@@ -11,7 +11,7 @@ Pseudo-code::
 
     stretches = find(graph)                                     # what can be held as rows, op by op
     legal     = [s for s in stretches if refuse(s) is None]
-    chosen    = [s for s in legal if the overlap pass's plan of the rewritten graph is faster than that of the graph]
+    chosen    = [s for s in legal if the overlap pass's plan is faster for the rewritten graph than for graph]
     graph     = write(graph, chosen)
     describe(stretches)                                         # as metadata of collectives, for the overlap pass
 
