@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import fx
@@ -51,7 +52,7 @@ def find_and_choose(
 
     def chosen_without(idle: set[str]) -> Choice:
         found = SiteFinder(graph, phase, idle).run()
-        host_bound = host_time.limits(found, config) if config.schedule == "auto" else None
+        host_bound = host_time.limits(found, config) if config.schedule == "auto" else {}
         return Choice(found, *choose(found.sites, config, refusal, failed, host_bound))
 
     def improved() -> Choice:
@@ -95,10 +96,10 @@ def choose(
     config: OverlapConfig,
     refusal: str | None,
     failed: dict[str, Reason],
-    host_bound: Reason | None = None,
+    host_bound: Mapping[fx.Node, Reason],
 ) -> tuple[list[DecidedSite], list[DecidedSite]]:
     """Decide every site. Returns ``(all sites with their decisions, the sites to overlap)``. ``refusal`` and ``failed``
-    are as in ``find_and_choose``, and ``host_bound`` is as in ``plan.plan``."""
+    are as in ``find_and_choose``, and ``host_bound`` is the result of ``host_time.limits``."""
     context = legality.Context(config, refusal)
     decided = [_decide(site, config, context, failed, host_bound) for site in sites]
     planner.fit_workspace(_overlapped(decided), config)
@@ -118,7 +119,7 @@ def _decide(
     config: OverlapConfig,
     context: legality.Context,
     failed: dict[str, Reason],
-    host_bound: Reason | None,
+    host_bound: Mapping[fx.Node, Reason],
 ) -> DecidedSite:
     """The site with its decision. A site that is to be overlapped is accepted into ``context``."""
     keep = [PlanPiece("keep")]
@@ -128,7 +129,7 @@ def _decide(
     if reason is not None:
         status = "kept" if reason.code in _NOT_A_FAILURE else "refused"
         return site.decided(Decision(status, "forced" if reason.code == "switched_off" else "analytic", keep, [reason]))
-    decision = planner.plan(site, config, host_bound)
+    decision = planner.plan(site, config, host_bound.get(site.collectives[0].node))
     if decision.status == "overlapped":
         context.accept(site)
     return site.decided(decision)

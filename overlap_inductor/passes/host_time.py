@@ -11,21 +11,24 @@ Both times are estimates::
     GPU   all matmuls and attentions (FLOPs / rate) + all collectives, one after the other
     host  ``launch_seconds`` for each matmul, attention and lookup + ``call_seconds`` for each collective
 
-The two times are not compared in three cases:
+The two times are not compared in four cases:
 
 - Inductor captures the graph as a CUDA graph, which is one launch.
 - The graph has only one collective. The estimates of the schedules that overlap it contain its host time
   (``chunked/cost.py``), and rows of ``bench.operators`` with the host in the loop bear them out.
 - A size is known only at run time.
+- The FLOPs of an op cannot be counted (``sites/flops.py``).
+
+A joint graph holds a forward and a backward graph. Each of the two is launched by itself, so each has times of its own.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts import cost_model
@@ -33,6 +36,8 @@ from overlap_inductor.facts.decision import Reason
 from overlap_inductor.facts.machine import Machine
 from overlap_inductor.passes.find import SiteFinder
 from overlap_inductor.report.words import microseconds
+from overlap_inductor.sites import flops
+from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import sizes
 from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import OverlapSite
@@ -44,33 +49,74 @@ slowest of four machines with 4 H200s, two layers took 2.1 times the estimated h
 estimate as rewritten."""
 
 
-def limits(found: SiteFinder, config: OverlapConfig) -> Reason | None:
-    """Why the sites of a graph are left as written with ``schedule=auto``: the host limits the graph. ``None`` if it
-    does not, or if that is not known."""
+@dataclass
+class _Launched:
+    """What a graph launches: ``multiplied``, its matmuls and attentions; ``others``, the sites of grouped matmuls and
+    of lookups, whose FLOPs PyTorch does not count; and its ``collectives``."""
+
+    multiplied: list[fx.Node]
+    others: list[OverlapSite]
+    collectives: list[CollectiveNode]
+
+
+def limits(found: SiteFinder, config: OverlapConfig) -> dict[fx.Node, Reason]:
+    """``{node of a collective: why its site is left as written with schedule=auto}``, for the collectives of a graph
+    that the host limits. Empty if the host does not limit the graph, or if that is not known."""
+    if captured_by_inductor():
+        return {}
+    multiplied = [n for n in found.graph.nodes if flops.is_counted(n)]
+    others = [s for s in found.sites if not any(flops.is_counted(m.node) for m in s.matmuls)]
     collectives = [c for _, _, c in found.collectives.values() if isinstance(c, CollectiveNode)]
-    if len(collectives) < 2 or captured_by_inductor():
+    result: dict[fx.Node, Reason] = {}
+    later = _backward_of_joint(found)
+    for backward in (False, True):
+        part = _Launched(
+            [n for n in multiplied if (n in later) is backward],
+            [s for s in others if (s.collectives[0].node in later) is backward],
+            [c for c in collectives if (c.node in later) is backward],
+        )
+        if (reason := _limit(part, config)) is not None:
+            result.update({c.node: reason for c in part.collectives})
+    return result
+
+
+def _backward_of_joint(found: SiteFinder) -> Collection[fx.Node]:
+    """The nodes that the partitioner puts into the backward graph, because they read a tangent. Empty if the graph is
+    not a joint graph."""
+    later: set[fx.Node] = set()
+    if found.phase == "forward":
+        for node in found.graph.nodes:
+            tangent = node.op == "placeholder" and node.name.startswith("tangents")
+            if tangent or not later.isdisjoint(node.all_input_nodes):
+                later.add(node)
+    return later
+
+
+def _limit(part: _Launched, config: OverlapConfig) -> Reason | None:
+    """Why nothing is worth hiding in ``part``; ``None`` if something may be, or if that is not known."""
+    if len(part.collectives) < 2:
         return None
-    machine = sizes.machine_at(collectives[0], config)
-    multiplied = [n for n in found.graph.nodes if _flops_of(n.target) is not None]
-    others = [s for s in found.sites if not any(_flops_of(m.node.target) for m in s.matmuls)]
-    host = (len(multiplied) + len(others)) * machine.launch_seconds + len(collectives) * machine.call_seconds
-    if not host or any(map(_is_dynamic, [*multiplied, *(c.input for c in collectives)])):
+    machines = [sizes.machine_at(c, config) for c in part.collectives]
+    launches = len(part.multiplied) + len(part.others)
+    host = launches * machines[0].launch_seconds + sum(m.call_seconds for m in machines)
+    if not host or any(map(_is_dynamic, [*part.multiplied, *(c.input for c in part.collectives)])):
         return None
-    gpu = sum(_seconds(n, machine) for n in multiplied) + sum(_seconds_of_site(s, machine) for s in others)
-    gpu += sum(cost_model.collective_seconds(sizes.moved_by(c), machine) for c in collectives)
+    gpu = 0.0
+    for node in part.multiplied:
+        if (seconds := _seconds(node, machines[0])) is None:
+            return None
+        gpu += seconds
+    gpu += sum(_seconds_of_site(s, machines[0]) for s in part.others)
+    for collective, machine in zip(part.collectives, machines, strict=True):
+        gpu += cost_model.collective_seconds(sizes.moved_by(collective), machine)
     if gpu >= MARGIN * host:
         return None
     return Reason(
         "host_bound",
         f"the GPU is estimated to need {microseconds(gpu * 1e6)} for the graph, and the host {microseconds(host * 1e6)}"
-        f" to launch it ({len(multiplied) + len(others)} matmuls, {len(collectives)} collectives). Hiding transfers"
+        f" to launch it ({launches} matmuls, {len(part.collectives)} collectives). Hiding transfers"
         f" saves time only if the GPU needs {MARGIN} times as long as the host",
     )
-
-
-def _flops_of(target: Any) -> Any:
-    """The function that counts the FLOPs of a matmul or an attention; ``None`` for other ops."""
-    return flop_registry.get(getattr(target, "overloadpacket", None))
 
 
 def _is_dynamic(node: fx.Node) -> bool:
@@ -78,16 +124,14 @@ def _is_dynamic(node: fx.Node) -> bool:
     return any(not isinstance(s, int) for v in values if isinstance(v, torch.Tensor) for s in v.shape)
 
 
-def _seconds(node: fx.Node, machine: Machine) -> float:
-    """Seconds of a matmul or an attention: its FLOPs, or the bytes of its inputs if reading them takes longer."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    flops = _flops_of(node.target)(*args, **kwargs, out_val=node.meta["val"])
-    read = [v for n in node.all_input_nodes if isinstance(v := n.meta["val"], torch.Tensor)]
-    itemsize = read[0].dtype.itemsize
-    nbytes = sum(v.numel() * v.dtype.itemsize for v in read)
-    return max(
-        flops / machine.matmul_flops.get(itemsize, min(machine.matmul_flops.values())), nbytes / machine.memory_bytes
-    )
+def _seconds(node: fx.Node, machine: Machine) -> float | None:
+    """Seconds of a matmul or an attention: its FLOPs, or the bytes of its inputs if reading them takes longer. ``None``
+    if its FLOPs cannot be counted."""
+    counted, first = flops.flops(node), next(tools.tensor_inputs(node), None)
+    if counted is None or first is None:
+        return None
+    rate = machine.matmul_flops.get(tools.dtype(first).itemsize, min(machine.matmul_flops.values()))
+    return max(counted / rate, flops.bytes_read(node) / machine.memory_bytes)
 
 
 def _seconds_of_site(site: OverlapSite, machine: Machine) -> float:

@@ -3,14 +3,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import fx
 
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts.machine import WITHOUT_PEERS
+from overlap_inductor.facts.machine import Machine
 from overlap_inductor.facts.machine import machine_for
+from overlap_inductor.passes import host_time
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.sites import sizes as site_sizes
+from overlap_inductor.sites.nodes import CollectiveNode
 from tests.support.fake_group import fake_group
 from tests.support.hand_graph import HandGraph
 
@@ -24,14 +31,18 @@ def four_gpus(reachable: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         yield
 
 
-def layers(tokens: int, number: int, **switches: str) -> OverlapReport:
-    """Two matmuls and an all-reduce in each layer."""
-    graph = HandGraph()
-    x = graph.input(tokens, 8192, dtype=BF16)
-    for i in range(number):
-        up = graph.input(8192, 3584, name=f"up{i}", dtype=BF16)
-        down = graph.input(3584, 8192, name=f"down{i}", dtype=BF16)
+def through(graph: HandGraph, x: fx.Node, number: int) -> fx.Node:
+    """Two matmuls and an all-reduce in each of ``number`` layers."""
+    for _ in range(number):
+        up = graph.input(8192, 3584, name=f"{x.name}_up", dtype=BF16)
+        down = graph.input(3584, 8192, name=f"{x.name}_down", dtype=BF16)
         x = graph.reduce(graph.mm(graph.mm(x, up), down))
+    return x
+
+
+def layers(tokens: int, number: int, **switches: str) -> OverlapReport:
+    graph = HandGraph()
+    x = through(graph, graph.input(tokens, 8192, dtype=BF16), number)
     return graph.output(x).run(**{"schedule": "auto", **switches})
 
 
@@ -69,3 +80,49 @@ def test_a_cuda_graph_is_one_launch() -> None:
 def test_a_forced_schedule_and_a_stated_host_time_are_obeyed() -> None:
     assert codes(layers(1024, 2, schedule="chunked")) == ["chunked"] * 2
     assert set(codes(layers(1024, 2, machine='{"launch_seconds": 1e-9, "call_seconds": 1e-9}'))) <= {"chunked", "fused"}
+
+
+def test_a_matmul_with_another_dtype_of_its_result() -> None:
+    """PyTorch's own formula raises for it. The graph is host-bound as without it."""
+    graph = HandGraph()
+    x = through(graph, graph.input(1024, 8192, dtype=BF16), 2)
+    a, b = graph.input(4, 128, 64, dtype=BF16, name="a"), graph.input(4, 64, 128, dtype=BF16, name="b")
+    product = graph.graph.call_function(torch.ops.aten.bmm.dtype, (a, b, torch.float32))
+    product.meta["val"] = graph.call(torch.ops.aten.bmm.default, a, b).meta["val"].float()
+    report = graph.output(x, product).run(schedule="auto")
+    assert codes(report) == ["host_bound"] * 2 and not report.failures
+
+
+def joint(forward: int, backward: int) -> list[bool]:
+    """For each collective of a joint graph with two layers in each direction: whether the host limits it. The numbers
+    are the tokens of the layers."""
+    graph = HandGraph()
+    ahead = through(graph, graph.input(forward, 8192, dtype=BF16), 2)
+    back = through(graph, graph.input(backward, 8192, dtype=BF16, name="tangents_1"), 2)
+    found = graph.output(ahead, back).found("forward")
+    limited = host_time.limits(found, OverlapConfig(schedule="auto"))
+    return [node in limited for node in found.collectives]
+
+
+def test_the_two_directions_of_a_joint_graph_are_launched_one_by_one() -> None:
+    """The estimates of the sequence-parallel rewrite plan a joint graph. It must be planned as the forward and the
+    backward graph will be."""
+    assert joint(1024, 8192) == [True, True, False, False]
+    assert joint(8192, 1024) == [False, False, True, True]
+
+
+def test_each_collective_has_the_links_of_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first all-reduce is of a group with fast links. The second is of a group without peer access, and takes 50
+    times as long as the GPU's other work."""
+    slow = dataclasses.replace(machine_for(WITHOUT_PEERS), link_bytes=1e9)
+    real, calls = site_sizes.machine_at, list[str]()
+
+    def machine_at(collective: CollectiveNode, config: OverlapConfig) -> Machine:
+        calls.append(collective.node.name)
+        return real(collective, config) if collective.node.name == "all_reduce_default" else slow
+
+    monkeypatch.setattr(site_sizes, "machine_at", machine_at)
+    graph = HandGraph()
+    x = through(graph, graph.input(1024, 8192, dtype=BF16), 2)
+    assert not host_time.limits(graph.output(x).found(), OverlapConfig(schedule="auto"))
+    assert set(calls) == {"all_reduce_default", "all_reduce_default_1"}

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Count the FLOPs of a node, and the bytes that it reads, from the sizes of its operands.
+
+PyTorch's own formulas (``torch.utils.flop_counter``) are used only for convolutions, for flex attention and for ops
+whose formula the user has registered. For matmuls and attention they are not: in torch 2.13, they raise for
+``bmm(..., out_dtype=)`` and ``addmm(..., out_dtype=)``; in torch 2.11, for attention with fewer heads of keys than of
+queries. And they take the heads of ``_flash_attention_forward`` for its tokens.
+
+All sizes are rounded as in ``sites.sizes``, because shards of ranks may differ a little.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.sizes import rounded
+from overlap_inductor.torch_compat import operators
+
+_MATMULS = {"mm": "mat2", "addmm": "mat2", "bmm": "mat2", "baddbmm": "batch2", "_scaled_mm": "mat2"}
+"""The name of each matmul, and the name of its right operand, whose second last dim is K."""
+_ATTENTION = re.compile(r"_(scaled_dot_product_)?(flash|efficient|cudnn)_attention(_forward|_backward)?")
+
+
+def is_counted(node: fx.Node) -> bool:
+    """Whether ``node`` is a matmul, an attention, or another op for which PyTorch or the user has a formula."""
+    namespace, name = operators.qualified_name(node)
+    return (namespace == "aten" and (name in _MATMULS or bool(_ATTENTION.fullmatch(name)))) or bool(_formula(node))
+
+
+def flops(node: fx.Node) -> float | None:
+    """The FLOPs of a node that ``is_counted``; causal attention counts as full attention. ``None`` if they cannot be
+    counted: a size is known at run time only, an operand has no example, or the formula of PyTorch or of the user
+    raises."""
+    namespace, name = operators.qualified_name(node)
+    if namespace == "aten" and name in _MATMULS:
+        right = _sizes(operators.argument(node, _MATMULS[name]))
+        result = _sizes(node)
+        return 2.0 * math.prod(result) * right[-2] if right and result else None
+    if namespace == "aten" and _ATTENTION.fullmatch(name):
+        return _of_attention(node, name)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: tools.value(n))
+    try:
+        return float(_formula(node)(*args, **kwargs, out_val=tools.value(node)))
+    except Exception:  # noqa: BLE001  (the formula may belong to the user; a model must compile whatever it does)
+        return None
+
+
+def bytes_read(node: fx.Node) -> float:
+    """Bytes of the tensors that ``node`` reads. Tensors whose sizes are not known count as empty."""
+    inputs = [n for n in node.all_input_nodes if tools.is_tensor(n)]
+    return float(sum(math.prod(s) * tools.dtype(n).itemsize for n in inputs if (s := _sizes(n)) is not None))
+
+
+def _of_attention(node: fx.Node, name: str) -> float | None:
+    """Forward: two products of queries x keys x a head's size. Backward: these two and the gradients of three
+    operands."""
+    query, key, value = (_sizes(operators.argument(node, operand)) for operand in ("query", "key", "value"))
+    if not query or not key or not value:
+        return None
+    if name.startswith("_scaled_dot_product"):
+        keys = key[-2]
+    else:
+        # (batch, tokens, heads, size); or (tokens of all sequences, heads, size) with the length of the longest.
+        longest = operators.argument(node, "max_k", operators.argument(node, "max_seqlen_k"))
+        keys = longest if isinstance(longest, int) else key[-3]
+    of_scores, of_values = (3, 2) if name.endswith("_backward") else (1, 1)
+    return 2.0 * math.prod(query) * keys * (of_scores + of_values * value[-1] / max(query[-1], 1))
+
+
+def _formula(node: fx.Node) -> Any:
+    op = operators.operator(node)
+    return flop_registry.get(op.overloadpacket if op is not None else node.target)
+
+
+def _sizes(node: Any) -> list[int] | None:
+    """The rounded sizes of a tensor; ``None`` if one of them is symbolic, or ``node`` is no tensor with an example."""
+    if not tools.is_tensor(node) or not all(isinstance(s, int) for s in tools.shape(node)):
+        return None
+    return [rounded(s) for s in tools.shape(node)]
