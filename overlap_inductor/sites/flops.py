@@ -2,9 +2,9 @@
 """Count the FLOPs of a node, and the bytes that it reads, from the sizes of its operands.
 
 PyTorch's own formulas (``torch.utils.flop_counter``) are used only for convolutions, for flex attention and for ops
-whose formula the user has registered. For matmuls and attention they are not: in torch 2.13, they raise for
-``bmm(..., out_dtype=)`` and ``addmm(..., out_dtype=)``; in torch 2.11, for attention with fewer heads of keys than of
-queries. And they take the heads of ``_flash_attention_forward`` for its tokens.
+whose formula the user has registered. Matmuls and attention are counted here. PyTorch's formulas raise for
+``bmm(..., out_dtype=)`` and ``addmm(..., out_dtype=)`` (torch 2.13). In torch 2.11, they also raise for attention that
+has fewer heads of keys than heads of queries. And they take the tokens of ``_flash_attention_forward`` for its heads.
 
 All sizes are rounded as in ``sites.sizes``, because shards of ranks may differ a little.
 """
@@ -34,9 +34,10 @@ def is_counted(node: fx.Node) -> bool:
 
 
 def flops(node: fx.Node) -> float | None:
-    """The FLOPs of a node that ``is_counted``; causal attention counts as full attention. ``None`` if they cannot be
-    counted: a size is known at run time only, an operand has no example, or the formula of PyTorch or of the user
-    raises."""
+    """The FLOPs of a node that ``is_counted``; causal attention counts as full attention.
+
+    Returns ``None`` if they cannot be counted. Then a size is known at run time only, an operand has no example, or the
+    formula raises."""
     namespace, name = operators.qualified_name(node)
     if namespace == "aten" and name in _MATMULS:
         right = _sizes(operators.argument(node, _MATMULS[name]))

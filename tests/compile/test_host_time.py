@@ -34,8 +34,8 @@ def four_gpus(reachable: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def through(graph: HandGraph, x: fx.Node, number: int) -> fx.Node:
     """Two matmuls and an all-reduce in each of ``number`` layers."""
     for _ in range(number):
-        up = graph.input(8192, 3584, name=f"{x.name}_up", dtype=BF16)
-        down = graph.input(3584, 8192, name=f"{x.name}_down", dtype=BF16)
+        up = graph.input(8192, 3584, name=f"up_{x.name}", dtype=BF16)
+        down = graph.input(3584, 8192, name=f"down_{x.name}", dtype=BF16)
         x = graph.reduce(graph.mm(graph.mm(x, up), down))
     return x
 
