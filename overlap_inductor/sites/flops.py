@@ -4,7 +4,8 @@
 PyTorch's own formulas (``torch.utils.flop_counter``) are used only for convolutions, for flex attention and for ops
 whose formula the user has registered. Matmuls and attention are counted here. PyTorch's formulas raise for
 ``bmm(..., out_dtype=)`` and ``addmm(..., out_dtype=)`` (torch 2.13). In torch 2.11, they also raise for attention that
-has fewer heads of keys than heads of queries. And they take the tokens of ``_flash_attention_forward`` for its heads.
+has fewer heads of keys than heads of queries. They take the tokens of ``_flash_attention_forward`` for its heads, and
+there is none for ``_int_mm``.
 
 All sizes are rounded as in ``sites.sizes``, because shards of ranks may differ a little.
 """
@@ -22,7 +23,10 @@ from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.sizes import rounded
 from overlap_inductor.torch_compat import operators
 
-_MATMULS = {"mm": "mat2", "addmm": "mat2", "bmm": "mat2", "baddbmm": "batch2", "_scaled_mm": "mat2"}
+_MATMULS = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), "mat2"),
+    "baddbmm": "batch2",
+}
 """The name of each matmul, and the name of its right operand, whose second last dim is K."""
 _ATTENTION = re.compile(r"_(scaled_dot_product_)?(flash|efficient|cudnn)_attention(_forward|_backward)?")
 

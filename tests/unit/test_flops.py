@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLOPs of nodes, without PyTorch's formulas for matmuls and attention: those raise for some calls, and the formulas of
-torch 2.11 for more."""
+"""FLOPs of nodes. PyTorch's formulas for matmuls and attention are not used, because they raise for some calls."""
 
 from __future__ import annotations
 
@@ -46,6 +45,7 @@ def node(target: Any, result: Sizes, *args: Any, **kwargs: Any) -> fx.Node:
         (aten.bmm.default, (4, 16, 16), (4, 16, 32), (4, 32, 16)),
         (aten.bmm.dtype, (4, 16, 16), (4, 16, 32), (4, 32, 16), torch.float32),
         (aten.baddbmm.dtype, (4, 16, 16), (4, 16, 16), (4, 16, 32), (4, 32, 16), torch.float32),
+        (aten._int_mm.default, (64, 16), (64, 32), (32, 16)),
         (aten._scaled_mm.default, (64, 16), (64, 32), (32, 16), (64, 1), (1, 16)),
     ],
     ids=lambda call: str(call[0]),
