@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 
 import torch._dynamo.trace_rules
+import torch._inductor.codecache
 
 
 def trace_cheaply() -> None:
@@ -23,3 +24,9 @@ def trace_cheaply() -> None:
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
     torch._dynamo.trace_rules.clear_lru_cache = lambda: None
     logging.Logger.manager.loggerDict.pop("torch.__trace", None)
+
+
+def hash_torch() -> None:
+    """Compute the hash of torch's source in this process, so that its forks need not. It is a part of every key of
+    Inductor's caches."""
+    torch._inductor.codecache.torch_key()
