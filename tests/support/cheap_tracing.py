@@ -15,8 +15,8 @@ def trace_cheaply() -> None:
     Dynamo lists the functions of torch that a graph may call. Each process group that is made would drop this list,
     because the list may be older than ``torch.distributed``. Here the list is made once, after that import.
 
-    torch writes each event of a compile to a log, if the log has a handler. pytest gives each logger that has no parent
-    a handler, and keeps what the handler hears. Here pytest does not find this log.
+    torch writes each event of a compile to a log, if the log has a handler. The log passes nothing on to the root
+    logger, so pytest would give the log a handler that keeps all events. Here pytest does not find the log.
     """
     import torch.distributed.tensor  # noqa: F401
 
