@@ -3,14 +3,14 @@
 
     torchrun --nproc-per-node 8 -m bench.agreement [--out bench/results/agreement.jsonl]
 
-Ranks are gloo processes that do nothing else. A figure has microseconds for one call: the mean over the calls of a run,
-then the median over runs, then the maximum over ranks::
+Ranks are gloo processes. They do nothing else, except in ``uneven``. A figure is the time of one call in microseconds:
+the mean over the calls of a run, then the median over runs, then the maximum over ranks::
 
     own        a rank's own time, if all other ranks have already published the call (9 runs of 63 calls)
     together   the time from call to call, if all ranks call at once and each waits for the slowest (9 runs of 2000
                calls)
-    uneven     the same if each rank works for a random 100 to 1500 us before each call, minus the work of the slowest
-               rank (9 runs of 300 calls)
+    uneven     like together, but each rank works for a random 100 to 1500 us before each call; the longest work of any
+               rank is subtracted (9 runs of 300 calls)
     store      like together, but the ranks share no memory and compare through the group's store (3 runs of 200 calls)
 """
 
@@ -104,7 +104,8 @@ def _own(call: Callable[[], None], ahead: Callable[[], None]) -> float:
 
 
 def _uneven(call: Callable[[], None]) -> float:
-    """See ``uneven`` above. All ranks draw the work of every rank from one seed, so they know the slowest rank's."""
+    """See ``uneven`` in the module's docstring. All ranks draw the work of every rank from one seed, so each rank knows
+    the longest work before a call."""
     chance, rank, size = random.Random(0), dist.get_rank(), dist.get_world_size()
     found = []
     for _ in range(TIMES):

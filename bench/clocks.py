@@ -107,8 +107,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measured(case: Case, names: Sequence[str], clock: StampedClock, repeats: int) -> list[dict[str, Any]]:
-    """Returns a row for each way and provider, and for the matmul alone. All ranks call this function together. Raises
-    ``ValueError`` if a result is wrong."""
+    """Returns the rows of each way: one for each provider, and one for the matmul alone. All ranks call this function
+    together. Raises ``ValueError`` if a result is wrong."""
     site = Site(case, clock.device)
     expected, names = site.expected(), chosen(names, [], case, clock.device)
     hidden, compiled = (providers(site, names, [], setting, {}) for setting in ("hidden", "compiled"))

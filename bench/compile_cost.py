@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the CPU time of a compile with the pass on, against plain ``torch.compile``. One process.
+"""Measure the CPU time of a compile with the pass on, against plain ``torch.compile``, in one process.
 
     python -m bench.compile_cost [--layers 32] [--repeats 3] [--out bench/results/compile_cost.jsonl]
     python -m bench.compile_cost --profile ring --repeats 1 [--phases training] [--sort tottime]
@@ -150,7 +150,7 @@ def save_llama(folder: str, layers: int) -> None:
 
 @contextmanager
 def sharded_llama(layers: int, world_size: int) -> Iterator[Any]:
-    """Yields the model with the weights' shards of rank 0. The default group is a fake one."""
+    """Yields the model with rank 0's shards of the weights. The default group is a fake one."""
     rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     os.environ.update({name: str(value) for name, value in rank.items()})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

@@ -64,7 +64,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--schedules", nargs="*", default=["ring", "auto"], choices=["ring", "auto"])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--case-seconds", type=float, default=3.0)
-    parser.add_argument("--budget-seconds", type=float, default=540.0, help="leave out cases after this time")
+    parser.add_argument("--budget-seconds", type=float, default=540.0, help="leave out cases that would end later")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "experts.jsonl")
     return parser.parse_args(arguments)
 

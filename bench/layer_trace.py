@@ -36,7 +36,7 @@ KINDS = {
     "aten::addmm": "matmul",
     "aten::bmm": "matmul",
 }
-"""The kind of time that an op takes, by the first word of the name of its range. Looping ops (one op for a site) have
+"""The kind of each op. The key is the first word of the name of the op's range. Looping ops (one op for a site) have
 the kind ``loop``."""
 OUTSIDE = "outside of sites"
 
@@ -82,7 +82,8 @@ def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
 
 def traced(folder: Path, program: Program, functions: Mapping[str, Any], steps: int) -> None:
     """Profile ``steps`` steps of each function. All ranks call this together. Each rank adds its rows to
-    ``FOLDER/<phase>_<n>_ranks_rank_<r>.jsonl``. A row holds one step of one variant, with the times of its sites."""
+    ``FOLDER/<phase>_<n>_ranks_rank_<r>.jsonl``. A row holds one step of one variant: the step's times, in total and for
+    each site."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{program.phase}_{dist.get_world_size()}_ranks_rank_{dist.get_rank()}.jsonl"
     with path.open("a") as file:

@@ -112,8 +112,8 @@ def sites(reports: Sequence[OverlapReport]) -> dict[str, int]:
 
 
 def stretches(reports: Sequence[OverlapReport]) -> list[dict[str, Any]]:
-    """For each stretch, the outcome of the sequence-parallel rewrite and its estimates. A stretch of a training step
-    has collectives in the forward and in the backward graph."""
+    """For each stretch, the outcome of the sequence-parallel rewrite and its estimates. A stretch of a training step is
+    in the reports of the forward and of the backward graph. It is listed once."""
     found = {s.id: s for r in reports for s in r.stretches}
     return [
         {

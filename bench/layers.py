@@ -64,12 +64,14 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.layers", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of CPU ranks (torchrun sets that of GPUs)"
+        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of CPU ranks (on GPUs, torchrun sets the number)"
     )
     parser.add_argument(
         "--megabits", type=int, nargs="+", default=[500, 750], help="link rate for each entry of --ranks"
     )
-    parser.add_argument("--phases", nargs="+", choices=list(PHASES), help="by default those of the device")
+    parser.add_argument(
+        "--phases", nargs="+", choices=list(PHASES), help="default: forward and training on a CPU, all phases on GPUs"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", help="token counts of the phases other than decode")
     parser.add_argument("--batches", type=int, nargs="+", help="numbers of sequences of a decode step")
     for field in dataclasses.fields(Sizes):

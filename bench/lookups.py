@@ -52,7 +52,13 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tables", type=int, nargs="+", default=[64, 256], help="tables of each rank")
     parser.add_argument("--batch", type=int, nargs="+", default=[4096, 65536], help="bags of all ranks together")
     parser.add_argument("--width", type=int, nargs="+", default=[64, 256], help="elements of a row")
-    parser.add_argument("--pooling", type=int, nargs="+", default=[1, 10, 100], help="indices of a bag; 0: plain rows")
+    parser.add_argument(
+        "--pooling",
+        type=int,
+        nargs="+",
+        default=[1, 10, 100],
+        help="indices of a bag; 0: one row for each index, no bags",
+    )
     parser.add_argument("--height", type=int, default=100_000, help="rows of a table")
     parser.add_argument("--mode", default="sum", choices=["sum", "mean", "weighted"])
     parser.add_argument("--jagged", action="store_true", help="bags of 0 to 2 * pooling indices")
@@ -61,7 +67,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--most-bytes", type=float, default=4e10, help="leave out cases that need more on a rank")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--case-seconds", type=float, default=3.0)
-    parser.add_argument("--budget-seconds", type=float, default=540.0, help="leave out cases after this time")
+    parser.add_argument("--budget-seconds", type=float, default=540.0, help="leave out cases that would end later")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "lookups.jsonl")
     return parser.parse_args(arguments)
 

@@ -107,7 +107,7 @@ def mirrored(
         turned: whether the buffer holds the flags of a gather by copy engines with turns. Copies write these flags
             through ``peers``. The kernel that waits for a turn reads the flags through ``pointers``. Before a copy to
             receiver ``p``, this kernel reads the flag of source ``world_size - 1``. But ``peers[p]`` begins at source
-            ``world_size - p``, so a read through the same address would go past the last source's flag. To prevent
+            ``world_size - p``, so a read relative to ``peers[p]`` would go past the last source's flag. To prevent
             this, ``pointers`` are lower by ``world_size * shift`` elements. The kernel then reads the flag of source
             ``world_size - 1 - p``, which this GPU has set just before. Credits that kernels write through ``pointers``
             then fall into the margin.

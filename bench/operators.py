@@ -78,7 +78,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=kinds,
         choices=[*kinds, *offered],
         metavar="SCHEDULE",
-        help=f"{', '.join(kinds)}; or one transport: fused/sm_push",
+        help=f"{', '.join(kinds)}; or with one transport, such as fused/sm_push",
     )
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument(
@@ -103,7 +103,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=1.0,
         help="seconds to time one case in one setting; each provider still gets at least five samples",
     )
-    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="leave out cases after this time")
+    parser.add_argument(
+        "--budget-seconds", type=float, default=float("inf"), help="leave out cases that would end later"
+    )
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "operators.jsonl")
     found = parser.parse_args(arguments)
     try:

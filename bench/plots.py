@@ -112,8 +112,8 @@ def operators(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
     """Draw rows of ``bench.operators`` against tokens, and return the files.
 
     Each combination of machine, shape and dtype gets two files in ``folder``: one of the speed-up, one of the ratio to
-    the bound. A file has a panel for each setting and pattern, and a line for each provider. Schedules with other
-    parameters are in the tables only.
+    the bound. A file has a panel for each setting and pattern, and a line for each provider. Rows of schedules whose
+    parameters were set by ``--set`` are in the tables only.
     """
     return [
         _against_tokens(same, figure, folder)

@@ -78,7 +78,7 @@ class Provider:
             schedule that the planner chose.
         parameters: the parameters of that schedule. If ``call`` is a compiled graph, they are those of the plan.
             Otherwise they are those that the op gets. Empty for the providers ``keep`` and ``async_tp``.
-        held: bytes of symmetric memory on each rank that the call needs.
+        held: bytes of symmetric memory that the call needs on each rank.
     """
 
     name: str

@@ -41,7 +41,7 @@ class Case:
         inputs: the arguments of ``whole`` and ``compute``.
         sites: the number of overlapped sites in the graphs of ``whole``.
         trains: whether a call runs a forward and a backward. The backward gives the gradients of inputs and parameters.
-        tolerance: the largest error, relative to the largest element.
+        tolerance: the largest allowed error, relative to the largest element.
     """
 
     whole: Callable[..., torch.Tensor]

@@ -49,7 +49,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    # The numbers of rows that ranks exchange are read in the graph.
+    # In the cases with uneven parts, the program reads the sizes of the parts. Without this setting, Dynamo would break
+    # the graph there.
     torch._dynamo.config.capture_scalar_outputs = True
     for columns in options["columns"]:
         for name in options["cases"]:

@@ -61,7 +61,8 @@ def variants(world_size: int, tokens: int) -> dict[str, SmallParameters]:
     planned = small_plan.settings_for(world_size, tokens, COLUMNS, 2)
     found = {"planned": SmallParameters(**planned)}
     for two_shot in (False, True) if world_size > 2 else (False,):
-        # One-shot sends all tokens to each peer. With 7 peers, 128 tokens are too many.
+        # One-shot sends all tokens to each peer. It is left out if a rank would send more than 448 rows in all, for
+        # example 128 tokens to each of 7 peers.
         if two_shot or tokens * (world_size - 1) <= 448:
             for segment, warps in SEGMENTS:
                 if COLUMNS // segment * world_size <= 32 * warps:

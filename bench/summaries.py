@@ -284,12 +284,13 @@ def host() -> str:
 
 
 def agreement() -> str:
-    """Host time that one call needs to compare plans, by the number of ranks."""
+    """Host time that one call needs to compare plans, by the number of ranks: the last run of each number."""
+    last = {row["ranks"]: row for row in _read("agreement")}
     lines = [
-        [row["ranks"], f"{row['own']:.1f}", f"{row['together']:.1f}", f"{row['store']:.0f}"]
-        for row in _read("agreement")
+        [ranks, *(f"{row[k]:.1f}" if k in row else "-" for k in ("own", "together", "uneven")), f"{row['store']:.0f}"]
+        for ranks, row in sorted(last.items())
     ]
-    return _table(("ranks", "own share us", "all together us", "over the store us"), lines)
+    return _table(("ranks", "own share us", "all together us", "uneven us", "over the store us"), lines)
 
 
 def slow_link_rows() -> list[Row]:
@@ -302,12 +303,12 @@ def slow_link() -> str:
     return tables.slow_link(slow_link_rows()).strip()
 
 
-def layers_rows() -> list[Row]:
-    """The stored rows of ``bench.layers`` on a slow link, from the last run of each program on each link."""
+def layers_rows(name: str = "layers_slow_link") -> list[Row]:
+    """The stored rows of ``bench.layers``, from the last run of each program on each link. ``name``: of the file."""
     program = ("ranks", "link", "phase", "batch", "tokens")
     return [
         row
-        for same in groups(_read("layers_slow_link"), *program).values()
+        for same in groups(_read(name), *program).values()
         for row in same
         if row["date"] == same[-1]["date"]
     ]
@@ -316,6 +317,11 @@ def layers_rows() -> list[Row]:
 def layers() -> str:
     """Whole layers over a slow link, by ranks, phase and variant."""
     return tables.layers(layers_rows()).strip()
+
+
+def layers_on_gpus() -> str:
+    """Whole layers on GPUs, by ranks, phase and variant."""
+    return tables.layers(layers_rows("layers")).strip()
 
 
 EXCHANGES = ("matmul_all_to_all", "all_to_all_matmul")
@@ -392,6 +398,6 @@ TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
         headline, nvlink, other_shapes, fp8, without_peers, small_message, models, training, handed_out, ring_nccl,
-        turns, compile_cost, host, agreement, slow_link, layers, exchanges, lookups, experts,
+        turns, compile_cost, host, agreement, slow_link, layers, layers_on_gpus, exchanges, lookups, experts,
     )
 }  # fmt: skip

@@ -132,7 +132,8 @@ class OverlapConfig:
     not fit becomes one looping op. If no looping op computes the site, it is refused."""
 
     workspace_limit: int = _key(4096)
-    """MiB of symmetric memory on each rank that one group's sites may hold. Sites that do not fit run as written."""
+    """The most symmetric memory that one group's sites may hold on each rank, in MiB. Sites that do not fit run as
+    written."""
 
     max_tokens: int = _key(16384)
     """The largest token count for which a site of dynamic size holds workspace. Calls with more tokens run as

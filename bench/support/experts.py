@@ -175,8 +175,8 @@ class DispatchedExperts(torch.nn.Module):
         return out + self._shared(x) if self.shared else out
 
     def _permute(self, rows: torch.Tensor, counts: torch.Tensor) -> tuple[Any, ...]:
-        """``(shape of rows, rows in the order of the experts, their places in rows, rows of each expert)``. ``counts``:
-        by rank, then by expert."""
+        """``(shape of rows, rows in the order of the experts, their places in rows, number of rows of each expert)``.
+        ``counts``: numbers of rows, by rank and then by expert."""
         by_rank = counts.view(self.world_size, -1)
         starts = (counts.cumsum(0) - counts).view(self.world_size, -1).t().reshape(-1)
         lengths = by_rank.t().reshape(-1)

@@ -19,7 +19,7 @@ class LookupCase:
         tables: tables of each rank.
         batch: bags of each table, of all ranks together.
         width: elements of a row.
-        pooling: indices of a bag. 0: plain rows (``embedding``).
+        pooling: indices of a bag. 0: there are no bags, and each index gives one row (``embedding``).
         height: rows of a table.
         mode: ``sum``, ``mean``, or ``weighted`` for a sum with weights of samples.
         jagged: bags have 0 to ``2 * pooling`` indices.

@@ -23,7 +23,7 @@ from overlap_inductor.version import __version__
 
 DEFAULT_FILE = "overlap_inductor_bugreport.zip"
 PACKED = ("report.txt", "sites.json", "graph.before.txt", "graph.after.txt")
-"""Files of a graph's folder that are packed. The page ``index.html`` shows the same content."""
+"""Files of a graph's folder that are packed. The page ``index.html`` is left out, because it shows the same content."""
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "numpy")
 USER = "<user>"
 

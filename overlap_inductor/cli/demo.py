@@ -3,7 +3,7 @@
 and time them.
 
 By default, the ranks run on 8, 4 or 2 GPUs: the largest of these numbers that this machine has. With fewer than two
-GPUs, the ranks are two CPU processes, joined by a slow link if this process may make one. The models are a Hugging Face
+GPUs, the ranks are two CPU processes, joined by a slow link if this process can make one. The models are a Hugging Face
 Llama and a sequence-parallel block. Each is compiled without overlap, with schedule ``auto``, and with each schedule
 that can run here.
 """
@@ -38,7 +38,7 @@ PARTS = ("llama", "block")
 HEADS = 8
 LLAMA_NEEDS = ("transformers", "accelerate")
 SIZES = {"cpu": (512, 1024), "cuda": (4096, 4096)}
-"""Default hidden size and sequence length: large enough for matmuls and collectives that last longer than a launch."""
+"""Default hidden size and sequence length: so large that matmuls and collectives last longer than a launch."""
 MEGABITS = 500
 """Default rate of the slow link in Mbit/s. At this rate, a collective of the demo lasts about as long as its matmul."""
 
@@ -50,7 +50,7 @@ class DemoOptions:
     Attributes:
         tokens: length of the whole sequence.
         link: the slow link between CPU ranks: its rate in Mbit/s, or ``none``. ``auto``: a link of ``MEGABITS``, or
-            none if this process may not make one.
+            none if this process cannot make one.
         timeout: seconds after which ranks that still run are stopped, and the demo fails.
     """
 
@@ -180,7 +180,7 @@ def _writable(folder: str) -> Path:
             return place
     except OSError as error:
         raise ConfigError(
-            f"--keep-dir {folder}: cannot be written ({error.strerror}); name a folder that this process may write"
+            f"--keep-dir {folder}: cannot be written ({error.strerror}); name a folder that this process can write"
         ) from error
 
 

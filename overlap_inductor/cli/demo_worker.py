@@ -135,9 +135,7 @@ class Compiled:
 
 
 def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Settings) -> None:
-    """Run a model eagerly, compiled without overlap, and compiled with overlap by ``auto`` and by each schedule that
-    can run here. Compare the outputs. Time the model without overlap and the models in which a site is overlapped. Send
-    the results to the parent process."""
+    """Run, compare and time one model as the module's docstring says. Send the results to the parent process."""
     say(step=f"{part}: eager")
     eager = call(model)
 

@@ -143,8 +143,8 @@ def _differences(requested: OverlapConfig) -> list[Check]:
 
 
 def _schedule(config: OverlapConfig) -> list[Check]:
-    """A check that says why the schedule in the environment cannot run here. Every site would then be refused. Empty if
-    the schedule can run, or if it is ``auto`` or ``keep``."""
+    """A check that fails if the schedule in the environment cannot run here, because every site would be refused. Empty
+    if the schedule can run, or if it is ``auto`` or ``keep``."""
     from overlap_inductor.lowerings.registry import SCHEDULES
 
     name = f"{ENVIRONMENT_PREFIX}_SCHEDULE={config.schedule}"

@@ -90,7 +90,9 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("folder", help="the folder that OVERLAP_INDUCTOR_DUMP named")
     report.set_defaults(run=_report)
 
-    bugreport = commands.add_parser("bugreport", help="pack a dump folder, versions and doctor into one file to send")
+    bugreport = commands.add_parser(
+        "bugreport", help="pack a dump folder, versions and the doctor's checks into one file"
+    )
     bugreport.add_argument("folder", help="the folder that OVERLAP_INDUCTOR_DUMP named")
     bugreport.add_argument("-o", "--output", metavar="FILE", help="default: overlap_inductor_bugreport.zip")
     bugreport.set_defaults(run=_bugreport)

@@ -17,9 +17,9 @@ MARGIN = 1.05
 """With ``OVERLAP_INDUCTOR_SCHEDULE=auto``, a schedule is chosen only if it is estimated to be more than this many times
 as fast as ``keep``."""
 MARGIN_UNMEASURED = 1.25
-"""``MARGIN`` for what was not measured. For ``chunked``, ``fused`` and ``wave_groups``, this is a group with more ranks
-than the largest measured group. For ``chunked`` and ``fused``, it is also a matmul that contracts the dim that an
-all-to-all exchanges. For ``ring``, it is attention on GPUs."""
+"""``MARGIN`` where there are few measurements or none. For ``chunked``, ``fused`` and ``wave_groups``, it applies to
+groups with more ranks than the largest measured group. For ``chunked`` and ``fused``, it also applies to matmuls that
+contract the dim that an all-to-all exchanges. For ``ring`` and ``early_start``, it applies to attention on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def collective_seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def kind_of(sizes: SiteSizes, matmul: float, wire: float) -> int:
-    """0: all-gather; 1: reduce-scatter or all-to-all; 2: all-reduce; 3: all-reduce for which ``wire > matmul`` (both in
-    seconds)."""
+    """The index of a site's kind in the ``exposed`` constants of a schedule. 0: all-gather; 1: reduce-scatter or
+    all-to-all; 2: all-reduce; 3: all-reduce for which ``wire > matmul`` (both in seconds)."""
     return 0 if sizes.gathers else sizes.legs + (sizes.legs > 1 and wire > matmul)
 
 

@@ -2,8 +2,8 @@
 """``ExchangePlan`` describes what a rank exchanges in one graph, as text that ranks can compare. Plain data.
 
 Ranks must agree on what moves between them: the order, the sizes and dtypes, the schedules and transports. The plan
-leaves out what a rank computes for itself. This is the contracted size, a bias, the epilogue of a fused kernel, the
-kind of matmul, and the rank's own padding.
+leaves out what only a rank's own computation needs. Examples are the contracted size, a bias, the epilogue of a fused
+kernel, the kind of matmul, and the rank's own padding.
 """
 
 from __future__ import annotations

@@ -22,12 +22,17 @@ class Machine:
         collective_seconds: fixed cost of a collective.
         overlapped_efficiency: FLOP/s of the matmuls of single chunks while transfers run, as a fraction of the FLOP/s
             of the whole matmul when it runs alone.
-        least_tiles: the fewest output tiles (128 x 256 elements each) with which a schedule that cuts the matmul inside
-            one op pays. ``chunked`` may pay with fewer tiles if its launches are replayed.
+        least_tiles: the fewest output tiles (128 x 256 elements each) for which it pays to cut the matmul inside one
+            op. ``chunked`` may pay with fewer tiles if its launches are replayed.
         memory_bytes: B/s of a kernel that is limited by memory; bytes read and bytes written are added up. A kernel
             that sums partial results reached 2.72e12 on one H100. Lookups in tables are estimated with this rate, too.
-        lookup_seconds: fixed cost of one lookup in a table as the program writes it. On an H100, 64 embedding_bags of
-            4096 bags of one index, 64 columns wide, took 680 us. Their reads and writes alone would take 50 us.
+        lookup_seconds: fixed cost of one lookup in a table as the program writes it. On an H100, 64 calls of
+            ``embedding_bag`` took 680 us. Each call had 4096 bags of one index, and a table of 64 columns. The reads
+            and writes alone would take 50 us.
+        launch_seconds: host time to launch a matmul and the fused kernel beside it.
+        call_seconds: host time of a collective and of its wait, as the program writes them. (Two layers of Llama on 4
+            H200s have 18 matmuls and attentions, and 5 collectives. They took 1.6 and 2.7 ms of host time on two hosts,
+            and 1.1 and 1.9 ms without the collectives.) 0 on a CPU, where the host is the device.
     """
 
     name: str
@@ -39,6 +44,8 @@ class Machine:
     least_tiles: int = 200
     memory_bytes: float = 2.7e12
     lookup_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    call_seconds: float = 0.0
 
 
 WITHOUT_PEERS = "cuda without peer access"
@@ -47,15 +54,33 @@ _MACHINES = {
     # One core read 8.5e9 (8 rows for each bag) to 4.2e10 B/s (64 rows) in embedding_bag, for tables of 10000 x 64.
     "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93, memory_bytes=2e10),
     # One H200 reaches 780 TFLOP/s of dense bf16 in large matmuls, and NCCL's send and receive about 300 GB/s each way
-    # on NVLink. NCCL's kernels take SMs and memory bandwidth from the matmuls that run at the same time. The ring
-    # reached an efficiency of 0.75 on 4 H200s (bench/results/ring_nccl.jsonl).
-    "cuda": Machine("cuda", {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15}, 3e11, 20e-6, 30e-6, 0.75, lookup_seconds=1e-5),
+    # on NVLink. NCCL's kernels take SMs and memory bandwidth from the matmuls that run at the same time. So on 4 H200s,
+    # the ring's ``overlapped_efficiency`` is 0.75 (bench/results/ring_nccl.jsonl).
+    "cuda": Machine(
+        "cuda",
+        {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15},
+        3e11,
+        20e-6,
+        30e-6,
+        0.75,
+        lookup_seconds=1e-5,
+        launch_seconds=4e-5,
+        call_seconds=1.3e-4,
+    ),  # fmt: skip
     # GPUs of one machine that cannot access each other's memory. With NCCL_P2P_DISABLE=1, two H200s moved 25 to 29 GB/s
     # through the host's memory at 4096 to 16384 tokens. Wave groups ran 1.34 to 1.54 times as fast as the plain graph,
     # and the ring 0.82 to 0.98 times as fast (bench/results/operators_without_peers.jsonl).
     WITHOUT_PEERS: Machine(
-        WITHOUT_PEERS, {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15}, 2.8e10, 20e-6, 30e-6, 0.3, lookup_seconds=1e-5
-    ),
+        WITHOUT_PEERS,
+        {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15},
+        2.8e10,
+        20e-6,
+        30e-6,
+        0.3,
+        lookup_seconds=1e-5,
+        launch_seconds=4e-5,
+        call_seconds=1.3e-4,
+    ),  # fmt: skip
 }
 
 

@@ -124,7 +124,7 @@ class ComparedCall:
         """Compare this call with the other ranks. Returns what this rank runs.
 
         Args:
-            new: a parameter or buffer has not been compared yet.
+            new: whether a parameter or buffer has not been compared yet.
         """
         outcome = comparison.call()
         if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):

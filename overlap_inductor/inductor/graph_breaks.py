@@ -30,7 +30,7 @@ def new_notices() -> list[str]:
         if not hasattr(reason, _TOLD):
             setattr(reason, _TOLD, True)
             # A break inside a function also breaks the graph of the function's caller. The break appears again when the
-            # function is compiled by itself.
+            # function is compiled by itself. It is reported only once.
             known = any(_ends_with(before, reason) for before in reasons[:i])
             found += [_sentence(reason)] if not known and _users_line(reason) is not None and _calls(reason) else []
     return found

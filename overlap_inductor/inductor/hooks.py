@@ -371,8 +371,8 @@ def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs:
 def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
     """Around ``BaseSchedulerNode.has_aliasing_or_mutation``, which Inductor calls only before it fuses nodes. Inductor
     does not fuse a node into a template if the node's output aliases another buffer. But this function lets Inductor
-    fuse a node that writes a piece directly into its place in a whole tensor. Readers of the whole tensor wait for all
-    pieces, and no other node writes to that place.
+    fuse a node that writes a piece directly into its place in a whole tensor. This is safe: readers of the whole tensor
+    wait for all pieces, and no other node writes to that place.
     """
     outputs = node.get_outputs()
     if (

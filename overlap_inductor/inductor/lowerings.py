@@ -6,7 +6,7 @@ buffer into which its pieces are written. ``after``, ``gather_step`` and ``excha
 This process's rank is a symbol in the generated code (``rank_symbol``), defined before a group's first transfer. The
 slice of rank ``r + shift`` is a ``ReinterpretView`` whose offset contains this symbol. Inductor's own matmuls and
 pointwise kernels read such a view in place. They also write the pieces of a result straight to their places in the
-result. In this way, Inductor also writes the inputs of ``aten.cat``, but at constant offsets::
+result. (Inductor writes the inputs of ``aten.cat`` in the same way, but at constant offsets.) For example::
 
     a = take(x, 0, 1, 4, 0, 4, "tp")               u0 = torch.ops.overlap_inductor.group_rank.default('tp')
     b = mm(a, w)                                   buf = empty_strided(...)

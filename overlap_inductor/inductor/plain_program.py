@@ -31,7 +31,7 @@ from overlap_inductor.inductor import compile_scope
 from overlap_inductor.inductor.compile_scope import CompileScope
 
 LARGE = 1 << 20
-"""A number of bytes. A tensor of the graph with at least this size is not copied."""
+"""A tensor of the graph with at least this number of bytes is not copied."""
 _META = ("unbacked_bindings", "eager_input_vals", "custom", "recompute", "partitioner_tag", "mutation_region_id")
 _OUTPUT_META = ("user_visible_output_idxs", "output_stack_traces")
 

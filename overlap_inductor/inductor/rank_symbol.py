@@ -4,7 +4,7 @@ graph.
 
 ::
 
-    u0 = torch.ops.overlap_inductor.group_rank.default('tp')      # once per call, before any kernel with such a view
+    u0 = torch.ops.overlap_inductor.group_rank.default('tp')      # once per call, before any kernel that uses u0
     buf0 = 0
     extern_kernels.mm(reinterpret_tensor(x, (4, 8), (8, 1), 32*u0), w, out=buf1)
 

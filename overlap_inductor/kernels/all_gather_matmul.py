@@ -11,9 +11,9 @@ pushes: a transport that needs no SM sends the shard (``copy_engine``).
 Work is claimed from three queues (pieces to send, own tiles, tiles of peers), so no block has work that only it can do.
 
 Forward progress. Before a block waits for a peer's part, it pushes pieces. It does so until the part has arrived, or
-until every outgoing piece of its own rank has been claimed. It also waits for the credits of the previous call, and
-that call does not depend on this one. So one resident block on each rank is enough, in whatever order blocks become
-resident. All waits are bounded (``signals``).
+until every outgoing piece of its own rank has been claimed. A push waits only for a peer's credit, which depends only
+on the previous call. So one resident block on each rank is enough, in whatever order blocks become resident. All waits
+are bounded (``signals``).
 
 Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``). The last piece of
 a part sets the receiver's flag (source, part) to the number of the call. The receiver waits for that flag and then runs

@@ -14,6 +14,7 @@ from overlap_inductor.facts.decision import Reason
 from overlap_inductor.lowerings.registry import SCHEDULES
 from overlap_inductor.passes import check as legality
 from overlap_inductor.passes import fused_sums
+from overlap_inductor.passes import host_time
 from overlap_inductor.passes import plan as planner
 from overlap_inductor.passes.find import SiteFinder
 from overlap_inductor.sites.nodes import DecidedSite
@@ -50,7 +51,8 @@ def find_and_choose(
 
     def chosen_without(idle: set[str]) -> Choice:
         found = SiteFinder(graph, phase, idle).run()
-        return Choice(found, *choose(found.sites, config, refusal, failed))
+        host_bound = host_time.limits(found, config) if config.schedule == "auto" else None
+        return Choice(found, *choose(found.sites, config, refusal, failed, host_bound))
 
     def improved() -> Choice:
         best, idle = chosen_without(set()), set[str]()
@@ -89,12 +91,16 @@ def _served(choice: Choice) -> tuple[int, int]:
 
 
 def choose(
-    sites: list[OverlapSite], config: OverlapConfig, refusal: str | None, failed: dict[str, Reason]
+    sites: list[OverlapSite],
+    config: OverlapConfig,
+    refusal: str | None,
+    failed: dict[str, Reason],
+    host_bound: Reason | None = None,
 ) -> tuple[list[DecidedSite], list[DecidedSite]]:
     """Decide every site. Returns ``(all sites with their decisions, the sites to overlap)``. ``refusal`` and ``failed``
-    are as in ``find_and_choose``."""
+    are as in ``find_and_choose``, and ``host_bound`` is as in ``plan.plan``."""
     context = legality.Context(config, refusal)
-    decided = [_decide(site, config, context, failed) for site in sites]
+    decided = [_decide(site, config, context, failed, host_bound) for site in sites]
     planner.fit_workspace(_overlapped(decided), config)
     for schedule in SCHEDULES:
         schedule.fit([s for s in _overlapped(decided) if s.decision.moving.schedule == schedule.name], config)
@@ -108,7 +114,11 @@ def choose(
 
 
 def _decide(
-    site: OverlapSite, config: OverlapConfig, context: legality.Context, failed: dict[str, Reason]
+    site: OverlapSite,
+    config: OverlapConfig,
+    context: legality.Context,
+    failed: dict[str, Reason],
+    host_bound: Reason | None,
 ) -> DecidedSite:
     """The site with its decision. A site that is to be overlapped is accepted into ``context``."""
     keep = [PlanPiece("keep")]
@@ -118,7 +128,7 @@ def _decide(
     if reason is not None:
         status = "kept" if reason.code in _NOT_A_FAILURE else "refused"
         return site.decided(Decision(status, "forced" if reason.code == "switched_off" else "analytic", keep, [reason]))
-    decision = planner.plan(site, config)
+    decision = planner.plan(site, config, host_bound)
     if decision.status == "overlapped":
         context.accept(site)
     return site.decided(decision)

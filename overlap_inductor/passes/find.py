@@ -6,7 +6,7 @@ collective of that kind. The graph does not change::
 
     for each collective in graph order:
         for each pattern of its kind: Match -> a site; Miss -> its reasons
-        no site -> a near miss with the first reason; if the patterns gave none, with that of ``sites.beside``
+        no site -> a near miss with the patterns' first reason, or else with the reason from ``sites.beside``
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class SiteFinder:
 
     Attributes:
         phase: inference, forward or backward.
-        idle: names of collectives whose sites do not own their matmuls. A sum of another site may take these matmuls.
+        idle: names of collectives. A site at one of them does not own its matmuls, so another site may take these
+            matmuls into a sum.
         left: matmuls that reducing sites left to other sites (``Match.left``).
-        merged: collectives that a pattern merged into one site. ``run`` skips those that it has not reached yet.
+        merged: collectives that a pattern merged into one site. ``run`` looks for no other site at them.
         sites, near_misses: what ``run`` found, in graph order.
     """
 

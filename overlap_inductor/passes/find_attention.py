@@ -40,8 +40,8 @@ STEPS = 12
 
 
 class AllGatherAttention:
-    """Pattern ``all-gathers of keys and values -> attention`` (see ``Pattern``). The site starts at the first of the
-    two gathers."""
+    """Pattern ``all-gathers of keys and values -> attention`` (see ``Pattern``). If keys and values have a
+    gather each, the site starts at the first gather."""
 
     name = "all_gather_attention"
     kind = "all_gather"
@@ -93,14 +93,14 @@ def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:
         known: dict[fx.Node, bool] = {}
         needy = next((n for n in outside if n is not None and tools.depends_on(n, wait, known)), None)
         if needy is not None:
-            text = f"{needy.name}, which {reader.node.name} also reads, is computed from {wait.name}"
-            return Reason("weight_depends_on_collective", f"{text}; expected only keys and values to depend on it")
+            text = f"{reader.node.name} also needs {needy.name}, which is computed from {wait.name}; expected only keys"
+            return Reason("weight_depends_on_collective", f"{text} and values to depend on {wait.name}")
     mask, keys = reader.mask, tools.shape(reader.rhs)[KEYS]
     if mask is not None and not any(same_size(tools.shape(mask)[-1], size) for size in (keys, 1)):
         return Reason("layout", f"the mask {mask.name} has {tools.shape(mask)[-1]} columns for {keys} keys")
     shard = ShardedDim.of(key.layout).chunk
     if reader.hides_keys and reader.mask_block > 1 and not (isinstance(shard, int) and shard % reader.mask_block == 0):
-        text = f"each rank has {shard} keys of {reader.node.name}, which hides keys by a mask in each piece"
+        text = f"each rank has {shard} keys of {reader.node.name}, and the attention to one rank's keys needs a mask"
         return Reason("layout", f"{text}; expected a multiple of {reader.mask_block} keys on each rank")
     return AttentionNodes(reader, key, value)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``matmul -> row-wise ops -> all-to-all``: the projections of Ulysses attention with a norm of q and k or a
-rotary embedding (``sites.banded_nodes``).
+"""Find ``matmul -> row-wise ops -> all-to-all``: the projections of Ulysses attention, followed by a norm of q and k
+or by a rotary embedding (``sites.banded_nodes``).
 
-This finder runs only if ``find_reduce`` finds no site. (``find_reduce`` cuts the product into the ranks' slices. This
-finder cuts the tokens into bands.) It walks back from the all-to-all to the one matmul that computes the
+This finder runs only if ``find_reduce`` finds no site. (``find_reduce`` cuts the matmul's result into the ranks'
+slices. This finder cuts the tokens into bands.) It walks back from the all-to-all to the one matmul that computes the
 all-to-all's input, and then forward with ``sites.row_wise``. R: number of ranks::
 
     q = mm(x, w)                                         # [tokens] [R heads width]
@@ -11,8 +11,8 @@ all-to-all's input, and then forward with ``sites.row_wise``. R: number of ranks
     out = wait_tensor(all_to_all_single(permute(y)))     # [R] [tokens] [heads width]
     ->  for each band of tokens: mm, norm, rotary embedding; send the band's part of each rank's slice
 
-A node after the all-to-all may also read a result on the way, for example to save it for a backward graph. Then the
-bands of this result are joined. The finder does not change the graph.
+A node after the all-to-all may also read the result of the matmul or of a row-wise op, for example to save it for a
+backward graph. Then the bands of this result are joined. The finder does not change the graph.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _site(
     receivers, slice_ = _slices(collective, layouts)
     leaves = [a for a in rows.leaves() if not same_size(a.size, 1)]
     if not leaves or leaves[0] not in slice_ or receivers in rows.leaves():
-        raise LayoutError("the exchanged dim belongs to the matmul's rows, or the rows are not those of the slices")
+        raise LayoutError("the exchanged dim belongs to the matmul's rows, or a slice does not hold these rows")
     band = leaves[0]
     if any(part is band for atom in whole for part in atom.leaves()):
         raise LayoutError("an op needs all rows of the matmul")
@@ -140,9 +140,9 @@ def _viewed(node: fx.Node, layout: Layout) -> Layout:
 
 
 def _slices(collective: CollectiveNode, layouts: dict[fx.Node, Layout]) -> tuple[Atom, list[Atom]]:
-    """``(the atom that counts the ranks that receive, the atoms of a slice in order)``. A flattened input is read as
+    """``(the atom that counts the receiving ranks, the atoms of a slice in order)``. A flattened input is read as
     the tensor ``[R, ...]`` of which it is a view, because no reshape can split a run of symbolic size. Raises
-    ``LayoutError`` if the input is not cut between atoms."""
+    ``LayoutError`` if no single atom counts the receiving ranks."""
     source, ranks = collective.input, collective.world_size
     while _is_view(source) and tools.permutation(source) is None and tools.shape(source)[:1] != [ranks]:
         source = source.args[0]

@@ -81,7 +81,7 @@ def _steps(indexed: fx.Node) -> list[fx.Node]:
 
 
 def _needed(found: set[fx.Node]) -> set[fx.Node]:
-    """Those of ``found`` from which the rows that are put back are computed."""
+    """The nodes in ``found`` from which the rows for ``index_put`` are computed."""
     needed: set[fx.Node] = set()
     pending = [n for n in found if any(u.target is aten.index_put.default and u.args[2] is n for u in n.users)]
     while pending:

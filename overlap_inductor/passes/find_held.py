@@ -10,7 +10,8 @@ holds, it passes the block on (``all_to_all``), or gathers the blocks of all ran
     k, v  = pieces of wait_tensor(moved)
     y1    = scaled_dot_product_attention(q, k, v); merge y1 into y0
 
-Inductor may start the exchange only after ``y0``, and then waits at once. Contract: the graph does not change.
+Without the overlap pass, Inductor may start the exchange after ``y0`` and wait for it at once. Then nothing hides it.
+Contract: the graph does not change.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ from overlap_inductor.sites.pieces import piece_of
 from overlap_inductor.torch_compat import operators
 
 NAMESPACES = ("aten", "prims", *operators.FUNCTIONAL_COLLECTIVES)
-"""Namespaces of ops that show whether they are collectives. An op of another namespace may call one inside."""
+"""Namespaces in which an op's name shows whether it is a collective. An op of another namespace may issue a collective
+inside."""
 STEPS = 12
 """The most nodes on the way from the keys to the exchange, and from the keys to the attention."""
 
 
 class AttentionExchange:
     """Pattern ``attention beside an exchange of its keys and values`` (see ``Pattern``). A program may exchange keys
-    and values apart. Then both exchanges are one site, which starts at the first."""
+    and values separately. Then both exchanges are one site, which starts at the first exchange."""
 
     early = False
     example = None
@@ -83,21 +85,21 @@ def _held(collective: CollectiveNode) -> set[fx.Node]:
 
 
 def _attentions(collective: CollectiveNode) -> list[AttentionNode]:
-    """The attention ops whose keys or values are what the exchange sends, or a part of it, in graph order."""
+    """The attention ops, in graph order, whose keys or values are all or a part of what the exchange sends."""
     found = {reader.node: reader for reader in attention.readers(_held(collective), _moves, STEPS)}
     return [found[node] for node in sorted(found) if len(tools.shape(found[node].lhs)) == 4]
 
 
 def _independent(reader: AttentionNode, collective: CollectiveNode) -> bool:
-    """Whether neither needs the other's result."""
+    """Whether neither the attention nor the exchange needs the result of the other."""
     return not tools.depends_on(reader.node, collective.node, {}) and not tools.depends_on(
         collective.node, reader.node, {}
     )
 
 
 def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> list[CollectiveNode]:
-    """The later exchanges that send keys or values of the same attention in the same group and way, and that can run
-    under the attention together with ``first``."""
+    """The later exchanges that can run under the attention together with ``first``. They send keys or values of the
+    same attention, by a collective of the same kind in the same group."""
     found: list[CollectiveNode] = []
     unavailable = {*search.merged, *search.taken()}
     for node, kind, other in search.collectives.values():
@@ -105,7 +107,7 @@ def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> lis
             continue
         if other.group_name != first.group_name or node in unavailable or other.wait is node:
             continue
-        # The second test walks much of the graph, so it stands behind the first one.
+        # ``_independent`` walks much of the graph, so ``_attentions`` is asked first.
         if reader.node not in [a.node for a in _attentions(other)] or not _independent(reader, other):
             continue
         together = HeldNodes(reader, [first, *found, other])
@@ -115,20 +117,22 @@ def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> lis
 
 
 def _why_not_moved(nodes: HeldNodes) -> Reason | None:
-    """Why an exchange cannot start before the attention, or a wait cannot stand behind it; ``None`` if both can."""
+    """Why an exchange cannot start before the attention, or why a wait cannot stand behind the attention. ``None`` if
+    both are possible."""
     late, early = nodes.late_starts(), nodes.early_readers()
     where = nodes.attention.node.name
     if late and early:
-        text = f"{late[0].node.name} starts after {where}, and {early[0].name} stands before it; expected one of both"
-        return Reason("hoist", text)
+        text = f"{late[0].node.name} starts after {where}, but {early[0].name} takes the result of another exchange"
+        return Reason("hoist", f"{text} before {where}; expected at most one of the two")
     if late:
-        # Ranks may have different attention, but must issue a group's collectives in one order.
+        # The ranks' attention ops may differ, but all ranks must issue a group's collectives in the same order. So the
+        # exchange is not moved before another collective of its group.
         node = nodes.attention.node
         own = {c.node for c in nodes.exchanges}
         while (node := node.next) is not late[-1].node:
             if collectives.group_of(node) == late[0].group_name and not operators.is_wait(node) and node not in own:
                 text = f"{node.name} is a collective of the same group between {where} and {late[-1].node.name}"
-                return Reason("hoist", f"{text}; expected the exchange of its keys and values to come first")
+                return Reason("hoist", f"{text}; expected the exchange of keys and values to come first")
             if _may_hold_collectives(node):
                 text = f"{node.name} ({node.target}) stands between {where} and {late[-1].node.name}"
                 return Reason("hoist", f"{text} and may issue collectives; expected the exchange to come first")

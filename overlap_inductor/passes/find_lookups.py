@@ -41,14 +41,15 @@ from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
 STEPS = 12
-"""The most nodes that the search from a part to its lookup may see."""
+"""The most nodes that the search may see on its way from a part of the ``cat`` back to the part's lookup."""
 FEW = 16
-"""The most tables that are looked up rank by rank. Each of them adds nodes for every rank."""
+"""The most tables that are looked up rank by rank. Each such table adds nodes for every rank."""
 _POOLS = (aten.sum.dim_IntList, aten.mean.dim)
 
 
 def lookups_before(collective: CollectiveNode) -> list[tuple[fx.Node, LookupNode]]:
-    """``(part, its lookup)`` for each part of the collective's input, in order. Empty if a part is no lookup."""
+    """``(part, its lookup)`` for each part of the collective's input, in order. Empty if a part has no
+    lookup."""
     node: fx.Node = collective.input
     while _views(node):
         node = node.args[0]
@@ -87,7 +88,7 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
             between.insert(0, joined)
             dim = operators.argument(joined, "dim") % len(tools.shape(joined))
             if not all(tools.same_shape(part, parts[0]) for part in parts):
-                return Reason("layout", f"{joined.name} joins results of different shapes; expected equal tables")
+                return Reason("layout", f"{joined.name} joins results of different shapes; expected one shape")
             tables, block = _split(layout, dim, len(parts), tools.shape(joined))
         else:
             tables, block = Layout(((Atom(1),),)), layout
@@ -102,8 +103,8 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
         and statically_known_true(tools.numel(tools.shape(lookup.lhs)) % collective.world_size == 0)
         for part, lookup in found
     )
-    # Bags cannot be looked up rank by rank, because the offsets of a slice are only known at run time. If the whole
-    # batch is looked up at once, one table's exchange can only hide behind another table's lookups.
+    # Bags cannot be looked up rank by rank: which indices belong to a slice of the batch is known only at run time. If
+    # the whole batch is looked up at once, one table's exchange can only hide behind another table's lookups.
     if len(parts) == 1 and not by_rank:
         return _one_table(collective, ", or one table of plain rows that can be looked up rank by rank")
     return PooledNodes(

@@ -3,7 +3,7 @@
 
 The site sends the elements of each rank's slice in the order in which the first matmul reads them. So the permuted
 copies before and after the all-to-all become one copy before it, or none. In two cases, the all-to-all's own order is
-kept: a row-wise op stands between it and the matmul, or the matmul does not read exactly the received elements::
+kept: a row-wise op stands between all-to-all and matmul, or the matmul does not read exactly the received elements::
 
     clone(permute(x)) -> all_to_all -> permute -> clone -> mm        # as written
     x in the matmul's order -> slices -> mm of each slice            # the site

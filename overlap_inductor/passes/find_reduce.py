@@ -14,8 +14,8 @@ leaves, are the region. The finder does not change the graph. Before and after t
 Cutting commutes exactly with views and pointwise ops, so each slice of the collective's input is computed from the same
 slice of the matmuls' outputs. The walk ends at an op with which cutting does not commute (a softmax, a sum over rows).
 The op's result is read as a plain tensor. This finder finds no site if that result is computed from a matmul of the
-region. The region may also read a tensor of another shape: a scalar, or one value for each column of the matmul. If it
-reads a tensor of any other shape, the finder finds no site.
+region. The region may also read a tensor of another shape: a scalar, or one value for each column of the matmul. If the
+region reads a tensor of any other shape, the finder finds no site.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ aten = tools.aten
 
 
 def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reason | None:
-    """``(x, d)`` if ``cat`` is ``cat(split(x, dim=d), 0)`` of one equal piece for each rank, in order. A ``Reason`` if
-    it joins one piece for each rank in another way (unequal, out of order, of several tensors). ``None`` for any other
-    ``cat``."""
+    """``(x, d)`` if ``cat`` is ``cat(split(x, dim=d), 0)`` with one piece for each rank, of equal sizes and in order.
+    A ``Reason`` if it joins one piece for each rank in another way (unequal, out of order, of several tensors).
+    ``None`` for any other ``cat``."""
     source: Any = None
     dim: Any = None
     pieces: list[Any] = list(cat.args[0])
@@ -65,7 +65,7 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
         if piece.step != 1:
             return Reason(
                 "not_plain_scatter",
-                f"piece {i} takes every {piece.step}th row on dim {piece.dim}; expected consecutive rows",
+                f"piece {i} takes rows of dim {piece.dim} in steps of {piece.step}; expected consecutive rows",
             )
         # If the pieces are cut along a symbolic dim other than 0, they are equal: ``cat`` on dim 0 requires inputs of
         # equal sizes in all other dims. Whether the pieces cover the dim is not checked.
@@ -115,7 +115,7 @@ class Tracer:
 
     Attributes:
         unfolds: whether a bias that is a sum of matmuls (``matmuls.folded``) is followed too.
-        owned: matmuls of other sites. A bias that is a sum with one of them is not followed.
+        owned: matmuls of other sites. If a bias is a sum of matmuls and one of them is owned, it is not followed.
         read: matmuls that are read as plain tensors, not followed.
         left: the ``owned`` matmuls found in biases.
         layouts: the layout of each node that was reached.
@@ -256,8 +256,8 @@ def find_reduce(
         obstacle: with ``nodes``, why the site must stay as written, or ``None``. Without ``nodes``, why there is no
             site; ``None`` if the walk met no obstacle and reached no matmul.
         left: the matmuls in ``owned`` that are left to their own sites. If only some terms of a sum are in ``owned``,
-            this site takes the other terms and reads the owned ones as plain tensors. A bias that is a sum with an
-            owned matmul is read whole as a plain tensor.
+            this site takes the other terms and reads the owned ones as plain tensors. A bias that is a sum of
+            matmuls, one of them owned, is read whole as a plain tensor.
     """
     left: list[fx.Node] = []
     try:
@@ -328,8 +328,8 @@ def _site(
 
 
 def reads_a_result(tracer: Tracer) -> Reason | None:
-    """Why the region cannot be cut, or ``None``. It cannot be cut if it reads a tensor from outside that is computed
-    from one of the region's own matmuls. That matmul would have to be computed both whole and in pieces."""
+    """Why the region cannot be cut, or ``None``. It cannot be cut if it reads a tensor that is computed outside the
+    region from one of the region's own matmuls. That matmul would have to be computed both whole and in pieces."""
     for leaf in tracer.leaves:
         known: dict[fx.Node, bool] = {}
         forks = any(u not in tracer.region for u in leaf.node.users)
@@ -370,7 +370,7 @@ def _not_in_rows(tracer: Tracer, sharded: ShardedDim, layout: Layout) -> Reason 
 
 def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
     """Zeros are appended to the matmuls' result. The site would append zeros to the operands instead. Returns why this
-    would not give the same zeros in the collective's input, or ``None`` if it does."""
+    would not give the same zeros in the collective's input; ``None`` if it would."""
     for matmul in tracer.leaves:
         biased = matmul.bias is not None and matmul.bias not in tracer.unfolded
         if matmul.kind == "scaled_mm" or biased:

@@ -289,7 +289,6 @@ def consumers_of(follower: Follower) -> list[GatherConsumer]:
         try:
             consumer.layout.refined()
         except LayoutError as error:
-            # After it visited this consumer, the walk may have split the shards' atoms.
             follower.obstacles.append(Reason("layout", f"{consumer.operand_node.name}: {error}"))
             continue
         outside = zip(

@@ -41,7 +41,7 @@ class Part:
         layout: the node's dims in atoms of the gathered tensor. An atom that was cut is replaced by the part that the
             cut left.
         cuts: the cuts of each rank's shard, in order.
-        rank: the number of the one rank whose elements these are; ``None`` if they are those of all ranks.
+        rank: the rank whose elements the node holds; ``None`` if the node holds elements of all ranks.
     """
 
     layout: Layout
@@ -50,8 +50,8 @@ class Part:
 
 
 class PartFollower:
-    """Reads the nodes behind one gather. Follow each reader with a follower of its own. A reshape on the way to a
-    reader splits atoms, so with one follower it would change the layouts of other readers.
+    """Reads the nodes behind one gather. Use a new follower for each reader of the gathered tensor. A reshape on
+    the way to one reader splits atoms. In a shared follower, this would change the layouts of the other readers.
 
     Attributes:
         raw: layout of the gathered tensor.
@@ -155,7 +155,8 @@ class PartFollower:
             return Reason("not_plain_gather", f"{text}; expected one shard of each rank, in order")
         if any(part.cuts != first.cuts or not part.layout.same_elements(first.layout) for part in parts):
             return Reason(
-                "not_plain_gather", f"{cat.name} joins different parts of the ranks' shards; expected the same"
+                "not_plain_gather",
+                f"{cat.name} joins different parts of the ranks' shards; expected the same part of each shard",
             )
         dim = operators.argument(cat, "dim") % len(tools.shape(cat))
         dims = list(first.layout.refined().dims)

@@ -132,8 +132,14 @@ def _find_and_rewrite(
 
 @dataclass(frozen=True)
 class _Rewritten:
-    """What is known of a rewritten graph: the plan that ranks compare, and the groups that compare the plan. Also the
-    workspace that the graph's sites need in each group (``plan.workspace_bytes``, ``plan.workspace``)."""
+    """Facts about a rewritten graph.
+
+    Attributes:
+        plan: what the ranks compare.
+        groups: the groups whose ranks compare the plan.
+        workspaces: the bytes of workspace in each group (``plan.workspace_bytes``).
+        requests: the workspace that each site needs, by group (``plan.workspace``).
+    """
 
     plan: ExchangePlan
     groups: list[str]

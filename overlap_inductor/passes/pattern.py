@@ -52,7 +52,7 @@ class Miss:
         reasons: why there is no site; empty if the graph around the collective does not resemble the pattern.
         final: if true, the finder does not ask the patterns after this one.
         anchor: if ``final``, the node whose module the report names; ``None`` for the collective itself. Without
-            ``final``, the finder does not read it.
+            ``final``, the finder does not read ``anchor``.
         left: as in ``Match``.
     """
 
@@ -68,7 +68,7 @@ class Search(Protocol):
     Attributes:
         phase: inference, forward or backward.
         collectives: every collective of the graph, as ``sites.collectives.find_collectives`` gives it.
-        merged: collectives of sites that have several. Such a site is found at the first of its collectives. The
+        merged: collectives of sites with several collectives. Such a site is found at the first of its collectives. The
             pattern adds at least the site's later collectives here, and the finder skips these.
     """
 
@@ -117,8 +117,8 @@ class Pattern(Protocol):
         name: the name in reports and in ``OVERLAP_INDUCTOR_PATTERNS``.
         kind: the kind of collective at which the pattern starts: all_gather, reduce_scatter, all_reduce, all_to_all.
         early: if true, ``find`` reads neither ``Search.owned`` nor ``Search.taken``. The pattern's sites are then found
-            before all other sites. Other sites do not claim the collectives of these sites. A sum of another site
-            includes a matmul of these sites only if ``SiteFinder.idle`` names the collective of the matmul's site.
+            before all other sites. Other sites do not claim the collectives of these sites. Another site takes a
+            matmul of these sites into a sum only if ``SiteFinder.idle`` names the collective of the matmul's site.
         example: the pattern as a model writes it; ``None`` if it has no linear layer.
     """
 

@@ -86,8 +86,8 @@ class Overlap:
 
 
 class SequenceParallel:
-    """Runs ``passes.sequence_parallel``. It returns no report: the overlap pass reports the rewrite with the graphs
-    that are cut from this one."""
+    """Runs ``passes.sequence_parallel``. ``run`` returns no report. The overlap pass reports the rewrite later, with
+    the graphs that the partitioner cuts from the joint graph."""
 
     name, version = "sequence_parallel", ""
 

@@ -7,7 +7,7 @@ Pseudo-code::
 
     can  = [s for s in SCHEDULES if s is allowed and s.why_not(site) is None]
     cost = {s: s.seconds(site) for s in can}
-    plan = s.where_it_pays(site) of the cheapest s in can that pays; keep if none pays
+    plan = s.where_it_pays(site) of the cheapest s in can that pays; keep if none pays, or if the host limits the graph
     if the token count is dynamic: replace plan by the first s.joined(plan of s, others' plans) that is not None
 """
 
@@ -36,8 +36,9 @@ from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.sizes import sizes_at
 
 
-def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
-    """The decision for one legal site. ``fit_workspace`` and ``SiteSchedule.fit`` may change it later to keep within
+def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None = None) -> Decision:
+    """The decision for one legal site. ``host_bound``: why nothing is worth hiding in the site's graph, or ``None``
+    (``passes.host_time``). ``fit_workspace`` and ``SiteSchedule.fit`` may change it later to keep within
     limits of the whole graph. For example, ``SiteSchedule.fit`` decides whether a ring's steps are unrolled."""
     asked = [s for s in SCHEDULES if config.schedule in ("auto", s.name)]
     refusals = {s.name: _why_not(s, site, config) for s in asked}
@@ -54,6 +55,8 @@ def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
         found = schedule.where_it_pays(site, config)
         if isinstance(found, Reason):
             reasons.append(found)
+        elif found is not None and host_bound is not None and any(p.overlaps and p.schedule != "keep" for p in found):
+            reasons = [host_bound]
         elif found is not None:
             plans[schedule.name] = found
     if not plans:

@@ -11,7 +11,7 @@ Pseudo-code::
 
     stretches = find(graph)                                     # what can be held as rows, op by op
     legal     = [s for s in stretches if refuse(s) is None]
-    chosen    = [s for s in legal if the overlap pass's plan of the rewritten graph is faster than that of the graph]
+    chosen    = [s for s in legal if the overlap pass's plan is faster for the rewritten graph than for graph]
     graph     = write(graph, chosen)
     describe(stretches)                                         # as metadata of collectives, for the overlap pass
 
@@ -300,7 +300,8 @@ def _describe(graph: fx.Graph, stretch: Stretch) -> StretchFacts:
 
 
 def _program(stretch: Stretch) -> str:
-    """``StretchFacts.program``: the hash of a text that contains no names of nodes or symbols."""
+    """``StretchFacts.program``: the hash of a text that contains no names of nodes or symbols, and of a device only the
+    type. Each rank has a GPU with another index."""
     pending, computed = list(stretch.reads), set[fx.Node]()
     while pending:
         node = pending.pop()
@@ -310,9 +311,15 @@ def _program(stretch: Stretch) -> str:
     lines = []
     for node in (*stretch.rows, *stretch.sums, *sorted(computed)):
         shown = fx.map_arg((node.args, node.kwargs), lambda n: "_")
-        numbers = ["s" if isinstance(v, torch.SymInt) else str(v) for v in operators.leaves(shown)]
+        numbers = [_constant(v) for v in operators.leaves(shown)]
         lines.append(f"{node.target}({', '.join(numbers)})")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _constant(value: object) -> str:
+    if isinstance(value, torch.device):
+        return value.type
+    return "s" if isinstance(value, torch.SymInt) else str(value)
 
 
 def note_divided(graph: fx.Graph) -> None:

@@ -133,7 +133,8 @@ def announcement(report: OverlapReport, where: str, from_cache: bool = False) ->
 
 
 def _main_reason(report: OverlapReport) -> Reason | None:
-    """If nothing is overlapped, the reason that most sites have, or most near misses if there are no sites."""
+    """If nothing is overlapped: a reason with the most frequent code among the sites' reasons. If the sites have no
+    reasons, the near misses' reasons are taken."""
     if any(site.decision.status == "overlapped" for site in report.sites):
         return None
     reasons = [r for site in report.sites for r in site.decision.reasons]

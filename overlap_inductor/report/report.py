@@ -63,7 +63,8 @@ class OverlapReport:
             no workspace.
         workspaces: symmetric memory that the graph's sites hold on each rank: ``{"ranks", "bytes"}`` for each group
             that has any.
-        notices: facts for the user that belong to no site (another pass took the sites, a limit was hit...).
+        notices: further texts for the user, for example that another pass took the sites, that a rewrite failed, or
+            that the ranks differ.
         failures: errors inside the pass, with their tracebacks; empty if all went well.
         same_inputs: ``[index, name, group, lasting]`` of each graph input that must be the same on all ranks of the
             group, because a stretch that was rewritten reads it. ``lasting``: true for a parameter or buffer.

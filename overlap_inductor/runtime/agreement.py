@@ -26,14 +26,14 @@ the others make one. So ranks publish the place of each call in the sequence of 
 The others run the plain program in that call. A report tells them that the rank does not join the call
 (``call_report``).
 
-Calls of two ranks cannot be matched if the ranks hold different collectives in a graph. Nor can calls be matched that
-have some, but not all, of their collectives in common. The same holds if overlap is off on a rank, or if a rank
-publishes nothing and reports nothing. Then overlap is disabled for the group permanently (``apart``). The rank that
-finds one of these cases writes the reason to the store, where waiting ranks read it.
+Calls of two ranks cannot be matched if the ranks' graphs hold different collectives. Nor can calls be matched that have
+some, but not all, of their collectives in common. The same holds if overlap is off on a rank, or if a rank publishes
+nothing and reports nothing. In each of these cases, overlap is disabled for the group permanently (``apart``). The rank
+that finds the case writes the reason to the store, where waiting ranks read it.
 
 At later calls an agreed plan with one group skips the rounds. A rank may recompile alone if its new graph makes the
-same transfers, because the digest is then the same. If it makes other transfers, and digests are compared at every
-call, all ranks run the plain program in that call. How digests are compared depends on the group:
+same transfers, because the digest is then the same. If the new graph makes other transfers, and digests are compared at
+every call, all ranks run the plain program in that call. How digests are compared depends on the group:
 
 - Ranks that share memory compare digests at every call, in memory that all of them map (``call_page``). Only ranks of
   one machine can share memory. The comparison ties the group's hosts to each other: no host starts a call before all

@@ -52,7 +52,8 @@ from overlap_inductor.torch_compat.distributed import moves_nothing
 log = logging.getLogger("overlap_inductor")
 
 _COUNTS_CHARACTERS = 32
-"""Characters of a value that are reserved for its last two numbers and the marks around them: for 14 digits each."""
+"""Characters of a value that are reserved for the numbers ``passed`` and ``place`` (14 digits each), the colons before
+them, and the mark."""
 EQUAL, ONCE = "1", "2"
 """Two verdicts. ``EQUAL``: the rank found no reason against the overlapped run. ``ONCE``: the rank found a reason that
 holds for this call alone."""
@@ -100,8 +101,7 @@ def value(state: GroupState, plan: ExchangePlan) -> CallPlace:
 
 
 def order_of(state: GroupState, plan: ExchangePlan, text: str) -> Order:
-    """The order of two calls: the call of another rank that published ``text``, seen from this rank's newest call,
-    which runs ``plan``."""
+    """How the call for which another rank published ``text`` stands to this rank's newest call, which runs ``plan``."""
     theirs = CallPlace.parsed(text)
     if theirs.mark != SKIPPED and theirs.place < state.promised:
         # This rank has told the others that it does not join that call.

@@ -36,9 +36,9 @@ class Order(enum.Enum):
 
     SAME = "same"
     EARLIER = "earlier"
-    """Their call ended before mine began, so this rank ran it uncompiled."""
+    """The other rank's call ended before this rank's call began, so this rank ran the other call uncompiled."""
     LATER = "later"
-    """Their call began after mine ended, so they ran mine uncompiled."""
+    """The other rank's call began after this rank's call ended, so the other rank ran this rank's call uncompiled."""
     UNKNOWN = "unknown"
     """The two calls have some, but not all, of their collectives in common."""
 
@@ -71,7 +71,7 @@ class CallPlace:
 
     @classmethod
     def parsed(cls, text: str) -> CallPlace:
-        """The value that ``text`` wrote."""
+        """The value from its ``text``."""
         mark = text[-1] if text[-1] in (SKIPPED, REFUSED, MOVED) else ""
         constant, passed, place = text.removesuffix(mark).rsplit(":", 2)
         return cls(constant, int(passed), int(place), mark)

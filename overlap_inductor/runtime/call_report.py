@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells waiting ranks that this rank is inside a collective that it issued outside of graphs.
 
-A rank may run a frame uncompiled whose graph its peers overlap. It publishes nothing before the frame's collective, and
-the collective waits for the peers, while the peers wait for its plan::
+A rank may run a frame uncompiled while its peers overlap the frame's graph. The rank publishes nothing before the
+frame's collective, and the collective waits for the peers, while the peers wait for the rank's plan::
 
     rank 0   (uncompiled) all_reduce: waits for rank 1
     rank 1   the graph's call: waits for the plan of rank 0
 
-So each process has a watching thread, which looks at the process's groups (``call_state``) again and again. Two looks
-in a row may find the thread that calls graphs inside a collective outside of graphs, at the same count of the backend.
-The watching thread then makes a report: it writes to the group's store which place the rank has reached. It does so
-once for each place. A report is a promise: this rank joins no call that begins before the reported place. A waiting
-rank whose call begins before that place runs its plain program. The rank that has reported skips such a call
-(``call_board.skip``).
+So each process has a watching thread. For each group (``call_state``), it looks again and again at the *caller*: the
+thread that made the group's newest call. Two looks in a row may find the caller inside a collective outside of graphs,
+at the same count of the backend. The watching thread then makes a report: it writes to the group's store which place
+the rank has reached. It does so once for each place. A report is a promise: this rank joins no call that begins before
+the reported place. A waiting rank whose call begins before that place runs its plain program. The rank that has
+reported skips such a call (``call_board.skip``).
 
-If two looks find the thread that calls graphs inside the same collective of a call, the call's number is written. A
-rank that has skipped this call, and waits for the next one, then knows that it skipped the call by mistake: the ranks
-count differently.
+Two looks in a row may also find the caller inside the same collective of a call. Then the watching thread writes the
+call's number. A rank that has skipped this call, and waits for the next one, then knows that it skipped the call by
+mistake: the ranks count differently.
 
 A report and the count of a call exclude each other by a lock. So a rank that has published a call makes no report about
 the time before the call, and both sides decide by the same report.

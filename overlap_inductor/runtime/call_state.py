@@ -107,8 +107,8 @@ class GroupState:
     @property
     def label(self) -> str:
         """The newest call's name in the store: its place or its number. The place is used if the backend's count is
-        exact and the group has no page. The ranks of such a group do not publish all of their calls, so their numbers
-        may differ."""
+        exact and the group has no page. The ranks of such a group do not publish all of their calls, so the number
+        of a call may differ between ranks."""
         return f"at{self.place}" if self.exact and self.page is None else str(self.calls)
 
     def count(self, collectives: int) -> None:
@@ -181,7 +181,7 @@ class GroupState:
         except NotOnAllRanks as error:
             log.info("overlap_inductor: plans are compared through the store of the group: %s", error)
         if self.exact:
-            # So far, calls had no common numbers (``label``).
+            # Until now, the number of a call could differ between ranks (``label``). The place is the same on all.
             self.calls = self.place
 
 

@@ -13,8 +13,8 @@ another, because each call holds a collective, which blocks the host."""
 
 
 class CallStore:
-    """Values and verdicts of a group's calls, by the call's label (``GroupState.label``). Otherwise it has the
-    interface of ``CallPage``.
+    """Values and verdicts of a group's calls, by the call's label (``GroupState.label``). Apart from the label, the
+    interface is that of ``CallPage``.
 
     Args:
         prefix: the prefix of all keys.

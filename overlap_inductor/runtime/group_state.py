@@ -52,7 +52,7 @@ class Owner:
         device: the thing's device; ``None`` if a group has one thing of the kind for all devices.
         incarnation: number of earlier groups of the same name for which this process made a thing of this kind (on this
             device). This number is equal on all ranks if all of them make the thing for the same groups. Keys in the
-            store hold this number, because a group may use the same keys as an earlier group of its name.
+            store hold this number. Without it, a group would use the keys of an earlier group of its name.
     """
 
     group: dist.ProcessGroup

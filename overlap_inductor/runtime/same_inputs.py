@@ -107,7 +107,7 @@ def note_compared(group_name: str, parameters: Sequence[torch.Tensor]) -> None:
 
 
 def lasting_digest(tensor: torch.Tensor) -> str:
-    """The ``digest`` that a parameter or buffer had when it was first asked for in this process."""
+    """The ``digest`` of a parameter or buffer at the time when this process first asked for the digest."""
     with _LOCK:
         digests = _LASTING.get([tensor])
         if digests is None:

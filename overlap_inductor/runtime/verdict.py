@@ -282,7 +282,7 @@ def one_round(
     limit: float,
     kind: str = "",
 ) -> tuple[str, str]:
-    """Publish ``verdict``. Return the worst verdict, with its reason, among this rank and all ranks of its groups that
+    """Publish ``verdict``. Return the worst verdict, with its reason, of this rank and of all ranks of its groups that
     run the same plan in the same call. So each round carries a rejection to the ranks that share a group with a rank
     that already knows it.
 

@@ -41,7 +41,7 @@ def reason(collective: CollectiveNode) -> Reason:
         return Reason(
             "no_matmul",
             f"{name} reads the collective's result, but only a matmul that computes the collective's input could hide"
-            " it, and there is none",
+            " the collective, and no matmul computes this input",
         )
     return Reason("no_matmul", NO_MATMUL)
 
@@ -53,8 +53,8 @@ def _told(found: _Way, collective: CollectiveNode, gather: str) -> Reason:
         return Reason(
             "grouped_matmul",
             f"the matmul next to the collective is {node.name} ({node.target}), which multiplies groups of rows. It can"
-            " be cut before a reduction over its tokens, if only pointwise ops and one index by rows are between them."
-            " It can also be cut between two all-to-alls that bring and return its rows",
+            " be cut before a reduction over its tokens, if only pointwise ops and one index by rows are between matmul"
+            " and reduction. It can also be cut between two all-to-alls that bring and return its rows",
         )
     if kind == "vector":
         return Reason(

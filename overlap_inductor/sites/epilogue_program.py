@@ -42,7 +42,7 @@ TORCH_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "to": lambda a, dtype: a.to(getattr(torch, dtype)).float(),
 }
 """Ops on fp32 tensors. In an op of two arguments, one may be a number. For ``maximum`` and ``minimum``, only the second
-may. The second argument of ``to`` is the name of a dtype."""
+may be one. The second argument of ``to`` is the name of a dtype."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class SentNodes(ReduceNodes):
 
     @property
     def wire(self) -> Layout:
-        """The layout of what is received: a slice of each rank, with its elements in the matmuls' order."""
+        """The layout of what is received: a slice from each rank. A slice's elements are in the matmuls' order."""
         rank = next(a for a in self.received.flat() if a.rank)
         return Layout(((rank,), *self.leaf_layout.without_rank().dims))
 

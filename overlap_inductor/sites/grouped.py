@@ -118,7 +118,7 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def earlier(self) -> list[GroupedNode]:
-        """The earlier grouped matmuls. The left operand of this one is computed from their results."""
+        """The earlier grouped matmuls, from whose results the left operand of this matmul is computed."""
         return [GroupedNode(n, KIND) for n in self._before if is_grouped(n)]
 
     @property
@@ -127,8 +127,8 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def is_masked(self) -> bool:
-        """Whether a ``where`` follows the grouped matmul. It is taken as the mask of rows of other ranks' experts,
-        which are not multiplied."""
+        """Whether a ``where`` follows the grouped matmul. It is taken as the mask of the rows of other ranks' experts.
+        These rows are not multiplied."""
         return any(n.target is aten.where.self for n in self._after)
 
     @property
@@ -177,7 +177,7 @@ def _behind_views(node: fx.Node) -> fx.Node:
 def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
     """The nodes by which ``top`` is computed from one grouped matmul, row by row, in graph order. ``None`` if ``top``
     is not computed in this way, or if the search visits more than ``STEPS`` nodes. Also ``None`` if the nodes read
-    another tensor that can neither be cut by rows nor serve all rows."""
+    another tensor that neither has one entry for each row nor is the same for all rows (``cut_by_rows``)."""
     found: dict[fx.Node, bool] = {}
     shape = tools.shape(top)
     if len(shape) != 2 or not _reaches(top, found) or len(found) > STEPS:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``HeldNodes``: the nodes of an attention, and of exchanges that send the keys and values that the attention reads.
 
-Neither needs the other's result. So the exchanges can run under the attention, if they start before it and their waits
-stand behind it.
+Neither the attention nor an exchange needs the other's result. So the exchanges can run under the attention, if they
+start before the attention and their waits stand behind it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HeldNodes(SiteNodes):
 
     @property
     def sharded_dims(self) -> list[ShardedDim]:
-        """The keys. The attention reads the keys of one rank, so nothing of it is cut."""
+        """The dim of the keys. The attention reads the keys of one rank only, so the rank atom has size 1."""
         shape = tools.shape(self.attention.rhs)
         dims = [(*((Atom(1, rank=True),) if dim == KEYS else ()), Atom(size)) for dim, size in enumerate(shape)]
         return [ShardedDim.of(Layout(tuple(dims)))]
@@ -78,8 +78,8 @@ class HeldNodes(SiteNodes):
         return False
 
     def early_readers(self) -> list[fx.Node]:
-        """The waits that stand before the attention, and the nodes before it that read their results, in graph
-        order."""
+        """The nodes that are computed from the exchanges and stand before the attention, in graph order: waits, and
+        readers of the exchanges' results."""
         found: set[fx.Node] = set()
 
         def visit(node: fx.Node) -> bool:

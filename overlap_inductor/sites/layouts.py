@@ -150,7 +150,7 @@ class Layout:
             taken: list[Atom] = []
             while not same_size(product(taken), size):
                 if not queue:
-                    raise LayoutError(f"the dims of a reshape to {list(shape)} do not line up with the collective's")
+                    raise LayoutError(f"the dims of a reshape to {list(shape)} do not match the collective's dims")
                 atom = queue.pop(0)
                 closes = atom.total is not None and queue and same_size(product([*taken, atom, queue[0]]), size)
                 if closes or (atom.short and queue):

@@ -143,7 +143,7 @@ def parse(node: fx.Node) -> MatmulNode | None:
 
 def folded(matmul: MatmulNode) -> list[fx.Node]:
     """The matmuls whose sum is the bias of ``matmul``: Inductor writes ``x @ a + y @ b`` as ``addmm(x @ a, y, b)``.
-    Empty if the bias is anything else, or if another node reads one of the matmuls or a partial sum of them. Also empty
+    Empty if the bias is anything else, or if another node reads one of the matmuls or a sum of some of them. Also empty
     if one of the matmuls cannot be cut."""
     bias = matmul.bias
     return (bias is not None and matmul.kind == "addmm" and _summed(bias, matmul.node)) or []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove that an index tensor holds each index once, from the nodes that compute the tensor.
 
-Dispatchers of experts receive rows in the order of ranks. An index that holds each row once brings the rows into the
-order of experts. The index is computed from ``v``, the number of rows for each rank and expert, and from the same
-numbers in another order, ``f(v)``::
+Rows for experts arrive in the order of the ranks that sent them. An index that holds each row once brings the rows into
+the order of the experts. The index is computed from ``v``, the numbers of rows for each rank and expert, and from the
+same numbers in another order, ``f(v)``::
 
     segment = repeat_interleave(f(v))                       # for each row, the number of its run of rows
     index   = f(cumsum(v) - v)[segment] + arange(rows) - (cumsum(f(v)) - f(v))[segment]

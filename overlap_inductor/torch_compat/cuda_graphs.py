@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells an observer when torch begins or ends the capture of a CUDA graph, and when torch replays a graph.
+"""Tells an observer when torch begins or ends the capture of a CUDA graph, and when torch replays a graph. Also tells
+whether Inductor captures the graph that it compiles.
 
 torch has no hook for this, so three methods of its graph class are wrapped, once per process. Their arguments, results
 and effects stay the same. Graphs that are captured and replayed by other means (the driver itself, another library) are
@@ -12,6 +13,13 @@ import functools
 from contextlib import AbstractContextManager
 from typing import Any
 from typing import Protocol
+
+
+def captured_by_inductor() -> bool:
+    """Whether Inductor runs the graph that it compiles now as a CUDA graph, as with ``mode="reduce-overhead"``."""
+    from torch._inductor import config
+
+    return bool(config.triton.cudagraphs)
 
 
 class Observer(Protocol):

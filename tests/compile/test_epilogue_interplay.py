@@ -12,6 +12,7 @@ import torch
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts.decision import Decision
+from overlap_inductor.facts.decision import Reason
 from overlap_inductor.facts.machine import machine_for
 from overlap_inductor.passes import overlap_pass
 from overlap_inductor.passes import plan as planner
@@ -65,7 +66,8 @@ def test_the_norm_of_a_small_message_is_not_the_epilogue_of_a_gather(monkeypatch
     with fake_group(4):
         # (Without replays, the estimate includes the host's launches, so ``fused`` is faster than ``chunked`` for the
         # gather.)
-        forward = reports_of(f, *zeros, schedule="auto", mode="on", replay="off")[0]
+        told = '{"launch_seconds": 1e-9, "call_seconds": 1e-9}'
+        forward = reports_of(f, *zeros, schedule="auto", mode="on", replay="off", machine=told)[0]
     assert not forward.notices and planned(forward) == [
         ("overlapped", "small_message", True),
         ("overlapped", "fused", None),
@@ -91,7 +93,7 @@ def test_a_rewrite_adds_no_epilogue_that_was_not_planned(two: None) -> None:
 def test_a_later_ring_reads_the_result_of_an_epilogue(kind: str, two: None, monkeypatch: pytest.MonkeyPatch) -> None:
     real, schedules = planner.plan, iter(["fused", "ring"])
 
-    def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
+    def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None) -> Decision:
         return real(site, dataclasses.replace(config, schedule=next(schedules)))
 
     monkeypatch.setattr(overlap_pass.planner, "plan", plan)

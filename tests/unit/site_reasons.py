@@ -162,6 +162,16 @@ def _() -> OverlapReport:
     return gather_site().run(schedule="auto")
 
 
+@case("host_bound", "kept")
+def _() -> OverlapReport:
+    made = HandGraph()
+    results = [
+        made.mm(made.gather(made.input(2048, 4096, name=f"x{i}")), weight(made, 4096, 64, name=f"w{i}"))
+        for i in range(2)
+    ]
+    return made.output(*results).run(schedule="auto", machine='{"launch_seconds": 10, "call_seconds": 10}')
+
+
 @case("dynamic_shape", "kept", "no op can choose at run time")
 def _() -> OverlapReport:
     made = HandGraph()

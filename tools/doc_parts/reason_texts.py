@@ -17,6 +17,10 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "It does not pay, or does not fit": {
         "too_small": "No schedule is estimated to be fast enough. The text has the estimate of each schedule.",
+        "host_bound": (
+            "The host needs about as long to launch the graph as the GPUs need to run it, so hiding transfers saves"
+            " nothing. (`passes/host_time.py` says how both times are estimated.)"
+        ),
         "workspace": (
             "The sites of the group would hold more symmetric memory than `OVERLAP_INDUCTOR_WORKSPACE_LIMIT`. So sites"
             " are left as written, those with the largest requests first, until the others fit."

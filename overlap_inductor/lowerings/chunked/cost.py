@@ -48,7 +48,7 @@ class ChunkedCost:
     leg_seconds: float = 8e-6
     leg_peer_seconds: float = 7e-6
     ranks: int = 8
-    exchange_ranks: int = 2
+    exchange_ranks: int = 4
     copy_exposed: float = 0.45
     host_seconds: float = 200e-6
     peer_seconds: float = 10e-6

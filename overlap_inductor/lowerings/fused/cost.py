@@ -34,7 +34,7 @@ class FusedCost:
     leg_seconds: float = 15e-6
     leg_peer_seconds: float = 8e-6
     ranks: int = 8
-    exchange_ranks: int = 2
+    exchange_ranks: int = 4
 
 
 COST = FusedCost()

@@ -81,7 +81,7 @@ def _features(stretch: Stretch, context: Context) -> str | None:
     for source in stretch.sources:
         size = tools.shape(source.result)[-1]
         if isinstance(size, torch.SymInt):
-            return f"the last dim of {source.result.name} has the symbolic size {size}; expected a number of features"
+            return f"the last dim of {source.result.name} has the symbolic size {size}; expected a fixed size"
     return None
 
 

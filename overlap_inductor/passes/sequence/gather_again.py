@@ -4,9 +4,9 @@ backward gathers the rows again.
 
 The forward gathers the result of a norm for its matmuls, and the backward needs all rows again for the weights'
 gradients. All rows take W times the memory of a rank's rows. If the backward gathers the rows again (Korthikanti et
-al., arXiv:2205.05198, section 4.2.2), the transfer runs under the matmuls that compute the gradients. So only the
-rank's rows are saved if these matmuls take at least ``MARGIN`` times as long as the transfer. If the forward itself
-does not need all rows, only the rank's rows are saved in any case::
+al., arXiv:2205.05198, section 4.2.2), the transfer runs under the matmuls that compute the gradients. If these matmuls
+take at least ``MARGIN`` times as long as the transfer, only the rank's rows are saved. If the forward itself does not
+need all rows, only the rank's rows are saved in any case::
 
     forward:   g = all_gather(n); y = mm(g, w)            saved: n [t, H] instead of g [T, H]
     backward:  g = all_gather(n); dw = mm(dy^T, g)        the gather is hidden under dw

@@ -246,8 +246,9 @@ _ON_DIM = {aten.slice.Tensor, aten.select.int, *tools.SPLITS}
 
 
 def _may_be_own_part(node: fx.Node, dim: int, world_size: int) -> bool:
-    """Whether ``node`` takes some of ``world_size`` equal parts of ``dim``, and some part is taken by no node. If each
-    rank takes only its own part, to scatter features, the number of this part differs between the ranks' graphs."""
+    """Whether ``node`` takes some of ``world_size`` equal parts of ``dim``, and some part is taken by no node. Then
+    each rank may take only its own part, to scatter features. The ranks' rows would hold different features, and could
+    not be gathered."""
     source: Any = node.args[0]
     size = tools.shape(source)[dim]
     if node.target in tools.SPLITS:

@@ -40,7 +40,7 @@ REDUCE_OPS = {
 }
 """For each reduction, the operation that combines the ranks' parts."""
 EXTREMA = {"max": aten.amax.default, "min": aten.amin.default}
-"""The reductions that combine the ranks' parts by a maximum or minimum."""
+"""The ops that reduce a rank's rows, and combine the ranks' parts, by a maximum or minimum."""
 
 
 def reduces_tokens(node: fx.Node, held: Held) -> bool:

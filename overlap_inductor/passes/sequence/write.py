@@ -112,15 +112,15 @@ class RowWriter:
             if not node.users:
                 self.graph.erase_node(node)
         for node in inputs:
-            # ``reshape`` reads the input of a view in place of the view. If nothing reads the view any more, it would
-            # still count as a user of its matmul.
+            # ``reshape`` reads a view's input in place of the view, so the view may have no reader any more. A view
+            # without a reader would still count as a user of its matmul.
             while tools.is_reshape(node) and not node.users:
                 view, node = node, node.args[0]
                 self.graph.erase_node(view)
         self.graph.lint()
 
     def _readers(self, node: fx.Node, users: list[tuple[fx.Node, str]]) -> list[fx.Node]:
-        """``users``, and the nodes that the rewrite wrote to scatter ``node``. If ``node`` is all-reduced again, this
+        """``users``, and the nodes that the rewrite wrote and that read ``node``. If ``node`` is all-reduced again, the
         all-reduce is among ``users``, and the reduce-scatter in its place also needs all rows."""
         return [*(user for user, _ in users), *(user for user in node.users if user in self._written)]
 
@@ -198,8 +198,9 @@ class RowWriter:
 
     def _sum_of_exchanged(self, old: fx.Node, flat: fx.Node, tokens: Tokens) -> fx.Node:
         """A reduce-scatter written as an all-to-all and a sum. Gloo's reduce-scatter takes longer than its all-reduce:
-        110 ms against 70 ms, for 4 MiB on 2 ranks over a link of 500 Mbit/s. The bytes alone need 33 ms on this link.
-        No schedule could overlap a reduce-scatter here, because no matmul computes ``flat``."""
+        110 ms against 70 ms, for 4 MiB on 2 ranks over a link of 500 Mbit/s. On this link, moving the bytes of a
+        reduce-scatter takes 33 ms. No schedule could overlap a reduce-scatter here, because no matmul computes
+        ``flat``."""
         behind, dtype = tools.shape(flat)[1:], tools.dtype(flat)
         splits = [self.size(tokens.shard)] * tokens.world_size
         node = self.call(c10d.all_to_all_single.default, flat, splits, splits, tokens.group_name)
@@ -276,8 +277,8 @@ class RowWriter:
             if REDUCE_OPS[node.target] == "sum":
                 combined = self._all_reduced(node, part, rows.tokens.group_name)
             else:
-                # The maximum of an all-reduce would drop a NaN, which the op keeps. So the parts are gathered and
-                # combined on each rank.
+                # An all-reduce with max or min would drop a NaN, which the op of ``node`` keeps. So the parts are
+                # gathered and combined on each rank.
                 one = self.reshape(part, [1, *tools.shape(part)])
                 parts = self._exchanged(node, c10d.all_gather_into_tensor.default, one, None, rows.tokens)
                 combined = self.call(EXTREMA[REDUCE_OPS[node.target]], parts, [0])

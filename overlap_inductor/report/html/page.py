@@ -34,8 +34,8 @@ STRETCH_TONES = {"rewritten": TONES["overlapped"], "kept": TONES["kept"], "refus
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason code, and the sites or collectives that have this reason: ``uses``: for each
-    group of them, ``(place, text of the reason)``."""
+    """A reason code, and the groups of sites or collectives that have this reason. ``uses``: for each group,
+    ``(place, text of the reason)``."""
 
     status: str
     tone: str

@@ -21,7 +21,7 @@ from overlap_inductor.torch_compat import operators
 
 def bands_of(seam: Seam, counts: Sequence[int]) -> list[int]:
     """The numbers among ``counts`` that may be the seam's number of bands. In each site, a shard then has as many
-    sub-chunks."""
+    sub-chunks as the seam has bands."""
     plans = [s.decision.moving for s in (seam.scatter, seam.gather)]
     if any(p.schedule != "ring" or not p.parameters.get("unrolled") or "min_rows" in p.parameters for p in plans):
         return []

@@ -76,8 +76,8 @@ class Clocks:
 
 
 def in_turn(scatter: Work, gather: Work, world_size: int, parts: Sequence[int]) -> Clocks:
-    """The gather starts when the whole scatter has arrived. ``parts``: for each site, the number of its
-    sub-chunks of a shard."""
+    """The gather starts when the whole scatter has arrived. ``parts``: for each site, the number of sub-chunks
+    of a shard."""
     clocks, (sent, received) = Clocks(), [(world_size - 1) * n for n in parts]
     arrivals = []
     for _ in range(sent):
@@ -114,8 +114,8 @@ def in_bands(scatter: Work, gather: Work, world_size: int, bands: int) -> Clocks
 
 
 def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
-    """What the seam saves if it is written in ``bands``, compared with the two sites one after the other. In that case
-    each site has the sub-chunks of its own plan."""
+    """What the seam saves if it is written in ``bands``, compared with the two sites one after the other. Without
+    bands, each site has the number of sub-chunks in its own plan."""
     sites = seam.scatter, seam.gather
     scatters, gathers = (_work(site, config) for site in sites)
     machine = machine_of(seam.gather, config)

@@ -55,7 +55,7 @@ def write(
     """Write ``seam`` in bands.
 
     Args:
-        emitted: the ops of all sites that communicate.
+        emitted: the communicating ops of all sites.
         parts: the bands of each tensor that earlier seams wrote in bands. The bands of this seam are added.
         values: evaluates the nodes that are written.
 
@@ -120,7 +120,7 @@ def _write(steps: _Steps, parts: dict[fx.Node, list[fx.Node]], values: StepValue
             wait = steps.waits[band]
             for node in steps.sums(band):
                 before.prepend(node)
-            # This orders the wait after the matmuls of the band before it.
+            # This orders the wait after the matmuls of the previous band.
             wait.args = (*wait.args, own[band - 1])
             mark(wait)
         writer = _BandWriter(steps, band, parts, values)
@@ -140,8 +140,8 @@ def _give_whole(
     parts: dict[fx.Node, list[fx.Node]],
     values: StepValues,
 ) -> None:
-    """After the last send, join the bands of each node of ``region`` that nodes outside the region read. ``readers``:
-    what ``_readers`` returns. These nodes move behind that send."""
+    """After the last send, join the bands of each node of ``region`` that nodes outside the region read. The nodes in
+    ``readers`` (from ``_readers``) also move behind the last send."""
     inside, last = set(region), steps.sends[-1]
     behind = last.next
     behind.prepend(steps.rows)
