@@ -117,7 +117,8 @@ def run_ranks(
     Raises:
         AssertionError: a rank raised, died or did not end within ``timeout`` seconds; the message holds the tracebacks.
     """
-    # Ranks are forked from a clean process that has done the imports, which would take each rank six seconds.
+    # Ranks are forked from a clean process that has done the imports, which would take each rank six seconds. In a run
+    # of pytest, that process is a fork of the process that has collected the tests (``rank_server``).
     context = mp.get_context("forkserver" if warm else "spawn")
     if warm:
         context.set_forkserver_preload(preloaded())
