@@ -306,12 +306,7 @@ def slow_link() -> str:
 def layers_rows(name: str = "layers_slow_link") -> list[Row]:
     """The stored rows of ``bench.layers``, from the last run of each program on each link. ``name``: of the file."""
     program = ("ranks", "link", "phase", "batch", "tokens")
-    return [
-        row
-        for same in groups(_read(name), *program).values()
-        for row in same
-        if row["date"] == same[-1]["date"]
-    ]
+    return [row for same in groups(_read(name), *program).values() for row in same if row["date"] == same[-1]["date"]]
 
 
 def layers() -> str:

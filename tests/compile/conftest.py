@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -28,10 +27,3 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that ranks reach each other's memory, as GPUs of one machine do."""
     monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
-
-
-def pytest_collection_finish() -> None:
-    if "torch._dynamo.trace_rules" in sys.modules:
-        from tests.support.cheap_tracing import trace_cheaply
-
-        trace_cheaply()
