@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 # Pinned: an open range would install the newest build, with several GB of GPU libraries.
 TORCH ?= torch==2.13.0
 
+# Set in some environments. Every process that imports the package would then compile it anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-thorough lint docs test-torch-versions bench-slow-link bench-layers clean
 
 $(VENV)/ready: pyproject.toml

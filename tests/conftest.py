@@ -22,9 +22,22 @@ if importlib.util.find_spec("hypothesis") is not None:
     hypothesis.settings.load_profile("tests")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     if "torch._dynamo.guards" in sys.modules:
         compile_cheaply()
+    if "torch._dynamo.trace_rules" in sys.modules:
+        # Not imported before, because it imports Inductor.
+        from tests.support.cheap_tracing import trace_cheaply
+
+        trace_cheaply()
+    if "tests.support.gloo_ranks" in sys.modules and session.items and not session.config.option.collectonly:
+        from tests.support.rank_server import fork_server
+
+        # What ranks print belongs to the output of the tests.
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()
+        fork_server()
+        capture.suspend_global_capture()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -33,8 +33,8 @@ from tests.support.structures import STRUCTURES
 
 TORCH = "2.13"
 ENDS = {2: (0, 1), 8: (0, 7)}
-"""``{number of ranks: its first and last rank}``. Their texts must be equal. When golden files are compared, only the
-text of the last of 8 ranks is made. This is enough, because a golden file is only written if both texts are equal."""
+"""``{number of ranks: its first and last rank}``. Their texts must be equal. A golden file is only written if they are.
+So when golden files are compared, ``make test`` makes the texts of the first of 2 ranks and of the last of 8."""
 MIDDLES = {3: (1,), 64: (40,)}
 """``{number of ranks: one rank in the middle}``. Its text is only compared with the golden file."""
 GRAPHS: dict[str, tuple[Function, tuple[Make, ...]]] = {
@@ -84,11 +84,12 @@ def of_sizes(file: str, sizes: Iterable[int]) -> str:
     )
 
 
-def check_sizes(name: str, sizes: dict[int, tuple[int, ...]]) -> None:
+def check_sizes(name: str, sizes: dict[int, tuple[int, ...]], every_rank: bool = False) -> None:
     """Compare the texts of a graph among ranks and, with the golden files' torch version, with its golden file.
 
     Args:
         sizes: ``{number of ranks: ranks whose texts are made}``
+        every_rank: also make the texts that ``ENDS`` says ``make test`` leaves out.
     """
     if (broken := WITHOUT_OVERLAP_TOO.get(name)) and torch.__version__.startswith(broken):
         pytest.skip(f"torch {broken} fails to trace it for backend eager, too")
@@ -97,7 +98,8 @@ def check_sizes(name: str, sizes: dict[int, tuple[int, ...]]) -> None:
     # A file is written whole.
     for world_size, ranks in sorted({**ENDS, **MIDDLES}.items() if accepted else sizes.items()):
         whole = world_size == 2 or name in WHOLE
-        of = ranks[-1:] if pinned and not accepted and world_size == 8 else ranks
+        one = pinned and not accepted and not every_rank
+        of = ranks[:1] if one and world_size == 2 else ranks[-1:] if one and world_size == 8 else ranks
         texts = {text(reports(name, world_size, rank), whole) for rank in of}
         assert len(texts) == 1, f"{world_size} ranks have {len(texts)} texts"
         sections.append(section(world_size, texts.pop()))
@@ -117,6 +119,13 @@ def test_golden(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in GRAPHS if name not in WHOLE])
 def test_golden_of_other_sizes(name: str) -> None:
     check_sizes(name, MIDDLES)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not torch.__version__.startswith(TORCH), reason=f"golden files are for torch {TORCH}")
+@pytest.mark.parametrize("name", GRAPHS)
+def test_golden_of_the_first_and_the_last_rank(name: str) -> None:
+    check_sizes(name, ENDS, every_rank=True)
 
 
 def test_no_golden_file_is_left_over() -> None:

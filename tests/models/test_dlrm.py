@@ -127,7 +127,8 @@ def _out_of_range(rank: int, world_size: int, kind: str, index: int) -> list[str
 
 
 @pytest.mark.parametrize(
-    ("kind", "index"), [("mean", -1), ("embedding", ROWS), pytest.param("sum", ROWS, marks=pytest.mark.thorough)]
+    ("kind", "index"),
+    [("mean", -1), *(pytest.param(kind, ROWS, marks=pytest.mark.thorough) for kind in ("embedding", "sum"))],
 )
 def test_an_index_out_of_range_is_the_same_error(kind: str, index: int) -> None:
     for plain, overlapped, *others in run_ranks(2, _out_of_range, kind, index, timeout=300):

@@ -119,7 +119,7 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
     ("world_size", "examples"),
     [
         pytest.param(2, 12, marks=pytest.mark.thorough),
-        (3, 5),
+        (3, 3),
         pytest.param(3, 10, marks=pytest.mark.thorough),
         pytest.param(4, 4, marks=pytest.mark.thorough),
     ],

@@ -84,7 +84,7 @@ def _compared(rank: int, ranks: int) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_rotated_attention(ranks: int) -> None:
     """Catches an attention that reads a block before it has arrived, and a merge of wrong blocks."""
     assert run_ranks(ranks, _compared, timeout=500) == [[]] * ranks

@@ -59,7 +59,7 @@ EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     "dynamic": (8, 4, 10, UNEVEN),
     "dynamic, even": (4, 4, 6, set()),
 }
-FAST = ("[B, S, H], odd, accumulated gradients", "DTensor")
+FAST = ("[B, S, H], odd, accumulated gradients",)
 """The blocks that run in every test on two ranks. ``dynamic, even`` runs in every test on three ranks. All other blocks
 run in thorough tests only. The other blocks differ from these in the dtype, in the kind of checkpointing, in dropout,
 or in how many layers a graph holds. ``tests/compile`` compares their graphs."""

@@ -4,8 +4,10 @@ work."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+from typing import Any
 
 ENVIRONMENT = {
     "TORCH_WARM_POOL": "0",
@@ -31,12 +33,27 @@ def set_environment() -> None:
 
 
 def compile_cheaply() -> None:
-    """Leave out two kinds of work in this process and its forks. Dynamo would measure how long a graph's guards take.
-    For that, it would write 256 MB to empty the processor's caches. A garbage collection would visit every object that
-    torch's import made. Collections also become rarer, because a compile makes many objects, few of them in cycles."""
+    """Leave out some work in this process and its forks. Dynamo would measure how long a graph's guards take. For that,
+    it would write 256 MB to empty the processor's caches. Dynamo would parse each file of traced functions, to show in
+    a log which function holds a line. A garbage collection would visit every object that torch's import made.
+    Collections also become rarer, because a compile makes many objects, few of them in cycles.
+
+    The C++ compiler optimizes kernels less, which halves the time to build a kernel."""
     import torch._dynamo.guards
+    import torch._dynamo.symbolic_convert
+    import torch._inductor.cpp_builder
 
     torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
+    torch._dynamo.symbolic_convert.get_funcname = lambda filename, line: None
+    flags = torch._inductor.cpp_builder._get_optimization_cflags
+    if flags.__module__ != __name__:
+
+        @functools.wraps(flags, assigned=())
+        def with_less(*args: Any, **keywords: Any) -> tuple[list[str], list[str]]:
+            compiler, linker = flags(*args, **keywords)
+            return ["O1" if flag == "O3" else flag for flag in compiler], linker
+
+        torch._inductor.cpp_builder._get_optimization_cflags = with_less
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

@@ -8,6 +8,8 @@ import inspect
 import time
 from typing import Any
 
+from tests.support.cheap_tensors import compute_cheaply
+
 
 def interpret_cheaply() -> None:
     """Changes the interpreter in this process and its forks. The first launch of a process imports Gluon. This function
@@ -22,6 +24,7 @@ def interpret_cheaply() -> None:
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     _look_up_dtypes_once()
     _sleep_in_waits()
+    compute_cheaply()
 
 
 def rewrite_kernels() -> None:

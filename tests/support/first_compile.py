@@ -10,6 +10,8 @@ import torch.testing._internal.distributed.fake_pg
 import tqdm
 
 from tests.support.cheap_compiles import compile_cheaply
+from tests.support.cheap_tracing import hash_torch
+from tests.support.cheap_tracing import trace_cheaply
 
 
 def compile_once() -> None:
@@ -28,5 +30,7 @@ def compile_once() -> None:
     torch._dynamo.utils.counters.clear()
 
 
+hash_torch()
+trace_cheaply()
 compile_once()
 compile_cheaply()

@@ -64,6 +64,10 @@ def _free_port() -> int:
     raise RuntimeError("no port of this worker is free; other ranks may still run")
 
 
+def preloaded() -> list[str]:
+    return (PRELOADED_MODELS if "transformers" in sys.modules else []) + PRELOADED
+
+
 def _main(
     rank: int,
     world_size: int,
@@ -113,10 +117,11 @@ def run_ranks(
     Raises:
         AssertionError: a rank raised, died or did not end within ``timeout`` seconds; the message holds the tracebacks.
     """
-    # Ranks are forked from a clean process that has done the imports, which would take each rank six seconds.
+    # Ranks are forked from a clean process that has done the imports, which would take each rank six seconds. In a run
+    # of pytest, that process is a fork of the process that has collected the tests (``rank_server``).
     context = mp.get_context("forkserver" if warm else "spawn")
     if warm:
-        context.set_forkserver_preload((PRELOADED_MODELS if "transformers" in sys.modules else []) + PRELOADED)
+        context.set_forkserver_preload(preloaded())
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()
         processes = [

@@ -140,6 +140,8 @@ def _bind_symbols(gm: torch.fx.GraphModule) -> None:
         for n in gm.graph.find_nodes(op="placeholder")
         if isinstance(n.meta.get("val"), torch.SymInt)
     }
+    if not symbols:
+        return
     for node in list(gm.graph.nodes):
 
         def bind(value: Any, node: torch.fx.Node = node) -> Any:

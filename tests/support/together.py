@@ -16,7 +16,7 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
 from tests.support.interpreted import interpreted
 
-TOGETHER = 8
+TOGETHER = 20
 """The number of functions that are compiled together."""
 
 

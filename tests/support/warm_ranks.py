@@ -16,6 +16,8 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report import publish
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from tests.support.cheap_compiles import compile_cheaply
+from tests.support.cheap_tracing import hash_torch
+from tests.support.cheap_tracing import trace_cheaply
 from tests.support.fake_group import fake_group
 from tests.support.interpreted import interpreted
 
@@ -47,5 +49,7 @@ def compile_once() -> None:
     publish.forget_reports()
 
 
+hash_torch()
+trace_cheaply()
 compile_once()
 compile_cheaply()

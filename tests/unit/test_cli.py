@@ -316,12 +316,12 @@ def test_explain_of_a_script_that_asks_for_other_ranks(torch_base: ForkBase, tmp
     assert done.returncode == 2 and "world_size=4, and --ranks is 2" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_rich_is_not_imported_with_torch_or_the_package(torch_base: ForkBase) -> None:
+def test_rich_is_not_imported_with_torch_or_the_package(inductor_base: ForkBase) -> None:
     script = (
         "import sys, torch, overlap_inductor\nfrom overlap_inductor.switch import backend, explain, install\n"
         "install.enable()\nimport torch._inductor.compile_fx\nprint('rich' in sys.modules)"
     )
-    done = python("-c", script, base=torch_base, OVERLAP_INDUCTOR="1")
+    done = python("-c", script, base=inductor_base, OVERLAP_INDUCTOR="1")
     assert done.stdout == "False\n", done.stderr
 
 
