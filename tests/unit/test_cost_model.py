@@ -185,8 +185,8 @@ def test_fused_kernels_need_enough_tiles_and_a_clear_gain() -> None:
 
 @pytest.mark.parametrize("cost", [chunked_cost, fused_cost])
 def test_margins_of_exchanges(cost: ModuleType) -> None:
-    """All-to-alls of rows were measured on 2 and 4 ranks, so the small margin is enough there. All-to-alls on more ranks
-    were not measured, and neither were matmuls that contract the exchanged tensor. These two kinds need the large
+    """All-to-alls of rows were measured on 2 and 4 ranks, so the small margin is enough there. All-to-alls on more
+    ranks were not measured, and neither were matmuls that contract the exchanged tensor. These two kinds need the large
     margin."""
     machine, small, large = machine_for("cuda"), cost_model.MARGIN, cost_model.MARGIN_UNMEASURED
     sent = 4e8
