@@ -36,7 +36,7 @@ class UnevenSentNodes(ReduceNodes):
 
     def matmul_sizes(self) -> list[MatmulSizes]:
         """Like ``ReduceNodes.matmul_sizes``. Each rank has its own number of rows, too."""
-        return [replace(sizes, own="MK") for sizes in super().matmul_sizes()]
+        return [replace(sizes, own=f"M{sizes.own}") for sizes in super().matmul_sizes()]
 
 
 @dataclass
