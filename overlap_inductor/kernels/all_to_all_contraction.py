@@ -4,9 +4,9 @@ example is the output projection of Ulysses attention. There each peer sends its
 
 A tile of the result is a sum over the sources. A block begins with this rank's own part of K, which it reads in place.
 Then it adds the parts of ranks ``rank + 1``, ``rank + 2``, ... in this order. The sum is kept in fp32 and rounded once.
-The rows are cut into bands. All ranks send band 0 to all peers, then band 1, and the tiles of band 0 come first.
-So later bands arrive while the tiles of earlier bands are multiplied. If the transfers keep up, blocks wait only for
-the first band.
+The rows are cut into bands. All ranks send band 0 to all peers, then band 1, and the tiles of band 0 come first. So
+later bands arrive while the tiles of earlier bands are multiplied. If the transfers keep up, blocks wait only for the
+first band.
 
 The first ``PUSHERS`` blocks push before they multiply (``push``). A block whose next rows have not arrived pushes
 instead of waiting, as long as there are pieces to push. Without ``SENDS`` no block pushes: the rows are sent by a

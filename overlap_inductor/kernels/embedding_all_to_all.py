@@ -64,7 +64,8 @@ TABLE_FACTS = tl.constexpr(layout.TABLE_FACTS)
 
 @triton.jit
 def _bounds(fact, index, bags, inside, all_bags, count, BAGGED: tl.constexpr):
-    """``(position of the first index, number of indices)`` of each bag, int64 and int32. A bag that is not ``inside`` is empty."""
+    """``(position of the first index, number of indices)`` of each bag, int64 and int32. A bag that is not
+    ``inside`` is empty."""
     begin = bags.to(tl.int64)
     end = begin + 1
     if BAGGED:

@@ -134,14 +134,14 @@ if triton.knobs.runtime.interpret:
     signal_ranks, wait_for_all = _signal_twin, _wait_twin
 else:
     signal_ranks, wait_for_all = _signal_ranks, _wait_for_all
-"""``signal_ranks(peer_flags, word, value, left_out, looked, WORLD)``: sets one int32 word in the flags of every rank but
-``left_out`` (``-1``: of all ranks). ``word`` is the word's index, ``value`` its new value. A thread that acquires the
-value also sees the block's earlier stores. ``looked``: what each thread got from ``signals.look``. If it is not 0 in some thread of the block, nothing is
-signalled. ``peer_flags``: int64 ``[WORLD]``, the addresses of the ranks' flags. The block has at least ``WORLD``
-threads.
+"""``signal_ranks(peer_flags, word, value, left_out, looked, WORLD)``: sets one int32 word in the flags of every rank
+but ``left_out`` (``-1``: of all ranks). ``word`` is the word's index, ``value`` its new value. A thread that acquires
+the value also sees the block's earlier stores. ``looked``: what each thread got from ``signals.look``. If it is not 0
+in some thread of the block, nothing is signalled. ``peer_flags``: int64 ``[WORLD]``, the addresses of the ranks' flags.
+The block has at least ``WORLD`` threads.
 
-``wait_for_all(first, target, sources, each, stride, left_out, stop, patience_ns, code, peer)``: waits for all
-sources but ``left_out``, until all their flags are at least ``target``. ``each``: number of consecutive flags of a
-source. ``first``: the first flag of source 0. ``stride``: int32 words from source to source. A fault record names source ``s`` as ``peer + s``. The block has at least
-``sources * each`` threads.
+``wait_for_all(first, target, sources, each, stride, left_out, stop, patience_ns, code, peer)``: waits until the flags
+of all sources but ``left_out`` are at least ``target``. ``sources``: number of sources. ``each``: number of flags of a
+source, ``FLAG_WORDS`` words apart. ``first``: the first flag of source 0. ``stride``: int32 words from source to
+source. A fault record names source ``s`` as ``peer + s``. The block has at least ``sources * each`` threads.
 """

@@ -30,8 +30,8 @@ Forward progress. Apart from credits, which depend only on the previous call, a 
 taken. By then each tile is finished, in progress, or claimed by a block that multiplies it before it waits for
 anything. A push waits only for tiles of this rank. So all pushes end, whatever else happens. A sum waits for the pushes
 of its band, on all ranks. A block waits for a sum only when no push is left, and for a copy only when no sum is left.
-So all sums end, and then all copies. Work of each kind is claimed in the queue's order, so this holds with one resident block per rank as well as
-with all blocks resident. All waits are bounded (``signals``).
+So all sums end, and then all copies. Work of each kind is claimed in the queue's order, so this holds with one resident
+block per rank as well as with all blocks resident. All waits are bounded (``signals``).
 
 Memory ordering. A tile is stored by bulk stores. Then come ``store_fence``, a barrier, and one thread's releasing add
 to a word of ``ready``, at GPU scope. A block that sends or sums the tile acquires that word, clears it, and loads the
@@ -216,8 +216,8 @@ def _copy_tile(
 
 @triton.jit
 def _credited(credits, peer, flags, call, stop, patience, site):
-    """Wait until ``peer`` has ended the calls before this one, unless the bit of ``peer`` in ``credits`` is set. Returns
-    ``credits`` with this bit set."""
+    """Wait until ``peer`` has ended the calls before this one, unless the bit of ``peer`` in ``credits`` is set.
+    Returns ``credits`` with this bit set."""
     if ((credits >> peer) & 1) == 0:
         wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
     return credits | (tl.cast(1, tl.int64) << peer)

@@ -19,8 +19,9 @@ send their tiles at the same moments, and loads would queue behind these stores 
 
 Forward progress. Tiles are claimed from one queue, on every rank in the order above. A block may hold one later turn
 besides its current one (``claim``). Before a block sums an own tile of band ``p``, it waits for the partial sums of
-band ``p`` from all peers. In a peer's queue, the tiles of these partial sums come before the peer's own tiles. So no wait depends on itself, with one
-resident block per rank as well as with all blocks resident. A block that waits has counted what it has stored.
+band ``p`` from all peers. In a peer's queue, the tiles of these partial sums come before the peer's own tiles. So no
+wait depends on itself, with one resident block per rank as well as with all blocks resident. A block that waits has
+counted what it has stored.
 
 A block of an all-to-all claims a copy only after it has multiplied an own tile, or when no tile is left. By then all
 tiles that its rank sends are claimed by blocks that run, and this block has counted the tiles that it sent. While the

@@ -13,8 +13,8 @@ back.
 
 CUDA graphs: ``call`` is read from device memory by the kernel that copies.
 
-If the group was aborted, all bits of a copied word are set, which is NaN in every float format. NaN marks the failure
-because a replay of a CUDA graph cannot raise an error.
+If the group was aborted, all bits of every copied word are set, which is NaN in every float format. NaN marks the
+failure because a replay of a CUDA graph cannot raise an error.
 """
 
 from __future__ import annotations

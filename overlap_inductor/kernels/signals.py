@@ -10,9 +10,9 @@ Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` followed
 ``red.release.sys``. The barrier orders the block's stores before that thread's release. Release is cumulative, so a
 thread that acquires the value sees all of these stores. A wait is one thread's ``ld.acquire.sys``, repeated until the
 value is there, followed by ``bar.sync``: the block's later loads come after it. Both barriers are explicit because
-Triton 3.6 puts none around atomics. Barriers, release and acquire order only ordinary loads and stores. Loads and
-stores by the bulk copy unit belong to another proxy. So ``store_fence`` goes between bulk stores and their signal, and ``load_fence`` goes between a
-wait and bulk loads.
+Triton 3.6 puts none around atomics. Barriers, releases and acquires order ordinary loads and stores only. Loads and
+stores by the bulk copy unit belong to another proxy. So ``store_fence`` goes between bulk stores and their signal, and
+``load_fence`` goes between a wait and bulk loads.
 
 Triton compiles a descriptor's store for Hopper GPUs as follows. First the tile is stored to shared memory. Then come
 ``fence.proxy.async.shared::cta``, a barrier, one thread's bulk store, ``commit_group`` and, in 3.6 and 3.7,
@@ -31,21 +31,20 @@ with data that the host rejects because of the board. No barrier is inside a bra
 thread of a block is missing at a barrier.
 
 After an abort, the kernels of a rank signal nothing to its peers. They store to a peer only if they had its permission
-from before the abort. (Copy engines cannot look at the abort word: ``transports.copy_engine``.) A kernel that stores to peers without a
-wait of its own looks at the abort word (``look``) before it stores. Every kernel looks after each wait on which its
-results or its signals depend. A wait that was given up has set the word before the barrier that follows the wait, so
-every thread of the block sees the word set. So whatever a rank signals was computed from data for which its waits
-succeeded. But while another block or rank sets the word, one thread of a block may see it set and another thread may
-not. A thread that signals for the
-block must look after all other threads have looked (``count_and_signal``), or ask all of them
-(``group_signals.signal_ranks``).
+from before the abort. (Copy engines cannot look at the abort word: ``transports.copy_engine``.) A kernel that stores to
+peers without a wait of its own looks at the abort word (``look``) before it stores. Every kernel looks after each wait
+on which its results or its signals depend. A wait that was given up has set the word before the barrier that follows
+the wait, so every thread of the block sees the word set. So whatever a rank signals was computed from data for which
+its waits succeeded. But while another block or rank sets the word, one thread of a block may see it set and another
+thread may not. A thread that signals for the block must look after all other threads have looked
+(``count_and_signal``), or ask all of them (``group_signals.signal_ranks``).
 
 The abort word is in the memory of the GPU that reads it. Only the board is in the host's memory. (For the board's
-address, see ``layout.STOP_WORDS``.) A waiting block must not look at the host's memory. On an H100, 108 blocks looked there in
-every 64th iteration of their wait. They slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that looked
-only at the GPU's memory, however often, did not slow it. A wait first looks in its 64th iteration, so a wait that ends
-at once has no cost for a look. Outside waits, a look costs a kernel one load from its own GPU's memory, in parallel
-with other loads.
+address, see ``layout.STOP_WORDS``.) A waiting block must not look at the host's memory. On an H100, 108 blocks looked
+there in every 64th iteration of their wait. They slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that
+looked only at the GPU's memory, however often, did not slow it. A wait first looks in its 64th iteration, so a wait
+that ends at once has no cost for a look. Outside waits, a look costs a kernel one load from its own GPU's memory, in
+parallel with other loads.
 
 CUDA graphs. In a captured graph no argument of a kernel changes. So the number of the call, on which the values of
 flags depend, is read from device memory.

@@ -21,8 +21,9 @@ some rank. Blocks start in the order of their numbers, and all lower ones have e
 block of that number runs or has ended. All these blocks store their partial rows. So all of them get their sums, their
 other waits succeed, and they end. So one resident block on each rank is enough. CUDA does not promise that blocks start
 in the order of their numbers. GPUs keep this order, and scans depend on it as this kernel does (Merrill and Garland,
-decoupled look-back, 2016). If all blocks are resident at once, as in decode, nothing depends on the order. Blocks could claim their numbers from a counter instead, but a claim would cost a round trip to L2 in a kernel of
-5 us. All waits are bounded (``signals``).
+decoupled look-back, 2016). If all blocks are resident at once, as in decode, nothing depends on the order. Blocks could
+claim their numbers from a counter instead, but a claim would cost a round trip to L2 in a kernel of 5 us. All waits are
+bounded (``signals``).
 
 Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half
 ``n % 2``. Rank ``r`` begins call ``n`` when its call ``n - 1`` has ended, because kernels of a slot run one after the
@@ -37,8 +38,8 @@ arena gives calls with credits other slots.
 Aborts (``signals``). A block looks at the abort word when it loads the call number, and again after each wait. If the
 word is set, the block stores nothing more to peers and signals nothing, in this call and all later ones. Otherwise it
 could overwrite data that a peer still reads: the two halves suffice only if the waits of earlier calls succeeded. A
-result that was summed after a wait that was given up, or in a later call, is NaN. NaN takes the place
-of an error, because a replay of a CUDA graph cannot raise an error.
+result that was summed after a wait that was given up, or in a later call, is NaN. NaN takes the place of an error,
+because a replay of a CUDA graph cannot raise an error.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.
 Between calls: the end of a kernel before the start of the next one on the stream. CUDA graphs: the number of the call
@@ -82,9 +83,9 @@ def count_call(calls, queues, call, SEM: tl.constexpr):
     """Called when all threads of this block have read ``calls`` and have then passed a barrier. The last of all blocks
     to call it increments ``calls``.
 
-    ``SEM``: ``acq_rel`` orders the read of ``calls`` before the add. ``relaxed`` is enough if the block has sent data to
-    addresses that depend on the number, because such a block has already read it. A relaxed add does not wait until the
-    data have arrived.
+    ``SEM``: ``acq_rel`` orders the read of ``calls`` before the add. ``relaxed`` is enough if the block has sent data
+    to addresses that depend on the number, because such a block has already read it. A relaxed add does not wait until
+    the data have arrived.
     """
     if tl.atomic_add(queues, 1, sem=SEM, scope="gpu") == tl.num_programs(0) - 1:
         tl.store(queues, 0)

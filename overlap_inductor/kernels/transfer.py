@@ -87,8 +87,8 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
     announce(calls, announced, stop)
     addresses = stop.to(tl.pointer_type(tl.int64), bitcast=True)
     table = tl.load(addresses + 3).to(tl.pointer_type(tl.int64))
-    # Without an abort the loop has no iterations. It contains no barrier, so it may run in only some of the threads. The
-    # end of the kernel releases these stores.
+    # Without an abort the loop has no iterations. It contains no barrier, so it may run in only some of the threads.
+    # The end of the kernel releases these stores.
     for number in range(tl.where(look(stop) == 0, 0, tl.load(stop + 1))):
         tl.store(tl.load(table + number).to(tl.pointer_type(tl.int32)), 1)
 
@@ -112,11 +112,10 @@ def spoil(result, words, stop, BLOCK: tl.constexpr):
 
     The look at the abort word also protects the results from rows that were overwritten before they were read. A rank
     without a credit may overwrite rows of a call that is still running here, but only after it has set this rank's
-    abort word. That rank's
-    stores of the word are done when its ``wait_for_credits`` ends, and its copies start only then. So a call that has
-    read such a row finds the word set when it looks later. Rows that were read before the word was set are right. If
-    the word is set before the end of the call, the results of these rows become NaN, too: the group's results are not
-    valid from then on.
+    abort word. That rank's stores of the word are done when its ``wait_for_credits`` ends, and its copies start only
+    then. So a call that has read such a row finds the word set when it looks later. Rows that were read before the word
+    was set are right. If the word is set before the end of the call, the results of these rows become NaN, too: the
+    group's results are not valid from then on.
     """
     _spoil(result, words, look(stop), BLOCK)
 

@@ -34,9 +34,9 @@ given up, and in all calls after it, the waiting kernel overwrites the group's r
 carries the NaN to every rank, even to one whose abort word is not set (another machine). When a waiting kernel that saw
 its rank's abort word set ends, the board is already marked. So the host of that rank can know of the abort before the
 collective's kernel starts, and before any rank has its result. A tile that the matmul stores after the NaN replaces it
-by the values that the collective should have read. In the result of an all-reduce, such a tile holds this rank's own partial sum in
-place of the sum over ranks. But this rank's host knows of the abort. Counters may keep any value: after an abort
-nothing relies on them.
+by the values that the collective should have read. In the result of an all-reduce, such a tile holds this rank's own
+partial sum in place of the sum over ranks. But this rank's host knows of the abort. Counters may keep any value: after
+an abort nothing relies on them.
 
 CUDA graphs. Counters and queue are zero between calls, and a group's number of tiles depends only on the shapes. No
 argument changes from replay to replay.

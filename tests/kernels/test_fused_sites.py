@@ -139,8 +139,8 @@ def test_exchanges(tmp_path: Path, schedule: str, world_size: int) -> None:
     ("schedule", "world_size"), [("chunked", 3), pytest.param("fused", 2, marks=pytest.mark.thorough), ("fused", 3)]
 )
 def test_exchanges_of_a_contracted_dim(tmp_path: Path, schedule: str, world_size: int) -> None:
-    """Each received slice must be multiplied once, by the rows of the right operand that belong to the slice. The result
-    must hold the right rows."""
+    """Each slice must be multiplied once, by those rows of the right operand that belong to the slice. The result must
+    hold the rows of this rank."""
     names = list(contractions(world_size))
     for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), names, schedule, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

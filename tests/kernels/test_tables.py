@@ -32,8 +32,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Case:
-    """Calls of one site. ``rows``: for each table, the number of bags that one rank receives. ``longest``: bags have 0 to
-    ``longest`` indices. With ``longest`` 0, the site looks up plain rows, and there are no bags."""
+    """Calls of one site. ``rows``: for each table, the number of bags that one rank receives. ``longest``: bags have 0
+    to ``longest`` indices. With ``longest`` 0, the site looks up plain rows, and there are no bags."""
 
     world_size: int = 2
     tables: int = 2

@@ -15,8 +15,8 @@ from tests.support.gloo_ranks import run_ranks
 REPEATED = ("none", "full", "selective, matmuls only")
 """Kinds of checkpointing with which ``test_block`` runs the hand-written block in thorough tests only. Without
 checkpointing (``none``), this block has the same sites as the DTensor block, which quick tests run. Quick tests run the
-hand-written block with kind ``selective``, which repeats two gathers in the backward. ``full`` and ``selective, matmuls only`` add little: they
-repeat these gathers and one scatter."""
+hand-written block with kind ``selective``, which repeats two gathers in the backward. ``full`` and
+``selective, matmuls only`` add little: they repeat these gathers and one scatter."""
 
 
 @pytest.mark.parametrize(
