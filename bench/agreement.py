@@ -3,10 +3,11 @@
 
     torchrun --nproc-per-node 8 -m bench.agreement [--out bench/results/agreement.jsonl]
 
-Ranks are gloo processes. They do nothing else, except in ``uneven``. A figure is the time of one call in microseconds:
-the mean over the calls of a run, then the median over runs, then the maximum over ranks::
+Ranks are gloo processes. Between two calls they do no other work, except in ``uneven``. A figure is the time of one
+call in microseconds: the mean over the calls of a run, then the median over runs, then the maximum over ranks::
 
-    own        a rank's own time, if all other ranks have already published the call (9 runs of 63 calls)
+    own        a rank's own time, if all other ranks have already published their plans for the call, so that the rank
+               waits for none (9 runs of 63 calls)
     together   the time from call to call, if all ranks call at once and each waits for the slowest (9 runs of 2000
                calls)
     uneven     like together, but each rank works for a random 100 to 1500 us before each call; the longest work of any
@@ -53,7 +54,7 @@ def main() -> int:
     )
     comparison = Comparison(plan, [group], every_call=False)
     if not (comparison.call().overlapped and comparison.call().overlapped and comparison.tied):
-        raise SystemExit("the ranks share no page: start them on one machine")
+        raise SystemExit("the ranks share no memory: start them on one machine")
     state, page = state_of(group), state_of(group).page
     assert page is not None and comparison.settled is not None
     constant, collectives = comparison.settled[0][1:]
@@ -63,7 +64,7 @@ def main() -> int:
             raise SystemExit("the ranks differ")
 
     def ahead() -> None:
-        """Publish this rank's next calls, and wait until all other ranks have published their next calls."""
+        """Publish this rank's plan for its next calls, and wait until all other ranks have done the same."""
         for number in range(1, CALLS // 2):
             passed = number * collectives
             page.publish(state.calls + number, f"{constant}:{state.passed + passed}:{state.place + passed}")

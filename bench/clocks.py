@@ -16,9 +16,9 @@ falls further. Each provider runs in three ways (``bench.timing`` says what hidd
     compiled    CALLS calls of compiled graphs, with the host in the loop
 
 Before and after each sample, a kernel stores the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``).
-Each rank takes the median time and the median clock rate of its samples. There is one JSON row for each provider in
-each way. It has the longest of the ranks' times and the lowest of the ranks' clock rates. Results are compared with
-fp32 before anything is timed.
+Each rank takes the median time and the median clock rate of its samples. There is one JSON row for each provider, and
+one for the matmul alone, in each way. A row has the longest of the ranks' times and the lowest of the ranks' clock
+rates. Before anything is timed, results are compared with results computed in fp32.
 """
 
 from __future__ import annotations

@@ -11,16 +11,17 @@ the forward without gradients (``inference``), and forward and backward (``train
     plain      the package's hooks are not installed
     auto       the pass chooses the schedules
     ring       schedule ring is forced; the default budget limits how many sites are unrolled
-    looping    schedule ring is forced; every ring is one op
+    looping    schedule ring is forced; every ring is one looping op
 
-A compile goes from Dynamo to the generated code. It uses no cache and one thread. Settings take turns. A row is the
-repeat with the least CPU time. Its fields are::
+A compile goes from Dynamo to the generated code. It uses no cache and one thread. Settings take turns. There is one
+row for each program in each setting: the repeat with the least CPU time. Its times are::
 
     seconds             CPU time of this process
     compiler_seconds    CPU time of the C++ compiler that this process starts
     pass_seconds        the part of seconds in run_overlap_pass
     lowering_seconds    the part of seconds in the package's lowerings
-    hook_seconds        the part of seconds in the package's wrappers of Inductor's functions, without these functions
+    hook_seconds        the part of seconds in the package's wrappers of Inductor's functions; the time of the wrapped
+                        functions themselves is left out
     gc_seconds          the part of seconds in the garbage collector; the three parts above leave it out
 """
 
@@ -73,8 +74,8 @@ PHASES = ("inference", "training")
 
 
 class Clock:
-    """CPU seconds spent in named functions. If a named function calls another one, the time of the inner call counts
-    only for the inner function."""
+    """CPU seconds spent in named functions. If a named function calls another named function, the time of the
+    inner call counts only for the inner function."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()

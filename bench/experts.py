@@ -12,8 +12,9 @@ A layer has one of two forms (``bench.support.experts``). Every expert has equal
   experts and back.
 
 The result of each call is compared with the result of the uncompiled layer, before and after the calls are timed. A
-wrong result ends the benchmark. ``transfers`` are the collectives alone: the all-reduce, or the two all-to-alls. Each
-JSON row holds two times of a call: one with the host hidden, and one with the host in the loop (``bench.timing``).
+wrong result ends the benchmark. The collectives alone (the all-reduce, or the two all-to-alls) are timed as
+``transfers``. Each JSON row holds two times of each call: one with the host hidden, and one with the host in the loop
+(``bench.timing``).
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def made(
 
 
 def compiled(layer: torch.nn.Module, **config: Any) -> Callable[..., torch.Tensor]:
-    """``layer``, compiled under ``config`` with a code object of its own."""
+    """``layer``, compiled under ``config``. Dynamo caches by code object, so each call of this function makes a
+    new code object."""
     namespace = {"layer": layer}
     exec("def call(*args): return layer(*args)", namespace)
     function = torch.compile(namespace["call"], dynamic=False)

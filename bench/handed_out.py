@@ -15,8 +15,8 @@ k and v). These calls are timed in turn::
     copy                   only a copy of the gathered tensor
 
 Before the timing, results are compared with those of ``keep``. A returned gathered tensor must be bitwise equal to that
-of ``keep``. Each rank takes the median of a call's samples. A figure is the maximum of these medians over ranks, in
-microseconds of device time with the host hidden.
+of ``keep``. A call with a wrong result is not timed. Each rank takes the median of a call's samples. A figure is the
+maximum of these medians over ranks, in microseconds of device time with the host hidden.
 """
 
 from __future__ import annotations

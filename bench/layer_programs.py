@@ -2,7 +2,7 @@
 """The programs of ``bench.layers``: steps of tensor-parallel models that can be compiled, compared and timed.
 
 The models are a Hugging Face Llama with ``tp_plan="auto"`` and random weights, and DTensor sequence-parallel MLP
-blocks. Nothing in a model is changed.
+blocks. The models' code is not changed for the pass.
 """
 
 from __future__ import annotations

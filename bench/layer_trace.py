@@ -2,8 +2,9 @@
 """Divides the time of a step on this rank among kinds of work, in total and for each site.
 
 The kinds are waits for a peer, sends, collectives, matmuls, looping ops and the rest. ``bench.layers --trace FOLDER``
-profiles some steps of each variant. The profiler's ranges of overlap ops carry the site's id. A site is open from its
-first op to its last op. The ranges of matmuls and of plain collectives carry no id. They count for the open site that
+profiles some steps of each variant, except ``no collectives``. The profiler's ranges of overlap ops carry the site's
+id. A site is open from its first overlap op to its last one. The ranges of matmuls and of plain collectives carry no
+id. Such a range counts for the site that is open at that time. If several sites are open, it counts for the one that
 was opened last.
 """
 
@@ -36,8 +37,8 @@ KINDS = {
     "aten::addmm": "matmul",
     "aten::bmm": "matmul",
 }
-"""The kind of each op. The key is the first word of the name of the op's range. Looping ops (one op for a site) have
-the kind ``loop``."""
+"""The kind of each op. The key is the first word of the name of the op's range. If another range carries a site's id,
+its kind is ``loop``: its op computes the whole site, as a looping op does."""
 OUTSIDE = "outside of sites"
 
 

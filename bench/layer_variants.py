@@ -29,8 +29,8 @@ class Variant:
     """A way to compile.
 
     Attributes:
-        switches: fields of ``OverlapConfig``; ``None``: plain ``torch.compile``.
-        right: whether the results are compared. Without collectives, the results are wrong and are not compared.
+        switches: values for fields of ``OverlapConfig``; ``None``: compiled without overlap.
+        right: whether the results are right, so that they are compared. Without collectives, they are wrong.
     """
 
     name: str

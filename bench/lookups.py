@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time lookups in embedding tables with their all-to-all, with each schedule and as the plain graph (``keep``).
+"""Time lookups in embedding tables and their all-to-all, with each schedule and as the plain graph (``keep``).
 
     torchrun --nproc-per-node 2 -m bench.lookups
     torchrun --nproc-per-node 8 -m bench.lookups --tables 64 256 --batch 4096 65536 --width 64 256 --pooling 1 20 100
     torchrun --nproc-per-node 8 -m bench.lookups --mode mean --jagged --dtype bfloat16 --budget-seconds 300
 
 Before and after the calls are timed, each result is compared with sums in fp64. A wrong result ends the benchmark. Two
-parts are timed alone: ``lookups`` is the plain graph without the exchange, and ``exchange`` is only the exchange. All
-calls except ``exchange`` are compiled.
+parts are timed alone: ``lookups`` is the plain graph without the all-to-all, and ``exchange`` is only the all-to-all.
+All calls except ``exchange`` are compiled.
 
-Each JSON row holds two times of a call: one with the host hidden, and one with the host in the loop (``bench.timing``).
-It also holds the estimates of the cost model. JSON rows are appended to the file as soon as they are measured.
+A JSON row is about one case. It holds two times of each call: one with the host hidden, and one with the host in the
+loop (``bench.timing``). It also holds the estimates of the cost model. A row is appended to the file as soon as its
+case is measured.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def cases(options: argparse.Namespace) -> list[LookupCase]:
 
 
 def compiled(function: Callable[..., Any], **config: Any) -> tuple[Callable[..., Any], dict[str, float]]:
-    """``(function compiled under config, estimates)``. The first call compiles, and fills the estimates."""
+    """``(call, estimates)``. The first ``call`` compiles ``function`` under ``config``. It also adds the cost model's
+    estimates to ``estimates``, except with mode ``off``."""
     namespace = {"function": function}
     exec("def call(*args): return function(*args)", namespace)
     made, estimates = torch.compile(namespace["call"], dynamic=False), dict[str, float]()

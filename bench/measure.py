@@ -47,8 +47,8 @@ def measure(
     expected, names = site.expected(), chosen(names, variants, case, clock.device)
     made: dict[str, Provider] = {}
     found = {setting: providers(site, names, variants, setting, made) for setting in settings}
-    # Load every kernel before anything is timed. Loading a kernel waits for the device, where a running kernel may be
-    # waiting for a peer.
+    # Load every kernel before anything is timed. Loading a kernel waits until all running kernels have ended, also
+    # kernels that wait for a peer.
     for setting in settings:
         for provider in found[setting]:
             provider.call()

@@ -9,8 +9,8 @@ sends and receives exactly what it would in the larger group, and uses the same 
 switch, so one peer can use the GPU's whole bandwidth.)
 
 **Where rows are written.** Rank 0 sends rows to peer ``p``. The other GPU, which plays this peer, also counts itself as
-rank 0. All ranks are shifted by ``p`` in its count, so it counts the sender as rank ``world_size - p``. So the rows are
-written to the place of rank ``world_size - p`` in the other GPU's workspace.
+rank 0. To the other GPU, the sender is therefore rank ``world_size - p``. So the rows are written to the place of rank
+``world_size - p`` in the other GPU's workspace.
 
 **What is missing.** Delays of single peers, contention at receivers, and NCCL's collective are missing. So there is no
 row for ``keep``, and times are compared with the matmul alone.
@@ -27,9 +27,9 @@ On 8 GPUs, several ranks send to the same receiver at once (``transports.copy_en
 sender. So times from this program cannot tell which number of bands is best, or whether ``chunked`` in bands or
 ``fused`` is faster.
 
-Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset, so a call by
-itself does not wait until the other GPU has read the data of the previous call. A barrier or an all-reduce before each
-call ensures that this data has been read.
+Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset, so the kernels
+of a call do not wait until the other GPU has read the data of the previous call. Instead, a barrier or an all-reduce
+before each call ensures that this data has been read.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def mirrored(
             receiver ``p``, this kernel reads the flag of source ``world_size - 1``. But ``peers[p]`` begins at source
             ``world_size - p``, so a read relative to ``peers[p]`` would go past the last source's flag. To prevent
             this, ``pointers`` are lower by ``world_size * shift`` elements. The kernel then reads the flag of source
-            ``world_size - 1 - p``, which this GPU has set just before. Credits that kernels write through ``pointers``
-            then fall into the margin.
+            ``world_size - 1 - p``. This GPU's copy to receiver ``p + 1``, one turn earlier, has set that flag. Credits
+            that kernels write through the lowered ``pointers`` fall into the margin.
 
     Raises:
         ValueError: the margin is smaller than ``world_size * shift`` elements, and ``turned`` is set.

@@ -3,8 +3,8 @@
 
 The model is an unchanged Hugging Face Llama with the layer shapes of llama3-70b.
 
-    torchrun --nproc-per-node 4 -m bench.models [--layers 2] [--tokens 1024 4096] [--batches 1 16] --out
-    bench/results/models.jsonl
+    torchrun --nproc-per-node 4 -m bench.models [--layers 2] [--tokens 1024 4096] [--batches 1 16] \\
+        --out bench/results/models.jsonl
 
 For each number in ``--tokens``, one sequence of this length runs (prefill), with the host in the loop. For each number
 in ``--batches``, that many sequences of one token run, as CUDA graphs (``triton.cudagraphs``). Such a call has the

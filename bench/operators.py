@@ -19,7 +19,7 @@ There are two settings:
 - ``compiled``: compiled graphs run one after the other, so a slow host makes the time longer. ``keep`` is then the
   plain graph of Inductor.
 
-Each rank takes the median over rounds. A figure is the maximum of these medians over ranks.
+Each rank takes the median over rounds. The time in a row is the maximum of these medians over ranks.
 
 When a case has been timed in a setting, its rows are appended to the file (``bench.rows``). ``python -m bench.report``
 makes tables and plots from them.
@@ -127,7 +127,8 @@ def say(*lines: object) -> None:
 
 
 def left_out(arguments: argparse.Namespace, all_cases: Sequence[Case], device: torch.device) -> list[str]:
-    """A line for each provider that cannot run and for each case that does not exist."""
+    """A line for each case that cannot be cut into equal shards. Also a line for each provider and pattern, if the
+    provider cannot compute the pattern in some case."""
     lines = [f"{case}: {case.why_not()}" for case in all_cases if case.why_not()]
     wanted = [n for n in provider_names() if n in arguments.schedules or n.split("/")[0] in arguments.schedules] + [
         v.name for v in arguments.variants

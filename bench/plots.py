@@ -67,8 +67,9 @@ def _ratio(row: dict[str, Any]) -> float:
 
 def layers(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the speed-up of each variant over plain ``torch.compile``, in groups of bars. The line on a bar shows the
-    speed-ups at the 80th and at the 20th percentile of the time. A mark shows the program without its collectives. The
-    drawn rows are stored in the file as its description. A test compares them with the rows in ``bench/results``."""
+    speed-ups at the 80th and at the 20th percentile of the time. A mark shows the speed-up of the program without its
+    collectives. The drawn rows are stored in the file as its description. A test compares them with the rows in
+    ``bench/results``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -111,9 +112,10 @@ FIGURES = {"speedup": "speed-up over keep", "ratio": "time / max(matmul, collect
 def operators(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
     """Draw rows of ``bench.operators`` against tokens, and return the files.
 
-    Each combination of machine, shape and dtype gets two files in ``folder``: one of the speed-up, one of the ratio to
-    the bound. A file has a panel for each setting and pattern, and a line for each provider. Rows of schedules whose
-    parameters were set by ``--set`` are in the tables only.
+    Each combination of machine, shape and dtype gets two files in ``folder``. One shows the speed-up. The other shows
+    the time divided by the longer of the times of matmul and collective. A file has a panel for each setting and
+    pattern, and a line for each provider. Rows of schedules whose parameters were set by ``--set`` are in the tables
+    only.
     """
     return [
         _against_tokens(same, figure, folder)
@@ -164,10 +166,10 @@ HEADLINE_NAMES = {"auto": "overlap_inductor (schedule auto)", "async_tp": "PyTor
 
 
 def headline(found: list[dict[str, Any]], path: Path) -> None:
-    """Draw README's picture. It has a panel for each pattern. A panel has bars of the speed-up over plain
-    ``torch.compile`` by tokens, and a mark for the limit at each token count. The drawn rows
-    (``summaries.headline_rows``) are stored in the file as its description. A test compares them with the rows in
-    ``bench/results``."""
+    """Draw README's picture. It has a panel for each pattern. At each token count, a panel has a bar for each
+    provider's speed-up over plain ``torch.compile``, and a mark. The mark shows the speed-up if the shorter of matmul
+    and collective were wholly hidden. The drawn rows (``summaries.headline_rows``) are stored in the file as its
+    description. A test compares them with the rows in ``bench/results``."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -11,7 +11,7 @@ A provider is one way to compute the case:
 
 What a provider calls depends on the setting:
 
-- ``hidden`` (only GPU time counts): the op of a schedule that turns a site into one op is called directly. The ring and
+- ``hidden`` (only GPU time counts): if a schedule turns a site into one op, this op is called directly. The ring and
   ``auto`` are compiled graphs. ``keep`` runs eagerly.
 - ``compiled``: ``keep``, ``auto`` and every schedule are compiled graphs. Schedules with other parameters are left out.
 
@@ -103,8 +103,8 @@ class Variant:
     @classmethod
     def parse(cls, argument: str) -> Variant:
         """Read a text such as ``fused.parts=2,pushers=8``. A value is JSON. If it is not valid JSON, it is a string.
-        Raises ``ValueError`` if the schedule does not turn a site into one op, or if a part does not set one of the
-        schedule's parameters. Values are not checked."""
+        Raises ``ValueError`` if the schedule does not turn a site into one op, or if a part of the text sets no
+        parameter of the schedule. Values are not checked."""
         schedule, _, text = argument.partition(".")
         settable = {s.name: s.single_op.parameters for s in SCHEDULES if s.single_op is not None}
         if schedule not in settable:
@@ -184,8 +184,8 @@ def async_tp(site: Site) -> Provider:
 
 
 def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) -> Provider:
-    """The op of ``schedule`` with ``settings`` as a provider, with its workspace prepared. All ranks call this
-    together."""
+    """Make a provider that calls the op of ``schedule`` with ``settings``, and prepare the op's workspace. All ranks
+    call this together."""
     case, text, label = site.case, json.dumps(settings, sort_keys=True), f"{name} {site.case}"
     needs = request(case, schedule, text, label)
     place = workspace_of(site.group, site.device)

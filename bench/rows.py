@@ -78,7 +78,7 @@ def rows_of(
     """One row for each provider. ``times`` also holds the times of ``keep``, ``matmul`` and ``collective``, for
     comparison.
 
-    Times are in microseconds. Each figure is the maximum over ranks. Fields of a row::
+    Times are in microseconds. Times, errors and extra bytes are maxima over ranks. Fields of a row::
 
         bound_us            the time of matmul or collective, whichever is longer
         ratio               the provider's time divided by bound_us

@@ -13,7 +13,7 @@ from overlap_inductor.passes.patterns import pattern_named
 
 @dataclass(frozen=True)
 class Layer:
-    """A column-parallel and a row-parallel layer of a model, over all ranks.
+    """A column-parallel and a row-parallel layer of a model. Sizes are those before the layers are cut between ranks.
 
     Attributes:
         hidden: K of the column-parallel matmul, and N of the row-parallel matmul.
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def example(self) -> Example:
-        """Raises ``ValueError`` if the pattern has no linear layer."""
+        """The pattern as a model writes it. Raises ``ValueError`` if the pattern has no linear layer."""
         found = pattern_named(self.pattern).example
         if found is None:
             raise ValueError(f"pattern {self.pattern} has no linear layer to time")
@@ -117,7 +117,7 @@ class Case:
         return -(-self.tokens // self.world_size)
 
     def why_not(self) -> str | None:
-        """The reason why this case does not exist. ``None`` if it exists."""
+        """Why the tokens or the layer cannot be cut into equal shards. ``None`` if they can."""
         layer = SHAPES[self.shape]
         if self.example.shards_tokens and self.tokens % self.world_size:
             return f"{self.tokens} tokens cannot be cut in {self.world_size} equal shards"

@@ -84,7 +84,7 @@ class Site:
         return self.example.eager(self.matmul(), self.group)
 
     def async_tp(self) -> torch.Tensor:
-        """The op of Inductor's async TP. The group's symmetric memory must be enabled."""
+        """Call the op of Inductor's async TP. The group's symmetric memory must be enabled."""
         name = self.group.group_name
         if self.example.first:
             return torch.ops.symm_mem.fused_all_gather_matmul(self.a, [self.b], 0, name)[1][0]

@@ -26,8 +26,8 @@ reduce_scatter = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_
 
 EXPERTS, CHOSEN = 8, 2
 PARTS = {2: (3, 5), 4: (1, 3, 2, 2)}
-"""For the cases with uneven parts: the parts of a rank's rows, in eighths. The first part goes to the rank itself, the
-second part to the next rank, and so on."""
+"""For the cases with uneven parts, by the number of ranks: the parts of a rank's rows, in eighths. The first part goes
+to the rank itself, the second part to the next rank, and so on."""
 
 
 @dataclass(frozen=True)

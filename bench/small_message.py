@@ -3,16 +3,16 @@
 
 The case is llama3-70b's down-projection in decode, with its all-reduce, residual add and RMSNorm.
 
-    torchrun --nproc-per-node 4 -m bench.small_message [--tokens 1 8 16 64 128] [--seconds 80] --out
-    bench/results/small_message.jsonl
+    torchrun --nproc-per-node 4 -m bench.small_message [--tokens 1 8 16 64 128] [--seconds 80] \\
+        --out bench/results/small_message.jsonl
 
 ``keep`` runs the ops that a compiled graph runs: ``torch.mm``, NCCL's all-reduce, and one Inductor kernel for residual
 and norm. Every provider is compared with fp32 on random data. This is done before and after the timing, because some
 errors appear only when calls follow each other. The results of all ranks must also be bitwise equal, except for
 ``keep``: each rank tunes the norm of ``keep`` by itself.
 
-Providers are timed in turn, round after round. Each rank takes the median over rounds. A figure is the maximum of these
-medians over ranks, in microseconds for one call. Fields of a row::
+Providers are timed in turn, round after round. Each rank takes the median over rounds. A time in a row is the maximum
+of these medians over ranks, in microseconds for one call. Fields of a row::
 
     us                         one call after a device sleep that hides the host (bench.timing)
     graph_us                   one call in a captured CUDA graph of 20 calls
@@ -90,7 +90,7 @@ class Site:
         name = f"decode {tokens}"
         arena.prepare([Request(name, max(n[0] for n in needs), max(n[1] for n in needs), HALVES)])
         self.launch = Launch(rank, world_size, arena.slot(name, HALVES), faults, faults.number(name), PATIENCE_NS)
-        # A compiled model runs no Python code between these kernels. So this function must not run any either.
+        # A compiled model computes residual and norm in one kernel. Compiled by itself, this function does the same.
         self.add_and_norm = torch.compile(self._add_and_norm, dynamic=False)
 
     def _add_and_norm(
@@ -132,8 +132,8 @@ class Site:
 
 
 def error(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], alike: bool) -> float:
-    """The largest relative error on any rank. For NaN, it is infinite. With ``alike``, it is also infinite if two
-    ranks' results have different checksums."""
+    """The largest relative error on any rank. It is infinite if a result holds NaN. With ``alike``, it is also infinite
+    if two ranks' results have different checksums."""
     off = float(
         torch.stack([(f.float() - e).abs().max() / e.abs().max() for f, e in zip(found, expected, strict=True)]).max()
     )

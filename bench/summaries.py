@@ -202,7 +202,7 @@ def training() -> str:
 
 
 def handed_out() -> str:
-    """A gather on 2 GPUs whose gathered tensor is also read outside the site: microseconds."""
+    """Microseconds of a site with an all-gather, on 2 GPUs. The gathered tensor is also read outside the site."""
     return _by_tokens(_read("handed_out"), ("provider",), lambda row: f"{row['us']:.0f}")
 
 
@@ -244,8 +244,8 @@ def turns() -> str:
 
 
 def compile_cost() -> str:
-    """CPU time of a compile of a Llama of 32 layers, and its ratio to the plain compile of the same run. The table has
-    every run."""
+    """CPU time to compile a Llama of 32 layers. The brackets have its ratio to the plain compile of the same run. The
+    table has every run."""
     lines, plain = [], {}
     for row in _read("compile_cost"):
         both = [row["seconds"], row["seconds"] + row["compiler_seconds"]]
@@ -284,7 +284,7 @@ def host() -> str:
 
 
 def agreement() -> str:
-    """Host time that one call needs to compare plans, by the number of ranks: the last run of each number."""
+    """Host time that one call needs to compare plans, by the number of ranks, from the last run for each number."""
     last = {row["ranks"]: row for row in _read("agreement")}
     lines = [
         [ranks, *(f"{row[k]:.1f}" if k in row else "-" for k in ("own", "together", "uneven")), f"{row['store']:.0f}"]

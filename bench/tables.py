@@ -165,7 +165,7 @@ def _overview(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort by pattern, in the order of measurement, and then by tokens."""
+    """Sort by pattern and then by tokens. Patterns are in the order of their first rows."""
     patterns = list(groups(rows, "pattern"))
     return sorted(rows, key=lambda row: (patterns.index((row["pattern"],)), row["tokens"]))
 

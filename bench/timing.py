@@ -7,8 +7,8 @@ time counts.
 With the host *in the loop*, a sample is several calls in a row without a sleep. A call then takes its device time or
 its host time, whichever is longer. All samples have the same number of calls. This number lies within
 ``CALLS_IN_LOOP``, and is chosen so that a sample of the fastest call takes about ``LOOP_MS``. Before each sample, one
-more call is made. It is not counted, because the device is idle while the host launches it. The tensors of a call get
-the addresses that the previous call used, as in the steps of a compiled model.
+more call is made. It is not counted, because the device is idle while the host launches it. The result of a call is
+freed before the next call. So the next call gets the same addresses, as in the steps of a compiled model.
 
 On a CPU, both times are wall-clock time.
 """

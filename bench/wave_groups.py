@@ -11,11 +11,11 @@ Every provider is compared with fp32 on random data before it is timed. Provider
 ``bench.timing``. A site's rows, by provider::
 
     keep          the plain call. ``bound``: its time divided by that of matmul or collective, whichever is longer
-    wave_groups   the planned call
+    wave_groups   the call with the plan's partition and the plan's number of SMs left free for NCCL
     free N        a call that leaves N SMs free for NCCL, with the partition that is predicted to be best for N
     matmul        the matmul alone
     collective    the collective alone
-    partitions    the planned partition against others. At most ``--candidates`` partitions are tried: first those into
+    partitions    the planned partition against others. At most ``--candidates`` others are tried: first those with
                   equal groups, then random ones. The planned partition and the three fastest others are timed again.
                   ``within``: the planned partition's time divided by the shortest time, both from the second timing
     timeline      microseconds from the call's start to the end of the matmul and of each group's collective. If all
@@ -104,7 +104,7 @@ def medians(providers: dict[str, Callable[[], Any]], repeats: int) -> dict[str, 
 
 
 def some_partitions(waves: Waves, count: int) -> list[tuple[int, ...]]:
-    """All partitions, if there are at most ``count`` of them. Otherwise ``count`` partitions: first those into equal
+    """All partitions, if there are at most ``count`` of them. Otherwise ``count`` partitions: first those with equal
     groups, then random ones."""
     first, *inner, last = cuts(waves)
     if 2 ** len(inner) <= count:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sequence-parallel block that is sharded by DTensor: an all-gather comes first, a reduce-scatter last.
+"""A sequence-parallel block, sharded by DTensor. Its MLP begins with an all-gather and ends with a reduce-scatter.
 
     torchrun --nproc-per-node 2 examples/dtensor_block.py
 

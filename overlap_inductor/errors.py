@@ -46,6 +46,6 @@ class TransferError(OverlapError):
 class UnsupportedError(OverlapError):
     """overlap_inductor does not support what it was asked to do.
 
-    For example, the version of torch is unknown, a kernel cannot compute the operands, or a CUDA graph is captured by
+    For example, the version of torch is unknown, a kernel cannot take the operands, or a CUDA graph is captured by
     other means than ``torch.cuda.CUDAGraph``.
     """

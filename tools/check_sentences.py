@@ -107,9 +107,8 @@ def is_program(text: str) -> bool:
 
 
 def _dedented(text: str) -> str:
-    """A docstring without the indentation that its lines share. The shared indentation is that of the
-    lines after the first. Empty lines are ignored. The last line counts even if it is empty, because the closing quotes
-    stand behind its indentation."""
+    """A docstring without the indentation that all lines after the first share. Empty lines do not count, except the
+    last line: its indentation is that of the closing quotes."""
     first, *rest = text.split("\n")
     shared = min((len(line) - len(line.lstrip()) for line in rest if line.strip() or line is rest[-1]), default=0)
     return "\n".join([first.lstrip(), *(line[shared:] for line in rest)])

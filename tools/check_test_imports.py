@@ -20,8 +20,8 @@ FOLDERS = ("tests", "bench", "tools")
 def imported(source: str, module: str) -> Iterator[tuple[int, str]]:
     """``(line, dotted name)`` of every import in ``source``, also inside functions.
 
-    Relative imports are resolved against ``module``, the dotted name of the file. ``from a import b`` gives ``a.b``,
-    which may name a module or a name in a module.
+    Relative imports are resolved against ``module``, the dotted name of the file. ``from a import b`` gives ``a.b``.
+    This may be a module, or something that module ``a`` defines.
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

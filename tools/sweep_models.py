@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs models and random programs without overlap and with it, and compares the results.
 
-By default, some sizes of the models, such as the vocabulary, are not multiples of the number of ranks.
+By default, Hugging Face families have odd sizes: some, such as the vocabulary, are primes that the number of ranks does
+not divide.
 
     python tools/sweep_models.py    # every part: some hours
     python tools/sweep_models.py --part hugging_face --families llama gemma2 --ranks 3 --train

@@ -25,8 +25,9 @@ from pathlib import Path
 
 VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 TESTS = ("tests/unit", "tests/compile", "tests/models/test_blocks.py")
-"""The block also runs with activation checkpointing. On torch 2.12 and 2.13, only the hand-written block runs with
-checkpointing, because these versions cannot compile the DTensor block with checkpointing."""
+"""``test_blocks.py`` also runs the transformer block with activation checkpointing. On torch 2.12 and 2.13, only the
+hand-written block runs with checkpointing, because these versions cannot compile the DTensor block with
+checkpointing."""
 EVERYTHING: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
     ({}, ("tests/unit", "tests/compile")),
     ({"TRITON_INTERPRET": "1"}, ("tests/kernels",)),

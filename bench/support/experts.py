@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two layers of experts that are divided among the ranks.
+"""Two layers whose experts are divided among the ranks.
 
 ``Experts`` is the layer of ``transformers`` at inference. Each rank multiplies the rows of its own experts, and an
 all-reduce adds the ranks' sums. ``DispatchedExperts`` is the layer of torchtitan. It has the ops of
@@ -47,8 +47,8 @@ class Experts(torch.nn.Module):
     Args:
         places: how the rows are brought back into the order of the tokens: ``put`` (as ``transformers`` does),
             ``argsort``, or ``negative`` (by indices that count from the end).
-        late: whether the weights are applied after the rows were brought back.
-        reduce: the collective.
+        late: whether the weights are applied after the rows were brought back, rather than before.
+        reduce: the collective that adds the ranks' sums. ``None``: an all-reduce.
     """
 
     def __init__(

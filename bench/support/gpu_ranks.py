@@ -22,8 +22,8 @@ def start_rank(seconds: float = 600.0, share_gpus: bool = False) -> tuple[int, i
     size)``. ``seconds`` is the timeout of the group and of the waits in its kernels.
 
     With ``share_gpus``, several ranks share a GPU, so a test of many ranks needs only a few GPUs. NCCL does not allow
-    this, so the group uses gloo. Processes take turns on a GPU, milliseconds at a time. So kernels that wait for each
-    other proceed slowly.
+    ranks to share a GPU, so the group uses gloo. Processes take turns on a GPU, milliseconds at a time. So
+    kernels that wait for each other proceed slowly.
     """
     timeout = datetime.timedelta(seconds=seconds)
     local = int(os.environ["LOCAL_RANK"])

@@ -82,7 +82,8 @@ def shard(block: Any, mesh: DeviceMesh, dim: int) -> nn.Module:
 
 def whole_gradient(parameter: nn.Parameter, shape: torch.Size, mesh: DeviceMesh) -> torch.Tensor:
     """The gradient of the unsharded parameter, which has shape ``shape``. If the parameter is sharded, the gradients of
-    the ranks' slices are joined. If it is replicated, the gradients over the tokens of each rank are summed."""
+    the ranks' slices are joined. If it is replicated, each rank's gradient covers only the tokens of this rank, so the
+    ranks' gradients are summed."""
     assert parameter.grad is not None
     grad = parameter.grad.contiguous()
     if grad.shape == shape:

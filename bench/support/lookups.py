@@ -21,7 +21,7 @@ class LookupCase:
         width: elements of a row.
         pooling: indices of a bag. 0: there are no bags, and each index gives one row (``embedding``).
         height: rows of a table.
-        mode: ``sum``, ``mean``, or ``weighted`` for a sum with weights of samples.
+        mode: ``sum``, ``mean``, or ``weighted``: a sum in which each index of a bag has its own weight.
         jagged: bags have 0 to ``2 * pooling`` indices.
     """
 
@@ -45,7 +45,7 @@ class LookupCase:
 
     @property
     def memory(self) -> int:
-        """About how many bytes a rank holds: tables, indices, and four tensors of the size of the exchange."""
+        """About how many bytes a rank holds: tables, indices, and four tensors of ``sent`` bytes each."""
         indices = 8 * self.tables * self.batch * max(self.pooling, 1)
         return self.tables * self.height * self.width * self.dtype.itemsize + indices + 4 * self.sent
 

@@ -67,8 +67,8 @@ class DemoOptions:
 
 @dataclass(frozen=True)
 class Setup:
-    """The options, resolved for this machine. ``megabits``: the link's rate, or ``None`` if there is no link. In this
-    case, ``no_link`` says why CPU ranks have no link."""
+    """The options, resolved for this machine. ``megabits``: the link's rate, or ``None`` if there is no link.
+    ``no_link``: if CPU ranks have no link, the reason, else empty."""
 
     device: str
     ranks: int

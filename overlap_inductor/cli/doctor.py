@@ -64,7 +64,8 @@ def switches() -> list[Check]:
         if any(check.state == BAD for check in checks if check.name.startswith(ENVIRONMENT_PREFIX)):
             return checks
         return [*checks, Check(SWITCHES, "configuration", BAD, "not valid", f"{str(error).rstrip('.')}.")]
-    # Overlap is requested only if the variable is set. Without it, ``config.mode`` is the default of enable().
+    # Overlap is requested only if OVERLAP_INDUCTOR is set. If it is not set, ``config.mode`` is only the default of
+    # enable().
     asked = ENVIRONMENT_PREFIX in os.environ and config.mode != "off"
     if asked:
         checks += [_effective(config), *_differences(config), *_schedule(config)]
@@ -103,7 +104,8 @@ def _variables() -> list[Check]:
 
 
 def _effective(config: OverlapConfig) -> Check:
-    """Whether the pass is in Inductor's slot in this process. A user's process starts in the same way."""
+    """Whether the pass is in Inductor's slot in this process. A user's process starts in the same way, so the answer
+    holds there too."""
     from overlap_inductor.inductor import probe
 
     name = "by environment"
@@ -143,8 +145,8 @@ def _differences(requested: OverlapConfig) -> list[Check]:
 
 
 def _schedule(config: OverlapConfig) -> list[Check]:
-    """A check that fails if the schedule in the environment cannot run here, because every site would be refused. Empty
-    if the schedule can run, or if it is ``auto`` or ``keep``."""
+    """A check with state ``bad`` if the schedule that the environment names cannot run here. Empty if the schedule can
+    run, or if it is ``auto`` or ``keep``."""
     from overlap_inductor.lowerings.registry import SCHEDULES
 
     name = f"{ENVIRONMENT_PREFIX}_SCHEDULE={config.schedule}"

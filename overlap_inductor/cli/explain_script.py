@@ -50,7 +50,7 @@ def explain_script(
     short: bool = False,
 ) -> int:
     """Run ``script`` in this process as ``__main__`` with ``arguments``. After it has ended, print the reports of all
-    graphs (of the last 256, if there are more) and the estimated time of their sites together.
+    graphs (of the last 256, if there are more) and the total of the estimated times of their sites.
 
     Graphs stay as they are. (If the script itself switches overlap on, its switch holds.) Only rank 0 prints reports.
     Returns the script's own exit status. If the script raised an exception, prints the traceback and returns 1. If the
@@ -65,8 +65,8 @@ def explain_script(
     Raises:
         OverlapError: there is no such script.
         ConfigError: ``machine`` is not known, or ``ranks`` is below 2 or more than ``machine`` has GPUs. Or the script
-            asks for a number of ranks other than ``ranks``, or for more ranks than ``machine`` has GPUs. Or a launcher
-            has set ``WORLD_SIZE``.
+            asks for a number of ranks other than ``ranks``, or for more ranks than ``machine`` has GPUs. Or
+            ``machine`` or ``ranks`` is given, and ``WORLD_SIZE`` is set to another number than 1.
         UnsupportedError: this torch is not supported.
     """
     if not Path(script).is_file():

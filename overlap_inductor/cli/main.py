@@ -40,8 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--link",
         default="auto",
         metavar="MBITS",
-        help="link between CPU ranks: a rate in Mbit/s, none, or auto: 500 if it can be made (as root), else none"
-        " (default: auto)",
+        help="rate in Mbit/s of the link between CPU ranks, or none, or auto (default: auto). With auto, the rate is"
+        " 500 if this process can make a link, which needs root; else there is no link",
     )
     demo.add_argument(
         "--parts", default="llama,block", help="models to run, separated by a comma (default: %(default)s)"

@@ -42,8 +42,8 @@ class SiteSizes:
         exchanges: whether the collective is an all-to-all.
         received: bytes that other ranks send to this one, if the collective is an all-to-all after the matmuls; else 0.
             An op copies them out of its workspace.
-        contracted: bytes of what other ranks send if the collective is an all-to-all before matmuls that contract the
-            exchanged dim, else 0.
+        contracted: bytes that other ranks send to this one, if the collective is an all-to-all before matmuls that
+            contract the exchanged dim; else 0.
         memory: bytes that lookups in tables read and write. Lookups are limited by memory bandwidth, not by the rate of
             multiplications.
         lookups: number of lookups in tables. The program launches separate kernels for each lookup.

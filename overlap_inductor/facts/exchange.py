@@ -34,8 +34,8 @@ class ExchangePlan:
             rewritten to divide tokens among the ranks.
         config: the switches. Not in the digest. If steps differ, ``difference`` also names the switches that differ,
             because they are a likely cause.
-        groups: this rank's names of the process groups that the steps call g0, g1, ...; one tuple for each joined plan.
-            Not in the digest.
+        groups: this rank's names of the process groups that the steps call g0, g1, ... A plan of one graph has one
+            tuple. A plan that ``joined`` made has one tuple for each of ``parts``. Not in the digest.
         parts: the plans from which ``joined`` made this plan; empty for the plan of a single graph.
         inputs: ``{name of the graph's input: digest}`` of the parameters and buffers that must be the same on all ranks
             for this exchange to be right (``runtime.same_inputs``).

@@ -51,7 +51,8 @@ class Machine:
 WITHOUT_PEERS = "cuda without peer access"
 
 _MACHINES = {
-    # One core read 8.5e9 (8 rows for each bag) to 4.2e10 B/s (64 rows) in embedding_bag, for tables of 10000 x 64.
+    # ``memory_bytes``: one core ran embedding_bag on tables of 10000 x 64. It read 8.5e9 B/s with 8 rows for each bag,
+    # and 4.2e10 B/s with 64 rows.
     "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93, memory_bytes=2e10),
     # One H200 reaches 780 TFLOP/s of dense bf16 in large matmuls, and NCCL's send and receive about 300 GB/s each way
     # on NVLink. NCCL's kernels take SMs and memory bandwidth from the matmuls that run at the same time. So on 4 H200s,

@@ -29,8 +29,8 @@ class Collective:
             matmul. Reduce-scatter or all-to-all after the matmuls: the dim of the first matmul's result that is
             scattered. All-to-all before the matmuls: the dim of the all-to-all's result that holds the ranks.
             All-to-all beside lookups: 0. Else ``None``.
-        role: role (M, N, K or B) of the cut dim in the first matmul, or ``None``. An all-gather of an output has a role
-            and no ``dim``.
+        role: role (M, N, K or B) of the cut dim in the first matmul, or ``None``. An all-gather after the matmul has a
+            role and no ``dim``.
         reduce_op: ``sum``, ``avg``, ...; ``None`` if the collective does not reduce.
         bytes: bytes of the full tensor (after a gather, before a scatter), an int or an expression. For ``fused``, the
             bytes of the op's result, or of its first result if the op returns several tensors.
@@ -72,7 +72,8 @@ class Matmul:
 @dataclass(frozen=True)
 class SiteFacts:
     """A matmul-collective site. ``id`` is the same on every rank and in every run. ``module`` is the path of the user's
-    module, or the first matmul's node name if the path is unknown."""
+    module, or the first matmul's node name if the path is unknown. ``derived_from`` is the id of the stretch whose
+    rewrite made the collective, or ``None``."""
 
     id: str
     pattern: str

@@ -32,14 +32,15 @@ class StretchFacts:
             collectives names the stretch as ``derived_from``.
         module: path of the module of the first all-reduce.
         ranks: global ranks of the group.
-        tokens: number of tokens that the ranks divide, an int or an expression.
+        tokens: number of tokens that are divided among the ranks, an int or an expression.
         features: size of the last dim of the first all-reduce.
         dtype: dtype of the first all-reduce, without ``torch.``.
         all_reduces: number of all-reduces as written.
-        scatters, gathers, sums: how many collectives of each kind the rewrite makes. ``scatters`` are reduce-scatters
-            (one written as an all-to-all and a sum counts as one), and ``gathers`` are all-gathers of rows. ``sums``
+        scatters, gathers, sums: how many collectives of each kind the rewrite makes. ``scatters`` are reduce-scatters.
+            The rewrite writes some of them as an all-to-all and a sum. ``gathers`` are all-gathers of rows. ``sums``
             are collectives that combine the ranks' parts of a sum, maximum or minimum over tokens.
-        gathered_again: number of the all-gathers that the backward repeats. For these, only rows are saved.
+        gathered_again: number of the forward's all-gathers that the backward repeats. The forward saves a rank's own
+            rows for the backward, not the gathered tensors.
         nodes: number of nodes that run on rows.
         status: ``rewritten`` | ``kept`` | ``refused``.
         source: ``analytic`` | ``forced``.
@@ -47,9 +48,9 @@ class StretchFacts:
             beside the collectives, the exposed parts of the collectives, and the token-wise work. Empty if the times
             were not estimated.
         reasons: why the stretch is not rewritten.
-        program: the first 16 hex digits of a hash. It covers the operators and numbers of all nodes that run on rows or
-            reduce rows, and of the nodes that compute their inputs. Ranks compare the hash, because such a number may
-            differ between ranks.
+        program: the first 16 hex digits of a hash of the nodes that run on rows or reduce over tokens, and of the nodes
+            that compute their inputs. The hash covers each node's operator and the numbers among its arguments, such as
+            an epsilon. Ranks compare the hash, because these numbers may differ between ranks.
         gathered_for: for each op that needs all rows, how often a node of this op reads a tensor that is held as rows:
             ``{"aten.mm.default": 5}``. Several such reads may share one gather.
     """

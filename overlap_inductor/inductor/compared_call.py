@@ -2,9 +2,10 @@
 """``ComparedCall``: the callable of a compiled graph. It first compares plans with the other ranks
 (``runtime.agreement``).
 
-It takes the place of ``CompiledFxGraph.current_callable`` and calls the earlier callable, which may record CUDA graphs.
-So nothing has been read, written or captured when ``ComparedCall`` compares the plans. If the ranks differ, it calls
-the graph compiled without overlap (``plain_program``). This plain graph is compiled when it is first needed::
+``ComparedCall`` takes the place of ``CompiledFxGraph.current_callable``. It calls the earlier callable, which may
+record CUDA graphs, only after the comparison. So during the comparison, the graph has read, written and captured
+nothing. If the ranks differ, ``ComparedCall`` calls the graph compiled without overlap (``plain_program``). This plain
+graph is compiled when it is first needed::
 
     graph(inputs)   ->   all ranks exchange the same?   yes: overlapped(inputs), after making the workspace once
                                                         no:  plain(inputs), compiled now if it is not there yet
@@ -90,7 +91,7 @@ class ComparedCall:
         same = [entry for r in reports for entry in r.same_inputs]
         self.in_plan = [(i, name) for i, name, _, lasting in same if lasting and len(self.names) == 1]
         """Parameters and buffers whose digests are part of the plan: index among the inputs, and name. Empty if the
-        graph has several groups: all of them compare the plan, but a parameter may be the same on the ranks of one
+        graph has several groups: all groups compare the plan, but a parameter may be the same on the ranks of one
         group only."""
         self.apart_from_plan = [(i, name, group) for i, name, group, _ in same if (i, name) not in self.in_plan]
         """The other inputs that must be the same on all ranks of a group."""
@@ -106,7 +107,7 @@ class ComparedCall:
         self.overlaps = any(p.overlaps for p in self.plans)
         self.ready = not self.overlaps
         """True if ``overlapped`` may run as soon as all ranks agree: the graph has no overlap, or ``_prepare`` has
-        succeeded for these groups."""
+        succeeded for ``groups``."""
         self.plain: Callable[[list[Any]], Any] | None = None
         self._boxed_call = True
 
@@ -128,8 +129,8 @@ class ComparedCall:
         """
         outcome = comparison.call()
         if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):
-            # This is only for graphs that need a workspace. Rings run on a fake group, too: its sends and receives move
-            # nothing.
+            # A graph whose sites need no workspace (rings) runs with overlap on a fake group, too: the group's sends
+            # and receives move nothing.
             comparison.withdrawn = True
             outcome = agreement.Outcome(
                 False,
@@ -140,7 +141,8 @@ class ComparedCall:
             failure = "" if self.ready else self._prepare(inputs)
             failure = failure or (self._inputs_differ(inputs) if outcome.fresh or new else "")
             # If this rank alone has compiled an agreed plan again, the other ranks do not call ``also``, so this rank
-            # must not call it either. The plan's part of the workspace exists already.
+            # must not call it either. ``_prepare`` does not need the other ranks in this case: the workspace already
+            # holds the plan's part.
             outcome = comparison.also(failure) if outcome.fresh or new or failure else outcome
             self.ready = self.ready or outcome.overlapped
             for group, indices in self.parameters.items() if outcome.overlapped else ():

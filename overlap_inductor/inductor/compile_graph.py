@@ -24,8 +24,8 @@ def mode_names() -> list[str]:
 
 
 def is_option(name: str) -> bool:
-    """Whether Inductor has an option of this name. Dashes count as underscores. From torch 2.15 on, devices add options
-    of their own."""
+    """Whether Inductor has an option of this name. Dashes count as underscores. From torch 2.15 on, a device
+    backend may have options of its own. These count, too."""
     name = name.replace("-", "_")
     if name in option_names():
         return True

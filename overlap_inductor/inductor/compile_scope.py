@@ -27,10 +27,10 @@ class CompileScope:
     Attributes:
         graph_id, is_backward, is_inference, cpp_wrapper: arguments of the same names of Inductor's
             ``compile_fx_inner``.
-        pinned: whether the graph must use ``config`` instead of the configuration that is in effect. A backward is
-            pinned to the configuration of its forward.
+        pinned: whether the graph must use ``config`` instead of the configuration that is switched on now. A backward
+            is pinned to the configuration of its forward.
         config: the configuration of a pinned scope. If overlap is off: ``None``, or a configuration of mode ``off``.
-        without_us: whether the result was compiled without the pass. (It may be compiled now or loaded from a cache.)
+        without_us: whether the compiled graph, new or loaded from a cache, was compiled without the pass.
         refusal: why nothing may be overlapped in the graph, or ``None``.
         reports: reports of the pass that are not yet stored with a compiled graph. The report of a subgraph comes
             before the report of the graph that holds it.

@@ -2,9 +2,9 @@
 """The identity of the pass: a hash of everything that can change what the pass makes of a graph, besides the graph
 itself.
 
-The hash is part of the cache keys of Inductor and AOTAutograd. It covers all sources of the package, also those that
-change no code. It does not cover the dump folder. Reports are stored with the compiled graph, so a cache hit writes the
-same dump as the compile that filled the cache.
+The hash is part of the cache keys of Inductor and AOTAutograd. It covers all sources of the package, also those
+that do not affect the code of a compiled graph. It need not cover the dump folder: the reports are stored with the
+compiled graph, so a cache hit can write the dump to any folder.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def fingerprint(config: OverlapConfig | None) -> str:
     The hash covers the process groups, because an ``all_reduce`` names its group and not the group's size. With other
     ranks in the group, the same graph text needs another plan. It covers which peers' memory the GPUs reach, because
     fused kernels depend on this. If plans are made for another machine, it covers that machine. It covers whether all
-    streams share one hardware queue, because calls are then not replayed. It covers the schedules, patterns and
-    transports that a program registered.
+    streams share one hardware queue, because a site's launches are then not replayed as a CUDA graph. It covers the
+    schedules, patterns and transports that a program registered.
     """
     if config is None or config.mode == "off":
         return OFF

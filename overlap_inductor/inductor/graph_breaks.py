@@ -2,9 +2,9 @@
 """Lists calls of ``torch.distributed`` at which Dynamo broke the graph, as notices of a report. No graph holds such a
 call, so no pass can find it.
 
-Dynamo appends every break, with its reason and the stack of the user's program, to a list before it compiles the graph
-that ends there. Each break is reported once, by the first graph that is compiled after it. This is the graph that ends
-at the break. If that graph is empty, it is the next graph.
+Dynamo appends every break, with its reason and the stack of the user's program, to a list. It then compiles the graph
+that ends at the break, unless this graph is empty. Each break is reported once, by the first graph that is compiled
+after the break was appended.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _sentence(reason: Any) -> str:
 
 
 def _users_line(reason: Any) -> FrameSummary | None:
-    """The innermost frame that is outside torch, or ``None``. If Dynamo broke the caller's graph inside a torch
-    function, that function is compiled by itself afterwards, and the break appears again without the user's frames."""
+    """The innermost frame that is outside torch. ``None`` if the break has no such frame. After a break inside a torch
+    function, Dynamo compiles this function by itself. The break then appears again, without the user's frames."""
     return next(
         (
             f

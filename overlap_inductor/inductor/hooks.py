@@ -8,8 +8,6 @@ report is stored with the compiled graph::
                                                              torch.compiler.save_cache_artifacts()
     CompiledFxGraph.post_compile (after a compile and after a load) -> activates the report, and makes each call of the
                                                              graph compare plans first
-
-A cache hit and a miss take the same path.
 """
 
 from __future__ import annotations
@@ -90,7 +88,8 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
 
     Args:
         expected: returns the configuration that is switched on, or ``None``.
-        shared_pass: the pass of that configuration, for a backward that is compiled outside its forward's scope.
+        shared_pass: the pass of that configuration. A backward needs it if Inductor's slot does not hold our pass when
+            the backward is compiled (``_follow_forward``).
     """
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
     from torch._inductor import compile_fx
@@ -259,8 +258,9 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _plain_program(gm: Any, example_inputs: Any) -> plain_program.Captured | None:
-    """The plain program of ``gm``. ``None`` for a training graph that was rewritten before it was partitioned. The
-    rewrite has changed what the forward saves. So a forward as written could run only with a backward as written."""
+    """The plain program of ``gm``. ``None`` for a training graph that was rewritten before it was cut into forward
+    and backward. The rewrite has changed what the forward saves. So a forward as written could run only with a backward
+    as written."""
     if not rewritten(gm.graph):
         return plain_program.capture(gm, example_inputs)
     written = compile_scope.as_written(gm)
@@ -342,8 +342,9 @@ def _switched_off(groups: list[str]) -> OverlapReport:
 
 def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``FakeTensorUpdater.incremental_update``, which evaluates the shapes of nodes that a pass has added. The
-    nodes that our pass added already have values. A node is evaluated again only if one of its arguments has changed.
-    The evaluation adds no guards. The pass added none either when it added the node."""
+    nodes that our pass added already have values, so Inductor evaluates such a node only if one of its arguments has
+    changed. In a graph with an overlapped site, Inductor's evaluation adds no guards. Neither does our pass when it
+    evaluates a node."""
     scope = compile_scope.current()
     if scope is None or not any(s.decision.status == "overlapped" for r in scope.reports for s in r.sites):
         return original(updater, *args, **kwargs)
@@ -358,8 +359,8 @@ def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, 
 def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs: Any) -> bool:
     """Around ``pad_mm.should_pad``: do not pad a matmul next to a collective (``padding``).
 
-    It runs on the joint graph, before forward and backward are separated. Inductor is asked first, because it refuses
-    most matmuls by their device and sizes. Our own check may walk far in a deep graph.
+    Inductor pads in the joint graph, before forward and backward are separated. Inductor's check runs first, because it
+    refuses most matmuls by their device and sizes. Our check may walk far in a deep graph.
     """
     if not original(match, *args, **kwargs):
         return False

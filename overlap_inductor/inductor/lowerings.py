@@ -61,7 +61,8 @@ def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any
 
 def _agree(group_name: str, *args: Any) -> Any:
     """Call the op as it is. If the graph has a transfer of the group, define the rank's symbol before the call.
-    Otherwise the symbol's host code could come between the steps of the transfer, and split a CUDA graph there.
+    If the symbol were defined later, its host code could come between the steps of the transfer, and split a CUDA graph
+    there.
 
     Raises:
         OverlapError: another pass has moved a step of a transfer.
@@ -189,8 +190,9 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
         same = len(buffer.get_stride()) == len(view.get_stride()) and all(
             known(a, b) for a, b in zip(buffer.get_stride(), view.get_stride(), strict=True)
         )
-        # Other users of the matmul must read its result before the assembled tensor is complete, because the assembled
-        # tensor may be freed afterwards. ``after`` ensures this order.
+        # A matmul that writes into the view has its result in the memory of the assembled tensor. This memory may be
+        # freed after the last reader of the assembled tensor. So either the matmul has no other reader, or an ``after``
+        # lets the assembled tensor be read only after the matmul's other readers have run.
         if same and (
             sum(u.target is not torch.ops.overlap_inductor.exchange_wait.default for u in node.users) == 1
             or any(u.target is torch.ops.overlap_inductor.after.default for u in V.graph.current_node.users)

@@ -24,8 +24,8 @@ _LIMIT = 1000
 collective."""
 _COPIES = {"clone", "lift_fresh_copy", "cat", "constant_pad_nd", "_unsafe_view", "convert_element_type", "_to_copy"}
 _ROW_WISE = {"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "_softmax", "_log_softmax", "cumsum"}
-"""Ops that may be between a matmul and a collective in a site, besides views, copies and pointwise ops
-(``sites.row_wise``, a sum over experts)."""
+"""Row-wise ops (``sites.row_wise``) and sums over experts. In a site, they may be between a matmul and a collective.
+So may views, copies and pointwise ops."""
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm"}
 
 

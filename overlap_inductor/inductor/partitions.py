@@ -74,7 +74,8 @@ def cut(partitions: Sequence[Iterable[Any]], uncaptured: Sequence[bool]) -> bool
 
 
 def _transfer(kernel: Any) -> str | None:
-    """The name of the op that started the transfer in which ``kernel`` takes part."""
+    """The name of the op that started the transfer in which ``kernel`` takes part. ``None`` if it takes part in
+    none."""
     from torch._inductor import ir
 
     op = getattr(kernel, "op_overload", None)

@@ -202,8 +202,8 @@ def without_pass(value: Any) -> Any:
 def _packed(passes: tuple[Any, ...], like: Any, slot: str) -> Any:
     if len(passes) < 2:
         return passes[0] if passes else None
-    # Every torch takes a chain in both slots. The joint graph's slot could take a list, too. It gets a list only if it
-    # holds one already.
+    # Every torch takes a chain in both slots. A torch that takes lists gets a list in the post-grad slot. The joint
+    # graph's slot gets a list only if it holds one already.
     takes_list = TAKES_LIST and (slot == POST_GRAD or isinstance(like, (list, tuple)))
     if not takes_list:
         return PassChain(passes)

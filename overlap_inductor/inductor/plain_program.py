@@ -245,9 +245,9 @@ def compile_plain(
 
 
 def _objects(program: _Program, inputs: Sequence[Any]) -> dict[int, int]:
-    """``{index of a result: index of the input that it is}``, for inputs that pickling leaves out. These inputs are
-    objects other than tensors, such as a ``DeviceMesh``, which a forward graph passes on to its backward. Pickling
-    turns their example inputs into ``None``."""
+    """``{index of a result: index of an input}`` for each input that the graph returns as it is and that pickling
+    leaves out. Such an input is an object other than a tensor, for example a ``DeviceMesh``, which a forward graph
+    passes on to its backward. Pickling turns its example input into ``None``."""
     numbers = [index for index, node in enumerate(program.nodes) if node[0] == "placeholder"]
     objects = {n: i for i, (n, example) in enumerate(zip(numbers, inputs, strict=True)) if example is None}
     (results,) = next(node[3] for node in program.nodes if node[0] == "output")
@@ -257,7 +257,8 @@ def _objects(program: _Program, inputs: Sequence[Any]) -> dict[int, int]:
 
 
 def _with_objects(compiled: Any, objects: Mapping[int, int]) -> Any:
-    """``compiled``, a boxed callable, with the inputs that ``objects`` names among its results (see ``_objects``)."""
+    """A boxed callable that calls ``compiled``, and then puts the inputs that ``objects`` names in their places among
+    the results (see ``_objects``)."""
     if not objects:
         return compiled
 
@@ -274,8 +275,8 @@ def _with_objects(compiled: Any, objects: Mapping[int, int]) -> Any:
 
 
 def guarded(plain: Any, examples: Sequence[Any]) -> Any:
-    """``plain`` with a check of the guards on sizes that its compile added. The graph that it replaces does not have
-    these guards.
+    """A callable that calls ``plain`` after a check of the sizes. The compile of ``plain`` may have added guards on
+    sizes that the overlapped graph does not have.
 
     Args:
         plain: a boxed callable.

@@ -80,8 +80,9 @@ def compute_dependencies(original: Callable[..., Any], scheduler: Any) -> Any:
     """Around ``Scheduler.compute_dependencies``: order every kernel with a rank-rotated view after the rank's
     symbol.
 
-    If a graph has such a symbol, Inductor asks every pointwise kernel for its symbols, and traces the kernel's loads
-    and stores once more for the answer. The scheduler's nodes already have these loads and stores (``read_writes``)."""
+    If a graph has such a symbol, Inductor asks every pointwise kernel for its symbols. For the answer, Inductor would
+    trace the kernel's loads and stores once more. The scheduler's nodes already have the loads and stores, so
+    ``read_writes`` returns these."""
     for node in scheduler.nodes:
         for rank in _needed(node.node):
             V.graph.additional_buffer_deps[node.get_name()].add(rank.get_name())

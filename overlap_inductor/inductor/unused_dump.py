@@ -19,7 +19,7 @@ UNUSED = (
 
 
 def say_at_first_compile() -> None:
-    """Log ``UNUSED`` once, on rank 0, if overlap is not switched on by the first call of Inductor's ``compile_fx``.
+    """At the first call of Inductor's ``compile_fx``, log ``UNUSED`` on rank 0 if overlap is not switched on.
 
     A warning at the import of Inductor would be too early: ``enable()`` or the backend may switch overlap on after the
     import.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused``: ``all_gather(a) @ b``, and ``all_to_all(a) @ b`` if rows are exchanged, in one persistent kernel.
-The all-to-all differs only in what a rank sends (``SCATTERED``): a different shard to each rank.
+"""Schedule ``fused``: ``all_gather(a) @ b`` in one persistent kernel. The kernel also computes ``all_to_all(a) @ b``,
+unless the matmul contracts the exchanged dim (``all_to_all_contraction``). The all-to-all differs only in what a rank
+sends (``SCATTERED``): a different shard to each rank.
 
 The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, part after part and to all peers in
 turn. All other blocks first multiply this rank's own shard, which is read in place. Then they multiply the peers'
@@ -17,10 +18,10 @@ are bounded (``signals``).
 
 Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``). The last piece of
 a part sets the receiver's flag (source, part) to the number of the call. The receiver waits for that flag and then runs
-``load_fence``, because it reads by bulk loads. A peer writes into the workspace of this call again only in a later
-call, after this rank's credit. The last block gives that credit when all blocks have finished. (With ``KEEP``, a later
-kernel gives it: ``signals.end_call`` or ``transfer.end_call_and_spoil``.) The last block also resets the queues for the
-next launch on the stream.
+``load_fence``, because it reads by bulk loads. A peer writes into this rank's workspace again only in a later call,
+after this rank's credit. The last block gives that credit when all blocks have finished. (With ``KEEP``, a later kernel
+gives it: ``signals.end_call`` or ``transfer.end_call_and_spoil``.) The last block also resets the queues for the next
+launch on the stream.
 
 CUDA graphs. The number of the call is read from device memory (``calls``) and incremented by the last block (with
 ``KEEP``: by that later kernel). No argument changes from replay to replay.
@@ -67,16 +68,17 @@ def all_gather_matmul(
 
     Args:
         own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. With ``SCATTERED``, the shard that
-            it sends to itself.
+            this rank sends to itself.
         a, shard_vectors: the shard's address, and its size in 16-byte words.
         SCATTERED: ``a`` holds a shard for each rank, in the order of ranks.
         gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. The rows of this
             rank's own shard are not read.
-        b0_desc, ..., bias0, ..., TRANSPOSED: see ``multiply_tile``. All weights have the same layout. All arguments of
-            weights from ``COUNT`` on are ``None``.
+        b0_desc, ..., bias0, ..., TRANSPOSED: see ``multiply_tile``. All weights have the same layout. The arguments of
+            the weights ``COUNT`` to 3 are ``None``.
         BIASES: bit ``i``: weight ``i`` has a bias (else ``bias_i`` is any address).
         c0, ...: row-major outputs, fp16 or bf16.
         c0_desc, ...: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide with ``HALVES``.
+        BATCH: after this many tiles, a block waits until its last store has left shared memory.
         EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``.
         KEEP: the workspace holds the whole gathered tensor, including this rank's own shard, until the call is ended by
             ``signals.end_call`` or ``transfer.end_call_and_spoil``.
@@ -93,7 +95,7 @@ def all_gather_matmul(
     """
     call = tl.load(calls)
     words = a.to(tl.pointer_type(tl.int32), bitcast=True)
-    # Both are written as products of four, so that the compiler knows that masks end between 16-byte words.
+    # Both are written as multiples of four, so the compiler knows that no mask ends inside a 16-byte word.
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
     weights = (
@@ -253,8 +255,8 @@ def all_gather_matmul(
 
 @triton.jit
 def last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD: tl.constexpr, KEEP: tl.constexpr):
-    """When the last block of the grid calls this, it clears the queues from which the kernel's blocks have claimed.
-    Without ``KEEP`` it also ends the call."""
+    """Count a block of the grid as finished. The last block also sets words 0 to 4 of ``queues`` to 0, and without
+    ``KEEP`` it ends the call."""
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
     if finished == tl.num_programs(0) - 1:

@@ -15,8 +15,8 @@ ended. A pusher waits only for credits, which depend only on the previous call. 
 of its rank has been claimed. So a rank sends its shard whatever its tiles wait for, even if only one block is resident.
 All waits are bounded (``signals``).
 
-Memory ordering, CUDA graphs: as in ``all_gather_matmul``. A slice has a flag of its own, and each wait for a slice has
-its ``load_fence``.
+Memory ordering, CUDA graphs: as in ``all_gather_matmul``. A slice has a flag of its own, and each wait for a slice is
+followed by a ``load_fence``.
 """
 
 from __future__ import annotations
@@ -74,10 +74,11 @@ def all_gather_matmul_slices(
     for w in tl.static_range(COUNT):
         tiles_n += tl.cdiv(weights[w][4], BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
-    # The blocks that start first push. Otherwise, blocks that wait could leave no room for the pushers.
+    # The blocks that start first push, whatever their program ids are. If ids decided, waiting blocks could fill the
+    # GPU before a pusher starts.
     sending = tl.atomic_add(queues + 4, 1, sem="relaxed") < PUSHERS
     while sending:
-        # Sizes are written as products of four, so the compiler knows that masks end between 16-byte words.
+        # Sizes are written as multiples of four, so the compiler knows that no mask ends inside a 16-byte word.
         sending = push_slice(
             words,
             peer_data,

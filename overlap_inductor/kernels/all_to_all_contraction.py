@@ -3,10 +3,10 @@
 example is the output projection of Ulysses attention. There each peer sends its own heads of this rank's tokens.
 
 A tile of the result is a sum over the sources. A block begins with this rank's own part of K, which it reads in place.
-Then it adds the parts of ranks ``rank + 1``, ``rank + 2``, ... as they arrive. The sum is kept in fp32 and rounded
-once. The rows are cut into bands. All ranks send band 0 to all peers, then band 1, and the tiles of band 0 come first.
-So later bands arrive while the tiles of earlier bands are multiplied. If the transfers keep up, blocks wait only for
-the first band.
+Then it adds the parts of ranks ``rank + 1``, ``rank + 2``, ... in this order. The sum is kept in fp32 and rounded once.
+The rows are cut into bands. All ranks send band 0 to all peers, then band 1, and the tiles of band 0 come first. So
+later bands arrive while the tiles of earlier bands are multiplied. If the transfers keep up, blocks wait only for the
+first band.
 
 The first ``PUSHERS`` blocks push before they multiply (``push``). A block whose next rows have not arrived pushes
 instead of waiting, as long as there are pieces to push. Without ``SENDS`` no block pushes: the rows are sent by a
@@ -54,11 +54,11 @@ def all_to_all_contraction(
 
     Args:
         own_desc: the shard that this rank sends to itself, ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
-        a, shard_vectors: the address of ``[WORLD, rows, inner]``, a shard for each rank, and a shard's size in 16-byte
-            words.
+        a: the address of the shards ``[WORLD, rows, inner]``, one for each rank.
+        shard_vectors: size of a shard in 16-byte words.
         b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``; K is ``WORLD * inner``, in the order of ranks.
         c_desc: ``[rows, columns]``, fp16 or bf16, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide with ``HALVES``.
-        c: any address of that dtype.
+        c: any pointer to the dtype of ``c_desc``. Nothing is stored through this pointer.
         gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. The rows of this
             rank's own shard are not read.
         inner: K of a shard, a multiple of ``BLOCK_K``, so each block of ``b`` belongs to one source.
@@ -67,7 +67,7 @@ def all_to_all_contraction(
     """
     call = tl.load(calls)
     words = a.to(tl.pointer_type(tl.int32), bitcast=True)
-    # Sizes are written as products of four, so the compiler knows that masks end between 16-byte words.
+    # Sizes are written as multiples of four, so the compiler knows that no mask ends inside a 16-byte word.
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -90,8 +90,8 @@ def all_to_all_contraction(
                 m, n = own_tile(turn, tiles_m, tiles_part, tiles_n, GROUP_M)
                 part = m // tiles_part
                 total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-                # One loop over K reads this rank's own part. Then follows one loop for each peer. If the parts of all
-                # peers are known to have arrived, one loop reads all of them.
+                # The first loop over K reads this rank's own part. If the parts of all peers are known to have arrived,
+                # the second loop reads all of them. Otherwise the part of each peer has a loop of its own.
                 for i in range(tl.where(part == seen, 2, WORLD)):
                     first = i
                     last = tl.where((part == seen) & (i > 0), WORLD, i + 1)

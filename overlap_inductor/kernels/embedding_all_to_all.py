@@ -19,10 +19,10 @@ bit of any sum may differ. Plain rows (``BAGGED`` is False) are copied exactly.
 
 Errors. A ``tl.device_assert`` fails if an index is not in its table, or if a bag ends before it begins or outside the
 indices. It fails before this bag's result is stored, and before the bag's piece is signalled. Nothing outside a table
-is read. As without overlap, CUDA then reports ``device-side assert triggered``, and the context is lost. (Torch's
-kernel for bags does not check for negative indices and reads in front of the table.) Launch with the options
-``debug=True`` (otherwise Triton drops asserts) and ``sanitize_overflow=False`` (otherwise ``debug`` also adds asserts
-against integer overflow). The peers' waits end when their patience is over.
+is read. As without overlap, CUDA then reports ``device-side assert triggered``, and the context is lost. The peers
+wait for the failed rank until their patience is over. (Torch's kernel for bags does not check for negative indices and
+reads in front of the table.) Launch with the options ``debug=True`` (otherwise Triton drops asserts) and
+``sanitize_overflow=False`` (otherwise ``debug`` also adds asserts against integer overflow).
 
 Memory ordering (``signals``). Results are stored with ordinary stores. After each piece follows ``count_and_signal``: a
 barrier and an acquire-release add to the counter of the piece's slice. The block that adds last makes one release at
@@ -34,8 +34,8 @@ pieces of other ranks. A block claims a copy only after all pieces of its rank a
 claim. So every claimed piece ends, whether or not all blocks are resident, and then every copy ends. One resident block
 on each rank is enough. All waits are bounded.
 
-Aborts. If the abort word is set, nothing is stored to peers or signalled. Copied words then become NaN in every float
-format, because a replay of a CUDA graph cannot raise an error.
+Aborts. If the abort word is set, nothing is stored to peers or signalled. All bits of a copied word are then set, which
+is NaN in every float format. NaN marks the failure because a replay of a CUDA graph cannot raise an error.
 
 CUDA graphs. The number of the call is read from device memory. The tensors' addresses and the numbers of indices are
 read from ``facts``. In a captured graph, an earlier node writes ``facts`` from host memory that is never changed or
@@ -64,7 +64,8 @@ TABLE_FACTS = tl.constexpr(layout.TABLE_FACTS)
 
 @triton.jit
 def _bounds(fact, index, bags, inside, all_bags, count, BAGGED: tl.constexpr):
-    """``(first index, number of indices)`` of each bag, int64 and int32. A bag that is not ``inside`` is empty."""
+    """``(position of the first index, number of indices)`` of each bag, int64 and int32. A bag that is not
+    ``inside`` is empty."""
     begin = bags.to(tl.int64)
     end = begin + 1
     if BAGGED:
@@ -74,7 +75,7 @@ def _bounds(fact, index, bags, inside, all_bags, count, BAGGED: tl.constexpr):
         end = tl.load(offsets + bags + 1, mask=inside & (bags + 1 < all_bags), other=0).to(tl.int64)
         end = tl.where(bags + 1 < all_bags, end, count)
     in_order = (begin >= 0) & (begin <= end) & (end <= count)
-    tl.device_assert(in_order | (inside == 0), "a bag's offsets are not in order or outside of its indices")
+    tl.device_assert(in_order | (inside == 0), "a bag's offsets are not in order, or lie outside the indices")
     return begin, tl.where(inside & in_order, end - begin, 0).to(tl.int32)
 
 
@@ -87,7 +88,7 @@ def _look_up(
     """The results ``[BAGS, SPAN]`` of ``bags`` in one table, in the dtype of ``out``.
 
     ``fact``: the table's facts. With ``SAVES``, what the backward graph reads is stored, too: the bag of each index,
-    and the number of rows of each bag.
+    and the number of rows of each bag that are not padding.
     """
     table = tl.multiple_of(tl.load(fact).to(out.dtype), 16)
     indices = tl.load(fact + 1).to(index.dtype)
@@ -190,14 +191,14 @@ def embedding_all_to_all(
     """Grid: any number of blocks.
 
     Args:
-        out: the collective's result, a slot of ``tables * rows * WIDTH`` elements from each rank: fp32, fp16 or bf16,
-            as are the tables. Row-major and aligned to 16 bytes, as are tables and workspace.
+        out: the collective's result: from each rank a slot of ``tables * rows * WIDTH`` elements. ``out``, the tables
+            and the workspace have one dtype (fp32, fp16 or bf16), are row-major, and are aligned to 16 bytes.
         facts: int64 ``[tables, TABLE_FACTS]``: see ``kernels.layout``.
         index: any pointer to the dtype of indices and offsets, int32 or int64. Nothing is read through this pointer.
         staging: this rank's workspace as int32 words. Slots in the order of ranks, each with the layout of a slot of
             ``out``.
-        queues: word 0 counts claimed pieces, word 1 claimed copies, word 3 finished blocks. Words ``QUEUE_WORDS +
-            peer`` count the pieces that are stored for ``peer``.
+        queues: word 0 counts claimed pieces, word 1 claimed copies, word 3 finished blocks. Word ``QUEUE_WORDS +
+            peer`` counts the pieces that are stored for ``peer``.
         rows: bags of a slice. Every table has ``WORLD * rows`` bags.
         piece_rows: bags of a piece, a multiple of ``BAGS``.
         row_stride, table_stride: elements from bag to bag of a table, and from table to table, in a slot.
@@ -205,7 +206,7 @@ def embedding_all_to_all(
         WIDTH: elements of a row. A row is a whole number of 16-byte vectors.
         BAGS, SPAN: powers of two. ``BAGS``: bags that are looked up at once. ``SPAN``: at least ``WIDTH``.
         UNROLL: rows of each bag that are loaded at once.
-        BAGGED: False for plain rows: bag ``i`` is index ``i``.
+        BAGGED: False for plain rows: bag ``i`` then holds only index ``i``.
         WEIGHTED: each row is multiplied by the weight of its sample, which has the dtype of the tables.
         COPIES: number of parts in which a peer's results are copied.
     """
@@ -220,7 +221,7 @@ def embedding_all_to_all(
     result = out.to(tl.pointer_type(tl.int32), bitcast=True)
     copying = True
     while copying:
-        # A slot's size is written as a multiple of four, so the compiler knows that masks end between vectors.
+        # A slot's size is written as a multiple of four, so the compiler knows that no mask ends inside a vector.
         copying = receive_piece(
             result, staging, queues + 1, flags, call, stop, patience, site, rank, signals,
             1, COPIES, slot_vectors * 4, slot_vectors * 4, slot_vectors * 4,

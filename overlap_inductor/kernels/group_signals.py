@@ -8,7 +8,7 @@ of one block wait side by side.
 
 Memory ordering: as in ``signals``. A signal is ``bar.red``, after which each of several threads runs its own
 ``st.release.sys``. The barrier orders the block's stores before the release of each of these threads. In a wait, each
-of several threads repeats ``ld.acquire.sys`` until its own value is there, and ``bar.sync`` follows. So what any of
+of several threads repeats ``ld.acquire.sys`` until its own flag has the value, and ``bar.sync`` follows. So what any of
 these threads has acquired is visible to the later loads of the whole block. Forward progress, aborts and CUDA graphs:
 as in ``signals``.
 
@@ -50,8 +50,8 @@ mov.u32 $0, 0;
 }
 """)
 
-# As ``signals._WAIT``, for thread ``t`` at word ``(t / $4) * $5 + (t % $4) * FLAG_WORDS`` from the first flag. The
-# clock is first read at the first look at the abort word.
+# As ``signals._WAIT``, but thread ``t`` waits for a flag of its own. This flag is ``(t / $4) * $5 + (t % $4) *
+# FLAG_WORDS`` words after the first flag. The clock is first read at the first look at the abort word.
 _WAIT = tl.constexpr(f"""
 {{
 .reg .pred other, done, stopped, early, looks, first;
@@ -134,14 +134,14 @@ if triton.knobs.runtime.interpret:
     signal_ranks, wait_for_all = _signal_twin, _wait_twin
 else:
     signal_ranks, wait_for_all = _signal_ranks, _wait_for_all
-"""``signal_ranks(peer_flags, word, value, left_out, looked, WORLD)``: sets the int32 ``word`` of a rank's flags to
-``value``, at every rank but ``left_out`` (``-1``: at all ranks). A reader of the value also sees the block's earlier
-stores. ``looked``: what each thread got from ``signals.look``. If it is not 0 in some thread of the block, nothing is
-signalled. ``peer_flags``: int64 ``[WORLD]``, the addresses of the ranks' flags. The block has at least ``WORLD``
-threads.
+"""``signal_ranks(peer_flags, word, value, left_out, looked, WORLD)``: sets one int32 word in the flags of every rank
+but ``left_out`` (``-1``: of all ranks). ``word`` is the word's index, ``value`` its new value. A thread that acquires
+the value also sees the block's earlier stores. ``looked``: what each thread got from ``signals.look``. If it is not 0
+in some thread of the block, nothing is signalled. ``peer_flags``: int64 ``[WORLD]``, the addresses of the ranks' flags.
+The block has at least ``WORLD`` threads.
 
-``wait_for_all(first, target, sources, each, stride, left_out, stop, patience_ns, code, peer)``: waits until ``each``
-consecutive flags of every source but ``left_out`` are at least ``target``. ``first``: the first flag of source 0.
-``stride``: int32 words from source to source. A fault record names source ``s`` as ``peer + s``. The block has at least
-``sources * each`` threads.
+``wait_for_all(first, target, sources, each, stride, left_out, stop, patience_ns, code, peer)``: waits until the flags
+of all sources but ``left_out`` are at least ``target``. ``sources``: number of sources. ``each``: number of flags of a
+source, ``FLAG_WORDS`` words apart. ``first``: the first flag of source 0. ``stride``: int32 words from source to
+source. A fault record names source ``s`` as ``peer + s``. The block has at least ``sources * each`` threads.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of the memory that host and kernels share. This module holds numbers only and does not import Triton.
 
-Flags of a slot, ``FLAG_WORDS`` apart: one credit for each rank, then ``signals`` flags for each rank. Fault records:
-see ``runtime.board``.
+The flags of a slot lie ``FLAG_WORDS`` apart. First comes one credit for each rank. Then come ``signals`` flags of rank
+0, as many of rank 1, and so on. Fault records: see ``runtime.board``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ for as long as the link takes. The matmul and the link then take turns on an SM,
 two legs is hidden. Here a tile goes to this rank's ``product``, in the collective's dtype, and is sent from there.
 There are four kinds of work, each with a queue of its own, in the order of bands: ::
 
-    tile    multiply a tile of all ranks' rows into ``product``; in a band the peers' shards come first, the own last
+    tile    multiply a tile of any rank's shard into ``product``; in a band the peers' shards come first, the own last
     push    copy ``UNIT`` neighbouring tiles of a peer's shard from ``product`` to that peer's workspace;
             at any time about equally many go to each peer (``departing``)
     sum     add up a tile of the own shard: what has arrived for it and the own product, in fp32, rounded once;
@@ -29,18 +29,22 @@ store to all peers at once fill a GPU's links (8 H200s, ``bench/results/turns.js
 Forward progress. Apart from credits, which depend only on the previous call, a block waits only when all tiles are
 taken. By then each tile is finished, in progress, or claimed by a block that multiplies it before it waits for
 anything. A push waits only for tiles of this rank. So all pushes end, whatever else happens. A sum waits for the pushes
-of its band, on all ranks. Before it waits for its sum, a block waits only for its push. So all sums end, and then all
-copies. Work of each kind is claimed in the queue's order, so this holds with one resident block per rank as well as
-with all blocks resident. All waits are bounded (``signals``).
+of its band, on all ranks. A block waits for a sum only when no push is left, and for a copy only when no sum is left.
+So all sums end, and then all copies. Work of each kind is claimed in the queue's order, so this holds with one resident
+block per rank as well as with all blocks resident. All waits are bounded (``signals``).
 
 Memory ordering. A tile is stored by bulk stores. Then come ``store_fence``, a barrier, and one thread's releasing add
 to a word of ``ready``, at GPU scope. A block that sends or sums the tile acquires that word, clears it, and loads the
-tile past L1. ``product`` may be ``out`` (if shards are whole tiles). A peer's finished tile is stored there only after
-the tile's flag has arrived. The peer sets the flag when it has received this rank's tiles of that band, so these tiles
-have been read by then. A sum is stored over an own tile by the threads that have read this tile. Stores to peers are
-ordinary stores, followed by ``count_and_signal``. The workspace is written again only after the credits that the last
-block gives, and ``product`` only by the next call on the stream. CUDA graphs: flags are compared with the number of the
-call, which is read from device memory and incremented by the last block."""
+tile past L1.
+
+``product`` may be the same memory as ``out`` (if shards are whole tiles). A copy then overwrites this rank's partial
+sums of a peer's tile. The copy waits for the peer's flag of the finished band. The peer sets this flag after it has
+received all of this rank's partial sums of the band, so nothing reads them in ``product`` any more. A sum overwrites an
+own tile: the threads that store the sum have read this tile before.
+
+Stores to peers are ordinary stores, followed by ``count_and_signal``. The workspace is written again only after the
+credits that the last block gives, and ``product`` only by the next call on the stream. CUDA graphs: flags are compared
+with the number of the call, which is read from device memory and incremented by the last block."""
 
 from __future__ import annotations
 
@@ -212,8 +216,8 @@ def _copy_tile(
 
 @triton.jit
 def _credited(credits, peer, flags, call, stop, patience, site):
-    """Make sure that ``peer`` has ended the calls before this one: wait for this, if the bit of ``peer`` in ``credits``
-    is not set. Returns ``credits`` with this bit set."""
+    """Wait until ``peer`` has ended the calls before this one, unless the bit of ``peer`` in ``credits`` is set.
+    Returns ``credits`` with this bit set."""
     if ((credits >> peer) & 1) == 0:
         wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
     return credits | (tl.cast(1, tl.int64) << peer)
@@ -313,8 +317,8 @@ def matmul_all_reduce(
                     end = tl.where(may_store(stop), tl.minimum((n + UNIT) * BLOCK_N, columns), 0)
                     at, inside = _places(m * BLOCK_M, n * BLOCK_N, columns, end, BLOCK_M, BLOCK_N)
                     moved = tl.load(source + at, mask=inside, cache_modifier=".cg")
-                    # ``_flush`` waits until the previous push's stores have arrived. It comes this late because these
-                    # stores then had the time of a claim, a look and a load to arrive.
+                    # ``_flush`` waits until the previous push's stores have arrived. It is called after the claim, the
+                    # look and the load above, because the stores can arrive meanwhile.
                     sent = _flush(
                         sent,
                         queues,

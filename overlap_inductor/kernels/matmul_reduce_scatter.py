@@ -17,10 +17,11 @@ A tile is sent by a bulk store out of shared memory. The store continues under t
 the tile is counted (``_flush``). Each block starts ``STAGGER`` ns after the block before it. Otherwise all blocks would
 send their tiles at the same moments, and loads would queue behind these stores in each SM's copy unit.
 
-Forward progress. Work is claimed from one queue, in this order on every rank. A block may hold one later turn besides
-its current one (``claim``). Before a block sums an own tile of band ``p``, it waits until the peers' tiles of band
-``p`` have arrived. In the peers' queues these come before all own tiles. So no wait depends on itself, with one
-resident block per rank as well as with all blocks resident. A block that waits has counted what it has stored.
+Forward progress. Tiles are claimed from one queue, on every rank in the order above. A block may hold one later turn
+besides its current one (``claim``). Before a block sums an own tile of band ``p``, it waits for the partial sums of
+band ``p`` from all peers. In a peer's queue, the tiles of these partial sums come before the peer's own tiles. So no
+wait depends on itself, with one resident block per rank as well as with all blocks resident. A block that waits has
+counted what it has stored.
 
 A block of an all-to-all claims a copy only after it has multiplied an own tile, or when no tile is left. By then all
 tiles that its rank sends are claimed by blocks that run, and this block has counted the tiles that it sent. While the
@@ -185,7 +186,7 @@ def matmul_reduce_scatter(
     tiles_part = part_rows // BLOCK_M
     padded = tiles_shard * BLOCK_M
     everything = tiles_shard * tiles_n * WORLD
-    # The size is written as a multiple of four, so the compiler knows that masks end between 16-byte words.
+    # The size is written as a multiple of four, so the compiler knows that no mask ends inside a 16-byte word.
     row_words = columns // 8 * 4
     peers = ()
     for ahead in tl.static_range(1, WORLD):
@@ -207,7 +208,7 @@ def matmul_reduce_scatter(
             if turn < everything:
                 shard, m, n = _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
                 if shard == rank:
-                    # Without this, a band's last tile would be counted only after the next tile is multiplied.
+                    # Without this, the last tile that was sent would be counted only after this tile is multiplied.
                     pending = _flush(
                         pending,
                         queues,

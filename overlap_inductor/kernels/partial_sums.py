@@ -4,9 +4,9 @@ rows with all peers.
 
 Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` runs after the waits for what it
 reads. Its last block signals what all blocks have stored to peers. Each block stores, passes a barrier and does an
-acquire-release add, so the last block's releases are cumulative over all of these stores. ``receive_rows`` runs after a
-kernel that waits for what it copies, and does not wait itself. It fills the GPU. If it waited, a kernel on this rank's
-other stream might never start, and a peer may be waiting for that kernel.
+acquire-release add, so the last block's releases are cumulative over all of these stores. ``receive_rows`` does not
+wait: a kernel before it waits for the rows. ``receive_rows`` fills the GPU. If it waited, a kernel on this rank's other
+stream might never start, and a peer may be waiting for that kernel.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ back.
 
 CUDA graphs: ``call`` is read from device memory by the kernel that copies.
 
-If the group was aborted, the copied words become NaN in every float format, because a replay of a CUDA graph cannot
-raise an error.
+If the group was aborted, all bits of every copied word are set, which is NaN in every float format. NaN marks the
+failure because a replay of a CUDA graph cannot raise an error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def receive_piece(
 
     Args:
         result: int32 words of the result: slots of ``slot_words`` words, in the order of ranks.
-        staging: int32 words of this rank's workspace: slots of ``staged_words`` words, which are at least
+        staging: int32 words of this rank's workspace: slots of ``staged_words`` words. ``staged_words`` is at least
             ``slot_words``.
         queue: the word that counts claimed pieces.
         parts, part_words: parts of a slot, and words of a part. The last part may be shorter.

@@ -2,17 +2,17 @@
 """Signals between GPUs: how a kernel releases data to a peer, waits for a bounded time, and records a fault.
 
 A flag is one int32 in symmetric memory. It has 128 bytes to itself. Until the group is aborted, a flag only grows
-(modulo 2**32). A wait is for *at least* a value, so it also ends if the flag is already ahead of the value. A peer is
-at most one call ahead. A flag counts as reached only while it is less than ``WINDOW`` ahead of the target
-(``reached``). So a flag that was last written 2**31 calls ago is not taken for one that has arrived.
+(modulo 2**32). A wait is for *at least* a value, because a peer, and so its flag, may be one call ahead. A flag counts
+as reached if it equals the target, or is ahead of it by less than ``WINDOW`` (``reached``). So a flag that was last
+written 2**31 calls ago does not count as reached.
 
 Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` followed by one thread's ``st.release.sys`` or
 ``red.release.sys``. The barrier orders the block's stores before that thread's release. Release is cumulative, so a
 thread that acquires the value sees all of these stores. A wait is one thread's ``ld.acquire.sys``, repeated until the
 value is there, followed by ``bar.sync``: the block's later loads come after it. Both barriers are explicit because
-Triton 3.6 puts none around atomics. This covers ordinary loads and stores. Loads and stores by the bulk copy unit
-belong to another proxy. So ``store_fence`` goes between bulk stores and their signal, and ``load_fence`` goes between a
-wait and bulk loads.
+Triton 3.6 puts none around atomics. Barriers, releases and acquires order ordinary loads and stores only. Loads and
+stores by the bulk copy unit belong to another proxy. So ``store_fence`` goes between bulk stores and their signal, and
+``load_fence`` goes between a wait and bulk loads.
 
 Triton compiles a descriptor's store for Hopper GPUs as follows. First the tile is stored to shared memory. Then come
 ``fence.proxy.async.shared::cta``, a barrier, one thread's bulk store, ``commit_group`` and, in 3.6 and 3.7,
@@ -31,23 +31,23 @@ with data that the host rejects because of the board. No barrier is inside a bra
 thread of a block is missing at a barrier.
 
 After an abort, the kernels of a rank signal nothing to its peers. They store to a peer only if they had its permission
-from before the abort. (Copy engines cannot look: ``transports.copy_engine``.) A kernel that stores to peers without a
-wait of its own looks at the abort word (``look``) before it stores. Every kernel looks after each wait on which its
-results or its signals depend. A wait that was given up has set the word before the barrier that follows the wait, so
-every thread of the block sees the word set. So whatever a rank signals was computed from data for which its waits
-succeeded. One thread may see the word set although another thread of its block did not. A thread that signals for the
-block must look after all other threads have looked (``count_and_signal``), or ask all of them
-(``group_signals.signal_ranks``).
+from before the abort. (Copy engines cannot look at the abort word: ``transports.copy_engine``.) A kernel that stores to
+peers without a wait of its own looks at the abort word (``look``) before it stores. Every kernel looks after each wait
+on which its results or its signals depend. A wait that was given up has set the word before the barrier that follows
+the wait, so every thread of the block sees the word set. So whatever a rank signals was computed from data for which
+its waits succeeded. But while another block or rank sets the word, one thread of a block may see it set and another
+thread may not. A thread that signals for the block must look after all other threads have looked
+(``count_and_signal``), or ask all of them (``group_signals.signal_ranks``).
 
-The abort word is in the memory of the GPU that reads it. Only the board is in the host's memory (``STOP_WORDS`` says
-where the addresses are). A waiting block must not look at the host's memory. On an H100, 108 blocks looked there in
-every 64th iteration of their wait. They slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that looked
-only at the GPU's memory, however often, did not slow it. A wait first looks in its 64th iteration, so a wait that ends
-at once has no cost for a look. Outside waits, a look costs a kernel one load from its own GPU's memory, in parallel
-with other loads.
+The abort word is in the memory of the GPU that reads it. Only the board is in the host's memory. (For the board's
+address, see ``layout.STOP_WORDS``.) A waiting block must not look at the host's memory. On an H100, 108 blocks looked
+there in every 64th iteration of their wait. They slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that
+looked only at the GPU's memory, however often, did not slow it. A wait first looks in its 64th iteration, so a wait
+that ends at once has no cost for a look. Outside waits, a look costs a kernel one load from its own GPU's memory, in
+parallel with other loads.
 
-CUDA graphs. In a captured graph no argument of a kernel changes. The number of the call, on which the values of flags
-depend, is read from device memory.
+CUDA graphs. In a captured graph no argument of a kernel changes. So the number of the call, on which the values of
+flags depend, is read from device memory.
 
 Triton's interpreter (``TRITON_INTERPRET=1``) has no inline assembly, and runs the blocks of a kernel one after the
 other. For it, this module has twins (``_wait_twin`` ...) that do the same with atomics. They have no clock, so a wait
@@ -258,17 +258,16 @@ def credit_flag(flags, peer):
 
 @triton.jit
 def signal_flag(flags, source, index, signals, WORLD: tl.constexpr):
-    """The flag that holds the number of the call whose part ``index`` has arrived from ``source``. Each source has
-    ``signals`` such flags."""
+    """The flag of part ``index`` from ``source``. It holds 1 plus the number of the last call whose part has arrived.
+    Each source has ``signals`` such flags."""
     return flags + (WORLD + source * signals + index) * FLAG_WORDS
 
 
 @triton.jit
 def has_come(flag, target):
     """Whether a flag has reached ``target``, with the same answer for all threads of the block. The flag is read by an
-    atomic, whose result is broadcast to the block. By plain loads, threads could read the flag at different moments,
-    and would diverge before a barrier. This function orders nothing: a block that uses the data must still wait for the
-    flag."""
+    atomic, whose result is broadcast to the block. With plain loads, the threads could read different values and then
+    diverge before a barrier. This function orders nothing: a block that uses the data must still wait for the flag."""
     return reached(tl.atomic_add(flag, 0, sem="relaxed", scope="sys"), target)
 
 

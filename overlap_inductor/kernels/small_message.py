@@ -14,15 +14,16 @@ group of ``WORLD`` rows, one row of each owner. A norm needs whole rows. In one-
 the norm of the row. In two-shot, the blocks of the next group compute the norms of a group's rows. So there is one more
 group of blocks at the end.
 
-Forward progress. Before a block waits, it stores what its peers wait for. It waits for units of blocks with its own
-number or a lower one. In two-shot it also waits for sums. A block that sums waits only for partial rows of blocks
-with its own number. Take the lowest number whose block has not ended on some rank. Blocks start in the order of their
-numbers, and all lower ones have ended on every rank. So on every rank the block of that number runs or has ended. It
-stores its partial rows without waiting, so its sums and its other waits succeed, and it ends. So one resident block on
-each rank is enough. CUDA does not promise that order. GPUs keep it, and scans depend on it as this kernel does (Merrill
-and Garland, decoupled look-back, 2016). If all blocks are resident at once, as in decode, nothing depends on that
-order. Blocks could claim their numbers from a counter instead, but a claim would cost a round trip to L2 in a kernel of
-5 us. All waits are bounded (``signals``).
+Forward progress. A block first stores its partial rows, without a wait. Then it waits for partial rows and, in
+two-shot, for sums. It waits only for blocks with its own number or a lower one. Before a block of two-shot stores a
+sum, it waits only for partial rows of blocks with its own number. Take the lowest number whose block has not ended on
+some rank. Blocks start in the order of their numbers, and all lower ones have ended on every rank. So on every rank the
+block of that number runs or has ended. All these blocks store their partial rows. So all of them get their sums, their
+other waits succeed, and they end. So one resident block on each rank is enough. CUDA does not promise that blocks start
+in the order of their numbers. GPUs keep this order, and scans depend on it as this kernel does (Merrill and Garland,
+decoupled look-back, 2016). If all blocks are resident at once, as in decode, nothing depends on the order. Blocks could
+claim their numbers from a counter instead, but a claim would cost a round trip to L2 in a kernel of 5 us. All waits are
+bounded (``signals``).
 
 Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half
 ``n % 2``. Rank ``r`` begins call ``n`` when its call ``n - 1`` has ended, because kernels of a slot run one after the
@@ -31,14 +32,14 @@ peer's partial rows, which comes even if there are none.) So each peer had begun
 ended call ``n - 2``, the last call before ``n`` that reads half ``n % 2``. This holds for any number of blocks or rows
 in each call, since halves belong to the slot and not to the call. It holds whether blocks are resident together or not,
 since the argument is about whole kernels. A peer may be one call ahead. Its flags are then larger than the value waited
-for, and its data are in the other half. In a slot that calls with credits also use, the argument would not hold. So the
-arena gives such calls other slots.
+for, and its data are in the other half. The argument does not hold in a slot that calls with credits also use. So the
+arena gives calls with credits other slots.
 
-Aborts (``signals``). A block looks at the abort word when it loads the call number. In two-shot, it also looks when it
-loads the partial rows, after its wait for them. If the word is set, nothing is stored to peers or signalled, in this
-call and all later ones. Otherwise data could be overwritten, because the argument above needs earlier calls whose waits
-have succeeded. A result that was summed after a wait that was given up, or in a later call, is NaN. NaN takes the place
-of an error, because a replay of a CUDA graph cannot raise an error.
+Aborts (``signals``). A block looks at the abort word when it loads the call number, and again after each wait. If the
+word is set, the block stores nothing more to peers and signals nothing, in this call and all later ones. Otherwise it
+could overwrite data that a peer still reads: the two halves suffice only if the waits of earlier calls succeeded. A
+result that was summed after a wait that was given up, or in a later call, is NaN. NaN takes the place of an error,
+because a replay of a CUDA graph cannot raise an error.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.
 Between calls: the end of a kernel before the start of the next one on the stream. CUDA graphs: the number of the call
@@ -82,8 +83,9 @@ def count_call(calls, queues, call, SEM: tl.constexpr):
     """Called when all threads of this block have read ``calls`` and have then passed a barrier. The last of all blocks
     to call it increments ``calls``.
 
-    ``SEM``: ``relaxed`` if the block has sent data to addresses that depend on the number. Such a block has already
-    read the number, and this add need not wait until the data have arrived.
+    ``SEM``: ``acq_rel`` orders the read of ``calls`` before the add. ``relaxed`` is enough if the block has sent data
+    to addresses that depend on the number, because such a block has already read it. A relaxed add does not wait until
+    the data have arrived.
     """
     if tl.atomic_add(queues, 1, sem=SEM, scope="gpu") == tl.num_programs(0) - 1:
         tl.store(queues, 0)
@@ -144,9 +146,9 @@ def one_shot(
         staging: this rank's workspace, two halves of ``half`` elements, each ``[WORLD, rows, columns]``: what has
             arrived from each source.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the ranks' workspace and flags.
-        flags: ``signal_flag(s, u)`` holds the number of the call whose unit ``u`` has arrived from source ``s``. Each
-            source has ``signals`` flags.
-        queues: int32, one word in this rank's own memory, zero between calls: blocks that have read ``calls``.
+        flags: ``signal_flag(s, u)`` is the flag of unit ``u`` from source ``s``. Each source has ``signals`` flags.
+        queues: int32, one word in this rank's own memory, zero between calls: the number of blocks that have read
+            ``calls``.
         calls: int32, one word in this rank's own memory: the number of the call, counted from 0.
         scale: factor of the sum (1, or ``1 / WORLD`` for an average).
         SEGMENT: columns of a segment.
@@ -221,9 +223,9 @@ def two_shot(
     Args: as ``one_shot``, except for these.
         staging: a half holds the partial sums ``[WORLD, groups, columns]``, then the sums ``[rows, columns]``. For each
             source and each group of ``WORLD`` rows, the half holds the partial sum of this rank's row.
-        flags: ``signal_flag(s, u)`` holds the number of the call whose partial segment ``u`` has arrived from source
-            ``s``. ``signal_flag(s, units + u)`` holds the number of the call whose segment ``u`` of sums has arrived
-            from owner ``s``. ``units`` is the number of segments in all groups.
+        flags: ``signal_flag(s, u)`` is the flag of the partial sums of unit ``u`` from source ``s``.
+            ``signal_flag(s, units + u)`` is the flag of the sums of unit ``u`` from owner ``s``. ``units`` is the
+            number of units.
     """
     columns = eights * 8
     call = tl.load(calls)

@@ -45,10 +45,11 @@ if triton.knobs.runtime.interpret:
     claim, claimed = _claim_twin, _claimed_twin
 else:
     claim, claimed = _claim, _claimed
-"""``claimed(claim(queue, THREADS))``: the next turn of a queue. A block claims its next turn when it has multiplied,
-and reads the answer when it has stored. ``tl.atomic_add`` would stop all threads of the block until memory has
-answered, a microsecond for each tile. A block does not claim before it multiplies: with two tiles per block, some
-blocks would hold two tiles while others wait for one. ``THREADS``: number of threads of the block."""
+"""``claimed(claim(queue, THREADS))``: the next turn of a queue. A block claims its next turn when it has multiplied a
+tile, and reads the answer when it has stored the tile. ``tl.atomic_add`` would stop all threads of the block until
+memory has answered, a microsecond for each tile. A block does not claim its next turn before it multiplies. Otherwise,
+with two tiles per block, some blocks would hold two tiles while free blocks find none left. ``THREADS``: number of
+threads of the block."""
 
 
 @triton.jit
@@ -99,8 +100,9 @@ def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, 
 
 @triton.jit
 def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
-    """As ``arriving``, for tiles that are sent: at any time about equally many are in transfer to each rank. If two
-    ranks sent to the same rank at the same time, each of them would get half of the receiver's link.
+    """As ``arriving``, for tiles that are sent. At any time, about equally many tiles are in transfer to each rank. In
+    the order of ``arriving``, two ranks could send a whole part to one rank at the same time. Then each of them would
+    get half of the receiver's link.
 
     In a part, about ``GROUP_M`` rows of tiles are taken together, equally many of each shard and at least one. These
     tiles are taken tile column by tile column. In a tile column, neighbouring turns belong to different shards.
@@ -121,7 +123,7 @@ def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr,
 @triton.jit
 def store_tile(desc, row, column, tile, HALVES: tl.constexpr):
     """Start the bulk store of a tile. With ``HALVES`` it is stored in two halves of its columns, which takes half the
-    shared memory; ``desc`` then has blocks of that size."""
+    shared memory. The blocks of ``desc`` are then half a tile wide."""
     if HALVES:
         BLOCK_M: tl.constexpr = tile.shape[0]
         HALF: tl.constexpr = tile.shape[1] // 2

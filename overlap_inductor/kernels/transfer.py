@@ -9,9 +9,9 @@ number ``u % PARTS`` of that rank's shard. Each part has a flag of its own,
 Memory ordering. What a signal announces was written by earlier work on the same stream (a copy engine, or SMs), or by
 the pushing block itself. Work on a stream begins when all earlier work on the stream is complete and visible. A block's
 release at system scope is cumulative over this earlier work, so whoever acquires the flag sees the data (``signals``).
-After a wait's acquire and the end of the waiting kernel, the next work on the stream sees the data, by whatever unit it
-reads. The boundary between kernels orders their proxies. So a vendor's matmul may read what an earlier wait on its
-stream waited for.
+When a waiting kernel has acquired the flag and has ended, the next work on the stream sees the data. It sees them with
+any unit, because the boundary between kernels orders the proxies. So a vendor's matmul may read what an earlier wait on
+its stream waited for.
 
 Forward progress. All ranks launch the steps of a schedule in the same order, and in each step the sends before the
 waits. A wait is for what peers send in this step or in an earlier one. Credits depend only on the previous call. So the
@@ -25,8 +25,8 @@ runs. It then starts on another SM. So the work on which a wait depends finds ro
 CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes.
 No argument changes from replay to replay. In a graph sends, waits for peers and waits for turns are three branches
 without an order between them. So they need three hardware queues, or two if copies take no turns (``runtime.replay``,
-``transports.copy_engine``). A user who captures a graph must make sure that there are as many. With one queue no such
-graph has hung (``tests.gpu.check_stress``, scenario ``graphs``).
+``transports.copy_engine``). A user who captures a graph must make sure that there are enough queues. In tests, no such
+graph has hung even with one queue (``tests.gpu.check_stress``, scenario ``graphs``).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ NOBODY = tl.constexpr(-(2**30))
 @triton.jit
 def announce(calls, announced, stop):
     """Set ``announced`` to the number of the call, which copy engines copy into flags from then on. If a wait of the
-    group was given up, set it to a number that no rank waits for in any call. A rank that gave up may still have calls
-    queued, and peers may wait for the numbers of these calls. Grid: one block."""
+    group was given up, set it to a number that no rank waits for in any call. This is needed because the copies of
+    calls that are still queued run even then, and peers may wait for the numbers of these calls. Grid: one block."""
     tl.store(announced, tl.load(calls) + tl.where(may_store(stop), 1, NOBODY))
 
 
@@ -77,8 +77,8 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
     ``announced`` (one word): see ``announce``.
 
     The wait may end before a peer's credit has arrived: if this rank's patience is over, or if another rank has stopped
-    this rank. Then this kernel sets the abort words of all ranks. The words are set when the kernel ends, before any
-    later copy starts (``spoil``). A rank that stopped this one may not have told the others yet.
+    this rank. Then this kernel sets the abort words of all ranks, because a rank that stopped this one may not have
+    told the others yet. The words are set when the kernel ends, before any later copy starts (``spoil``).
     """
     call = tl.load(calls)
     for step in range(1, WORLD):
@@ -87,7 +87,7 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
     announce(calls, announced, stop)
     addresses = stop.to(tl.pointer_type(tl.int64), bitcast=True)
     table = tl.load(addresses + 3).to(tl.pointer_type(tl.int64))
-    # Without an abort the loop has no iterations. There is no barrier, so threads may have looked at different moments.
+    # Without an abort the loop has no iterations. It contains no barrier, so it may run in only some of the threads.
     # The end of the kernel releases these stores.
     for number in range(tl.where(look(stop) == 0, 0, tl.load(stop + 1))):
         tl.store(tl.load(table + number).to(tl.pointer_type(tl.int32)), 1)
@@ -110,12 +110,12 @@ def spoil(result, words, stop, BLOCK: tl.constexpr):
     This kernel is for results of kernels and copies that look at no abort word themselves. Vendors' matmuls and copies
     run even after waits that were given up, and a replay of a CUDA graph cannot raise an error.
 
-    The look at the abort word also protects what was read from the workspace before. A rank without permission may
-    overwrite rows of a call that is still running here, but only after it has set this rank's abort word. That rank's
-    stores of the word are done when its ``wait_for_credits`` ends, and its copies start only then. So a call that has
-    read such a row finds the word set when it looks later. Rows that were read before the word was set are right. If
-    the word is set before the end of the call, the results of these rows become NaN, too: the group's results are not
-    valid from then on.
+    The look at the abort word also protects the results from rows that were overwritten before they were read. A rank
+    without a credit may overwrite rows of a call that is still running here, but only after it has set this rank's
+    abort word. That rank's stores of the word are done when its ``wait_for_credits`` ends, and its copies start only
+    then. So a call that has read such a row finds the word set when it looks later. Rows that were read before the word
+    was set are right. If the word is set before the end of the call, the results of these rows become NaN, too: the
+    group's results are not valid from then on.
     """
     _spoil(result, words, look(stop), BLOCK)
 

@@ -31,12 +31,12 @@ counter are one release sequence. The collective's kernel starts when the waitin
 
 Aborts (``signals``). We cannot keep an ordinary collective from sending the group's rows. So after a wait that was
 given up, and in all calls after it, the waiting kernel overwrites the group's rows with NaN. The collective's sum
-carries the NaN to every rank, even to one whose abort word is not set (another machine). A waiting kernel that sees its
-rank's abort word set ends after the board was marked. So the host of that rank can know of the abort before the
-collective's kernel starts, and before any rank has its result. A tile that is stored later replaces NaN by the values
-that the collective should have read. In the result of an all-reduce, such a tile holds this rank's own partial sum in
-place of the sum over ranks. But this rank's host knows of the abort. Counters may keep any value: after an abort
-nothing relies on them.
+carries the NaN to every rank, even to one whose abort word is not set (another machine). When a waiting kernel that saw
+its rank's abort word set ends, the board is already marked. So the host of that rank can know of the abort before the
+collective's kernel starts, and before any rank has its result. A tile that the matmul stores after the NaN replaces it
+by the values that the collective should have read. In the result of an all-reduce, such a tile holds this rank's own
+partial sum in place of the sum over ranks. But this rank's host knows of the abort. Counters may keep any value: after
+an abort nothing relies on them.
 
 CUDA graphs. Counters and queue are zero between calls, and a group's number of tiles depends only on the shapes. No
 argument changes from replay to replay.
@@ -94,8 +94,7 @@ def matmul_in_groups(
         for _ in range(BATCH):
             if turn < tiles:
                 if held == 0:
-                    # The group's number is found first, then its bands: only plain numbers are carried from turn to
-                    # turn.
+                    # The loop finds only the group's number. The group's bands are loaded after the loop.
                     group = 0
                     for later in range(1, groups):
                         group += (turn >= tl.load(partition + later) * tiles_band).to(tl.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay out what an all-to-all of equal slices sends and receives. All schedules that compute such an all-to-all share
+"""Lay out what an all-to-all of equal slices sends and receives. All schedules that replace such an all-to-all share
 this module."""
 
 from __future__ import annotations

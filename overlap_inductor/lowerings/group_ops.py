@@ -6,7 +6,7 @@ current token, a one-byte tensor::
 
     chain = agree(group, plan)   # compares the ranks' plans if they were not compared yet; returns the first token
     follow(chain!, other)        # orders the next op of the chain after ``other``, e.g. a collective left in place
-    rank  = group_rank(group)    # the rank in the group, read at run time: the code is the same on every rank
+    rank  = group_rank(group)    # the rank, read at run time so that the code is the same on every rank
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewrite matmuls and the collective after them as one op. The module decides whether rows can be cut for the op,
-assigns a bias to each matmul, and writes the operands, the op and its result. The rewrites of ``lowerings.one_op`` and
-of the ring's looping ops share it."""
+assigns a bias to each matmul, and writes the operands, the op and its result. ``lowerings.one_op`` and the ring's
+looping ops use it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ReduceCall = Callable[[list[fx.Node], list[fx.Node], Biases, str], fx.Node]
 
 def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
     """Whether each rank's part is a set of rows of the matmuls' result, and the collective's input has the elements of
-    that result in the same order. For an all-reduce, the rows must be one run.
+    that result in the same order. For an all-reduce, the rows of a part must be consecutive.
 
     A reduce-scatter may also cut columns, if there is no bias. An all-gather must have one matmul.
     """
@@ -54,9 +54,9 @@ def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
     """The bias of each matmul, if the sum of ``terms`` adds only single rows to the matmuls' results.
 
     A single row is added to every row of the result. The row becomes the bias of a plain matmul. This matmul must have
-    the row's width and dtype, and no bias yet. Returns ``None`` if the sum holds anything else (a factor, a scalar), or
-    if it does not hold each matmul's result exactly once. It also returns ``None`` if there is no such matmul for a
-    row.
+    the row's width and dtype, and no bias yet. Returns ``None`` if no matmul can take a row, or if the sum holds
+    anything else (a factor, a scalar). It also returns ``None`` if the sum does not hold each matmul's result exactly
+    once.
     """
     leaves = {m.node: m for m in nodes.leaves}
     found: list[fx.Node] = []

@@ -15,8 +15,9 @@ from overlap_inductor.lowerings.small_message.schedule import SMALL_MESSAGE
 from overlap_inductor.lowerings.wave_groups.schedule import WAVE_GROUPS
 
 SCHEDULES: list[SiteSchedule] = []
-"""Register schedules with ``called_by_others`` in order of host cost, the lowest first. A schedule that calls the op of
-another schedule takes the first of these that pays."""
+"""The registered schedules, in the order in which they were registered. A schedule that calls another schedule's op
+takes the first schedule with ``called_by_others`` that pays. So of these, register the one with the lowest host cost
+first."""
 
 
 def register(schedule: SiteSchedule) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bring rows into the ranks' order, for every site that is written as one op.
 
-The ops of the schedules with one op for each site (``lowerings.fused.ops`` ...) and of
-``lowerings.ring.looped_reduce_ops`` compute 2-D matmuls whose rows are cut. The rows of rank 0 come first, then those
+Some schedules write each site as one op (``lowerings.fused.ops`` ...). These ops, and those of
+``lowerings.ring.looped_reduce_ops``, compute 2-D matmuls whose rows are cut. The rows of rank 0 come first, then those
 of rank 1, and so on. This is the *ranks' order*. Sites that are cut in another way are brought into this form:
 
 - If an inner dim is gathered or scattered, the rows have the order ``[outer, rank, chunk]``, and they are permuted.
@@ -11,8 +11,8 @@ of rank 1, and so on. This is the *ranks' order*. Sites that are cut in another 
   matmul reads the transposed operands where they are. A Triton kernel needs a left operand that is contiguous and
   aligned to 16 bytes; the op first copies any other left operand (``operands.left_operand``).
 
-If the contracted dim of a matmul is cut, the ring has an op for the matmul (``lowerings.ring.looped_gather``). For an
-all-to-all, a schedule with one op for each site may also have an op for the matmul (``one_op.exchange_rows``).
+A matmul whose contracted dim is cut does not fit this form. The ring has an op for such a matmul
+(``lowerings.ring.looped_gather``). After an all-to-all, other schedules may have one, too (``one_op.exchange_rows``).
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def transposed(emit: StepEmitter, x: fx.Node) -> fx.Node:
 
 
 def rows_in_place(emit: StepEmitter, x: fx.Node, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
-    """``x [rows, columns]`` with its rows moved from the ranks' order to the tensor's own order. If not ``from_ranks``:
-    from the tensor's own order to the ranks' order."""
+    """``x [rows, columns]`` with its rows moved from the ranks' order to the tensor's own order. Without
+    ``from_ranks``, they are moved from the tensor's own order to the ranks' order."""
     if isinstance(sharded.outer, int) and sharded.outer == 1:
         return x
     rank, columns = Atom(emit.world_size, rank=True), Atom(tools.shape(x)[1])

@@ -176,7 +176,7 @@ class SiteSchedule(Protocol):
         self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]
     ) -> list[PlanPiece] | None:
         """A plan for a dynamic token count that joins this schedule's plan ``own`` with the first of ``others``. The
-        other schedule serves the token counts that this one does not. ``others``: plans of schedules that are
+        other schedule serves token counts that this one does not serve. ``others``: plans of schedules that are
         ``called_by_others``. ``None`` if this schedule does not join plans."""
         ...
 
@@ -198,8 +198,8 @@ class SiteSchedule(Protocol):
         ...
 
     def exchange(self, site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
-        """What the ranks compare before they exchange data for ``piece``: a piece of the site's plan that names this
-        schedule."""
+        """What the ranks compare before they exchange data for ``piece``. ``piece``: a piece of the site's plan that
+        names this schedule."""
         ...
 
     def rewrite(self, emit: StepEmitter, site: DecidedSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:

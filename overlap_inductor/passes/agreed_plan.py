@@ -9,8 +9,8 @@ share, such as the shape, pattern, schedule, transport and parameters::
     g0: all_reduce bfloat16 kept
 
 Sizes are those of the data that moves. They are equal on all ranks. Symbols are named in order of appearance (``d0``),
-because ranks may have named the same size differently. Groups are also named in order of appearance (``g0``). The
-groups along one dim of a mesh have different names, but their ranks call the same collectives in the same order.
+because ranks may have named the same size differently. Groups are also named in order of appearance (``g0``), because
+the groups along one dim of a mesh have different names. Their ranks call the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ def _terms(site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
 
 
 def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
-    """In which order ``leaf`` holds the elements of ``sent`` (``SiteNodes.order_sent``): ``(place in sent, size)`` for
-    each run of atoms that follow each other in both. Empty if both have the same order."""
+    """The order in which ``leaf`` holds the elements of ``sent`` (``SiteNodes.order_sent``). A run is a list of atoms
+    that follow each other in both layouts. Returns ``(place among the runs of sent, size)`` for each run of ``leaf``.
+    Empty if both have the same order."""
     places = {_key(atom): i for i, atom in enumerate(sent.flat())}
     runs: list[tuple[int, list[Atom]]] = []
     newest = None
@@ -185,7 +186,7 @@ def plan_of(
         graph: the graph after the rewrite, or as written if ``first_op`` is empty.
         sites: what ``footprints`` returned before the rewrite.
         first_op: ``{first op of a rewritten site: the site's id}``.
-        in_order: groups with an overlapped site whose collectives stay the program's own. The plan says that the kept
+        in_order: groups with a site whose rewrite keeps the program's own collectives. The plan says that the kept
             collectives of these groups run in the graph's order.
     """
     names = _Names()
@@ -196,7 +197,7 @@ def plan_of(
         elif (kind := collectives.kept_kind(node)) is not None:
             group = collectives.group_name(node)
             # A group of one rank exchanges nothing, so it gets no line. On other ranks, the same collective may have a
-            # larger group. The plans of those ranks then have a line for it.
+            # larger group. The plans of those ranks then have a line for it, so the plans differ.
             if group is not None and len(group_ranks(group) or ()) != 1:
                 steps.append(f"{names.group(group)}: {kind} kept")
     for group, program in graph.output_node().meta.get(DIVIDED, ()):

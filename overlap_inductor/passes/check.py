@@ -177,8 +177,8 @@ def _streams(site: OverlapSite, context: Context) -> str | None:
 
 @check("mutation")
 def _mutation(site: OverlapSite, context: Context) -> str | None:
-    """Refuse a site if a tensor that it reads is written in place between its first and its last node. If the rewrite
-    moved the read across the write, the site would read other data."""
+    """Refuse a site that reads a tensor which another node writes in place between the site's first and last node. If
+    the rewrite moved the read across the write, the site would read other data."""
     members = [*_members(site), *site.nodes.others()]
     read = {id(i): i for n in members for i in n.all_input_nodes}
     node, last = min(members), max(members)
@@ -200,7 +200,7 @@ def _hoist(site: OverlapSite, context: Context) -> str | None:
     if placement.obstacle is not None:
         blocking = f"{placement.obstacle.name} ({placement.obstacle.target})"
         return f"the site's steps need {blocking}, which is computed too late and cannot be moved up"
-    # The site is refused only if accepted sites block every place. If a place is free, the site stays legal.
+    # The site is refused only if accepted sites block every place that has no obstacle.
     crossings = [_crossing(site, p, context) for p in site.nodes.places() if p.obstacle is None]
     return None if None in crossings else crossings[0]
 
@@ -224,7 +224,7 @@ def _read(placement: Placement) -> set[fx.Node]:
 
 
 def _sunk(site: OverlapSite, placement: Placement) -> set[fx.Node]:
-    """The site's nodes that the rewrite moves down; none if the steps are written at the gather."""
+    """The nodes that the rewrite moves down for the site, and the site's matmuls. Empty if no node moves down."""
     return {*placement.sunk, *(m.node for m in site.matmuls)} if placement.sunk else set()
 
 

@@ -37,10 +37,10 @@ def find_and_choose(
     """Find and decide all sites.
 
     A reducing site may sum several matmuls. If one of them belongs to another site, the reducing site leaves it to that
-    site and reads the matmul's result as a plain tensor. Two repairs follow. Each is kept only if it overlaps more
-    sites, or the same number of sites with more matmuls:
+    site and reads the matmul's result as a plain tensor. So a matmul may be left to a site that is not overlapped. Two
+    changes are tried. Each is kept only if it overlaps more sites, or the same number of sites with more matmuls:
 
-    - If that other site is not overlapped, find again, and let the reducing site take the matmul.
+    - If the other site is not overlapped, find again, and let the reducing site take the matmul.
     - If the other site's matmul has the rest of the sum as its bias, write the matmul and the addition as two nodes
       (``fused_sums.unfold``) and find again.
 

@@ -2,17 +2,18 @@
 """Delay matmuls on which no other matmul or transfer depends. They then run under a transfer that would otherwise be
 exposed.
 
-In a backward graph, a weight's gradient is only a result of the graph. So the matmul of this gradient may run later,
-while the ranks send partial sums of another gradient. (Megatron's delayed weight gradient; Qi et al., arXiv:2401.10241,
-section 2, split the backward in the same way.) Before and after, for the scatter of an unrolled ring::
+In a backward graph, no other matmul reads a weight's gradient: it is a result of the graph. So the gradient's matmul
+may run later, while the ranks send partial sums of another gradient. (Megatron's delayed weight gradient; Qi et al.,
+arXiv:2401.10241, section 2, split the backward in the same way.) Before and after, for the scatter of an unrolled
+ring::
 
     dw = mm(dy^T, x)                                  dx pieces: mm, exchange_send ...
     dx pieces: mm, exchange_send ...              ->  dw = after(mm(dy^T, x), last send)
     exchange_wait(buffer, [pieces])                   exchange_wait(buffer, [pieces, dw])
 
-A *seam* is two sites that are written together, band by band (``lowerings.ring.unrolled_bands``). They have a wait for
-each band, and the delayed matmul runs before the first of these waits. For a collective that is no site, the graph
-before and after::
+A *seam* is two sites that are written together, band by band (``lowerings.ring.unrolled_bands``). A seam has a wait for
+each band, and the delayed matmul runs before the first of these waits. A collective that is no site has one wait, and
+the delayed matmul runs before it::
 
     dw = mm(dy^T, x)                                  g = all_gather(e)
     y = wait_tensor(all_gather(e))                ->  dw = after(mm(dy^T, x), g)
@@ -167,9 +168,9 @@ def _is_matmul(node: fx.Node) -> bool:
 
 
 def _needed_ahead(node: fx.Node, wait: fx.Node) -> list[fx.Node]:
-    """The nodes that must move in front of ``wait`` with ``node``, in graph order. Empty if ``node`` must stay. It must
-    stay if ``node`` or one of these nodes needs the result of ``wait``, or reads a tensor that is written in
-    between."""
+    """In graph order, ``node`` and the nodes that must move in front of ``wait`` with it. Empty if one of them must
+    stay. It must stay if it needs the result of ``wait``, has an effect besides its own result, or reads a tensor that
+    is written in between."""
     found = needed_behind([node], wait)
     buffer = wait.args[1]
     if any(n is wait or not movable(n) or operators.is_mutable(n) or buffer in n.all_input_nodes for n in found):

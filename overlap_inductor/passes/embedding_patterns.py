@@ -18,8 +18,8 @@ from overlap_inductor.sites.nodes import CollectiveNode
 
 
 class EmbeddingAllToAll:
-    """See ``Pattern``. The finder asks this pattern before the all-to-all patterns with matmuls. The exchange can hide
-    behind the lookups, and the matmuls then stay whole."""
+    """See ``Pattern``. The finder asks this pattern before the all-to-all patterns with matmuls. The reason: if the
+    exchange hides behind the lookups, the matmuls stay whole."""
 
     name = "embedding_all_to_all"
     kind = "all_to_all"

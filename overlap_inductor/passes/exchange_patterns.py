@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the sites with matmuls at all-to-alls: experts' dispatch and combine, and Ulysses attention, which exchanges a
+"""Find the sites of matmuls and all-to-alls: experts' dispatch and combine, and Ulysses attention, which exchanges a
 shard of the sequence for a shard of the heads.
 
 ::
@@ -52,8 +52,8 @@ class AllToAllExperts:
 
 
 class MatmulAllToAll:
-    """Pattern ``matmul -> all-to-all`` (see ``Pattern``). The finder asks it before ``all-to-all -> matmul``. So the
-    projections before attention hide their exchange even if attention itself consists of plain matmuls."""
+    """Pattern ``matmul -> all-to-all`` (see ``Pattern``). The finder asks it before ``all-to-all -> matmul``. So if
+    an exchange stands between a projection and an attention of plain matmuls, the projection hides the exchange."""
 
     name = "matmul_all_to_all"
     kind = "all_to_all"

@@ -39,7 +39,7 @@ class SiteFinder:
         phase: inference, forward or backward.
         idle: names of collectives. A site at one of them does not own its matmuls, so another site may take these
             matmuls into a sum.
-        left: matmuls that reducing sites left to other sites (``Match.left``).
+        left: matmuls that patterns left to other sites (``Match.left``, ``Miss.left``).
         merged: collectives that a pattern merged into one site. ``run`` looks for no other site at them.
         sites, near_misses: what ``run`` found, in graph order.
     """
@@ -71,9 +71,9 @@ class SiteFinder:
         }
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of all sites of early patterns and of the sites found so far, without the matmuls of ``idle``
-        collectives. Sites of early patterns count even if they come later in the graph. A sum of all-reduces is found
-        at its first all-reduce, but may also read matmuls that come later."""
+        """The matmuls of all sites of early patterns and of the sites found so far. If ``idle`` names a site's first
+        collective, that site's matmuls are left out. Sites of early patterns count even if they come later in the
+        graph: a sum of all-reduces is found at its first all-reduce, but may read later matmuls."""
         early = [(node, m.nodes) for (_, node), m in self._early.items() if isinstance(m, Match)]
         found = [(s.collectives[0].node, s.nodes) for s in self.sites]
         return {m.node for node, nodes in early + found if node.name not in self.idle for m in nodes.matmuls}

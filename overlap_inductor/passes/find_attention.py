@@ -121,7 +121,7 @@ def _gather_behind(node: fx.Node, search: Search) -> CollectiveNode | None:
 
 def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -> GatheredOperand | Reason:
     """``node``, the keys or the values, as a part of the gathered tensor. A ``Reason`` if it is no such part, or if the
-    shard of a rank is not one run of keys."""
+    keys of one rank are not consecutive."""
     follower = PartFollower(collective)
     part = follower.part(node)
     if isinstance(part, Reason):

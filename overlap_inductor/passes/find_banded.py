@@ -140,9 +140,9 @@ def _viewed(node: fx.Node, layout: Layout) -> Layout:
 
 
 def _slices(collective: CollectiveNode, layouts: dict[fx.Node, Layout]) -> tuple[Atom, list[Atom]]:
-    """``(the atom that counts the receiving ranks, the atoms of a slice in order)``. A flattened input is read as
-    the tensor ``[R, ...]`` of which it is a view, because no reshape can split a run of symbolic size. Raises
-    ``LayoutError`` if no single atom counts the receiving ranks."""
+    """``(the atom that counts the receiving ranks, the atoms of a slice in order)``. If the input is a flattened view
+    of a tensor ``[R, ...]``, that tensor is read instead. A reshape could not split a flattened dim of symbolic size
+    into ranks and slices. Raises ``LayoutError`` if no single atom counts the receiving ranks."""
     source, ranks = collective.input, collective.world_size
     while _is_view(source) and tools.permutation(source) is None and tools.shape(source)[:1] != [ranks]:
         source = source.args[0]

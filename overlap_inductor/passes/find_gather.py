@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find ``all-gather -> matmul``: follow the gathered tensor forward to every matmul that it is an operand of.
 
-The finder does not change the graph. It returns one site. Those of the matmuls that can be cut are the site's
-consumers. The rewrite replaces all consumers together. R is the number of ranks::
+The finder does not change the graph. It returns one site. The matmuls that can be cut are the site's consumers. The
+rewrite replaces all consumers together. R is the number of ranks::
 
     wait = wait_tensor(all_gather(x [s, h]))        # [R s, h]
     view = reshape(wait)                            # views, row-wise and pointwise ops may come in between
@@ -68,8 +68,8 @@ def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
     if source.op == "placeholder" and is_parameter(source) is False:
         return False
     if phase == "backward":
-        # The matmul of a weight's gradient may have an activation that is gathered again as its right-hand operand. Its
-        # left-hand operand is a transposed gradient. If a weight is gathered, the left-hand operand is not transposed.
+        # A gathered right-hand operand may also be an activation, in the matmul of a weight's gradient. This matmul's
+        # left-hand operand is a transposed gradient. Beside a gathered weight, the left-hand operand is not transposed.
         return all(c.operand == "rhs" and tools.permutation(c.matmul.lhs) is None for c in nodes.consumers)
     return all(c.operand == "rhs" for c in nodes.consumers)
 

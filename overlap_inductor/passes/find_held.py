@@ -85,7 +85,7 @@ def _held(collective: CollectiveNode) -> set[fx.Node]:
 
 
 def _attentions(collective: CollectiveNode) -> list[AttentionNode]:
-    """The attention ops, in graph order, whose keys or values are all or a part of what the exchange sends."""
+    """The attention ops whose keys or values are among the elements that the exchange sends, in graph order."""
     found = {reader.node: reader for reader in attention.readers(_held(collective), _moves, STEPS)}
     return [found[node] for node in sorted(found) if len(tools.shape(found[node].lhs)) == 4]
 

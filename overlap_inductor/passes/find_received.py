@@ -44,8 +44,8 @@ def _found(collective: CollectiveNode) -> tuple[Received | None, list[Reason]]:
     sent, given = layouts_of(collective)
     if is_uneven(collective):
         return _uneven(collective, given)
-    # The walk back from the input comes first. It may meet a reshape that splits atoms that ``sent`` and ``given``
-    # share. The consumers that are found below must be recorded with the split atoms.
+    # The walk back from the input comes first. ``sent`` and ``given`` share atoms, and a reshape on this walk may split
+    # them. The consumers' layouts, which are made from ``given`` below, must have the split atoms.
     source, layout = behind_views(collective.input, sent)
     follower = Follower(collective, given)
     follower.run()

@@ -115,7 +115,7 @@ class Tracer:
 
     Attributes:
         unfolds: whether a bias that is a sum of matmuls (``matmuls.folded``) is followed too.
-        owned: matmuls of other sites. If a bias is a sum of matmuls and one of them is owned, it is not followed.
+        owned: matmuls of other sites. A bias that is a sum of matmuls is not followed if one of them is owned.
         read: matmuls that are read as plain tensors, not followed.
         left: the ``owned`` matmuls found in biases.
         layouts: the layout of each node that was reached.

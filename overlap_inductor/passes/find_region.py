@@ -41,7 +41,7 @@ from overlap_inductor.torch_compat import operators
 aten = tools.aten
 REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default}
 STEPS = 16
-"""The most steps on the way from a sum or a cat back to a matmul that it is computed from."""
+"""The most steps that the search takes from a sum or a ``cat`` back to a matmul."""
 
 
 class _RegionTracer(Tracer):
@@ -111,8 +111,8 @@ def _leaf(node: fx.Node) -> matmuls.MatmulNode | None:
 
 
 def sums_experts(node: fx.Node) -> bool:
-    """Whether ``node`` is computed from a ``GroupedMatmul`` of which other nodes read only the result. A collective of
-    ``node`` is then a site."""
+    """Whether ``node`` is computed from a ``GroupedMatmul`` whose inner nodes have no reader outside it. If so, a
+    collective that moves ``node`` is a site."""
     found = _nearest_leaf(node)
     members = [] if found is None else [*found.inner, found.node]
     return len(members) > 1 and all(u in members for n in members[:-1] for u in n.users)
@@ -147,9 +147,10 @@ def find(
     Args:
         before: the reason that ``find_reduce`` gave, or ``None``. A reason other than ``layout`` and ``op_between`` is
             returned at once. If this finder finds no site, it returns a reason of its own in four cases. First, a
-            matmul refuses to be cut (``MatmulNode.refusal``). Second, the region reads a result of its own
-            (``reads_a_result``). Third, ``before`` is ``None`` and a layout cannot be followed. Fourth, the region has
-            a grouped matmul and is read elsewhere (``used_elsewhere``). In all other cases it returns ``before``.
+            matmul refuses to be cut (``MatmulNode.refusal``). Second, the region reads a tensor that is computed
+            outside it from one of its matmuls (``reads_a_result``). Third, ``before`` is ``None`` and a layout cannot
+            be followed. Fourth, the region has a grouped matmul, and a node outside reads one of the region's nodes
+            (``used_elsewhere``). In all other cases it returns ``before``.
     """
     if before is not None and before.code not in ("layout", "op_between"):
         return None, before
@@ -194,8 +195,8 @@ def find(
 
 
 class _Dims:
-    """The matmuls' dims in atoms. ``of`` gives the dim of each atom, by ``_key``. ``runs`` holds, for each dim, the
-    runs of atoms of which the dim may consist: the runs of the matmuls and of each ``cat``."""
+    """The matmuls' dims in atoms. ``of`` gives the dim of each atom, by ``_key``. ``runs`` holds runs (lists of
+    atoms) for each dim. Each run is the whole dim in a matmul, or in an input or the result of a ``cat``."""
 
     def __init__(self, tracer: _RegionTracer) -> None:
         first, *others = tracer.leaves
@@ -227,8 +228,8 @@ class _Dims:
         return found
 
     def place(self, node: fx.Node, layout: Layout) -> Layout:
-        """``layout`` of ``node`` over the matmuls' dims, each of which is whole or absent. Raises ``LayoutError`` if
-        ``layout`` has only a part of a dim."""
+        """``layout`` of ``node``, with one dim for each dim of the matmuls. A dim that ``layout`` lacks is empty.
+        Raises ``LayoutError`` if ``layout`` has only a part of a dim."""
         atoms = set(map(_key, layout.flat()))
         dims: list[tuple[Atom, ...]] = []
         for runs in self.runs:
@@ -260,7 +261,8 @@ def _same(run: list[Atom], other: list[Atom]) -> bool:
 def _region(tracer: _RegionTracer, collective: CollectiveNode) -> tuple[Region, ShardedDim]:
     dims = _Dims(tracer)
     joined: dict[fx.Node, int] = {}
-    # The walk began at the collective, so the ``cat`` nearest to the matmuls was found last. Here it must come first.
+    # The ``cat`` nearest to the matmuls must come first, because another ``cat`` may join its result. The walk began at
+    # the collective, so it found this ``cat`` last.
     for node, parts in reversed(tracer.parts.items()):
         at = operators.argument(node, "dim") % len(tools.shape(node))
         leaves = [atom.leaves() for atom in parts]

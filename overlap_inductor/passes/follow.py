@@ -182,8 +182,8 @@ class Follower:
         return not self._needy(node)
 
     def _needy(self, node: fx.Node) -> fx.Node | None:
-        """An input of ``node`` that is computed from the gathered tensor but has no layout, or ``None``. Such an input
-        needs the whole gathered tensor."""
+        """An input of ``node`` that is computed from the received tensor but has no layout, or ``None``. Such an input
+        needs the whole received tensor."""
         return next(
             (
                 n
@@ -279,9 +279,10 @@ def _is_operand(node: fx.Node) -> bool:
 
 
 def consumers_of(follower: Follower) -> list[GatherConsumer]:
-    """The matmuls that ``follower`` found and that can be cut. A matmul cannot be cut in two cases. Either another of
-    its inputs is computed from the received tensor, too. Or a later reshape split the shards' atoms. For each such
-    matmul, an obstacle is added to ``follower.obstacles``."""
+    """The matmuls that ``follower`` found and that can be cut. A matmul cannot be cut if another of its inputs is
+    also computed from the received tensor. It cannot be cut either if its operand lacks the shards' padding and a
+    reshape split the shards (``Layout.refined``). For each matmul that cannot be cut, an obstacle is added to
+    ``follower.obstacles``."""
     collective = follower.collective
     known: dict[fx.Node, bool] = {}
     consumers = []

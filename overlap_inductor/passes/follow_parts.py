@@ -50,8 +50,9 @@ class Part:
 
 
 class PartFollower:
-    """Reads the nodes behind one gather. Use a new follower for each reader of the gathered tensor. A reshape on
-    the way to one reader splits atoms. In a shared follower, this would change the layouts of the other readers.
+    """Finds what the nodes between one gather and one reader hold. Use a new follower for each reader of the gathered
+    tensor. A reshape on the way to one reader splits atoms. In a shared follower, this would change the layouts of the
+    other readers.
 
     Attributes:
         raw: layout of the gathered tensor.
@@ -66,9 +67,9 @@ class PartFollower:
         self._depends: dict[fx.Node, bool] = {}
 
     def part(self, node: fx.Node) -> Part | Reason:
-        """The part that ``node`` holds. ``node`` must depend on the gather. Returns a ``Reason``
-        if an op other than a view, a piece or a join of pieces stands between the gather and ``node``. Also returns a
-        ``Reason`` if the shards are not joined in the order of the ranks, or if different parts of them are joined."""
+        """The part that ``node`` holds. ``node`` must depend on the gather. Returns a ``Reason`` if an op other than a
+        view, a piece or a join of pieces stands between the gather and ``node``. Also returns a ``Reason`` if a join
+        does not take the shards in the order of the ranks, or takes different parts of them."""
         if node not in self._found:
             try:
                 self._found[node] = self._read(node)
@@ -114,8 +115,9 @@ class PartFollower:
         return Reason("op_between", f"{text} of the keys and values that were gathered")
 
     def _taken(self, part: Part, dim: int, start: Size, length: Size) -> Part:
-        """The part that holds ``length`` indices of ``dim`` from ``start`` on. Raises ``LayoutError`` if these
-        indices are neither the shard of one rank nor whole blocks of the dim's first atom."""
+        """The part that holds ``length`` indices of ``dim`` from ``start`` on. These indices must be the whole dim or
+        the shard of one rank, or else whole blocks; otherwise ``LayoutError`` is raised. A block holds the indices of
+        ``dim`` that belong to one index of the dim's first atom."""
         dims = list(part.layout.refined().dims)
         atoms = [a for a in dims[dim] if a.rank or not same_size(a.size, 1)]
         if same_size(length, product(atoms)):

@@ -8,9 +8,9 @@ The graph before and after::
     unfold       addmm(a matmul or a sum of them, a, b)     -> add(mm(a, b), bias)
     put_back     the reverse of both, unless a site's rewrite has replaced a part
 
-Inductor writes ``mm_plus_mm`` if it autotunes. Each ``add`` written here has a mark in its ``meta``, which holds the
-name of the ``add``. A copy that a rewrite makes has the mark too, but another name, so it is not fused again. A node
-that was restored after a failed rewrite has its old name, so it can be fused again.
+Inductor writes ``mm_plus_mm`` if it autotunes. Each ``add`` written here has a mark in its ``meta``. The mark holds the
+name of the ``add``. If a rewrite copies the ``add``, the copy has the mark too, but another name, so it is not fused
+again. A node that was restored after a failed rewrite has its old name, so it can be fused again.
 """
 
 from __future__ import annotations

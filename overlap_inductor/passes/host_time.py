@@ -3,19 +3,19 @@
 
 If the host is slower, a GPU waits for its host after every op, and hiding a transfer saves nothing. Overlap can then
 even cost time. The hosts of a group compare their plans before each call, so each call waits for the slowest of them.
-And the sequence-parallel rewrite writes two collectives for one, which the host must launch. On 4 H200s, two layers of
-Llama-70B ran 0.73 to 0.99 times as fast with overlap at 1024 tokens, and 1.12 times as fast at 4096.
+And the sequence-parallel rewrite replaces one collective by two, so the host must launch more collectives. On 4 H200s,
+two layers of Llama-70B ran 0.73 to 0.99 times as fast with overlap at 1024 tokens, and 1.12 times as fast at 4096.
 
 Both times are estimates::
 
-    GPU   all matmuls and attentions (FLOPs / rate) + all collectives, one after the other
-    host  ``launch_seconds`` for each matmul, attention and lookup + ``call_seconds`` for each collective
+    GPU   all matmuls, attentions and sites of lookups + all collectives, one after the other
+    host  ``launch_seconds`` for each matmul, attention and site of lookups + ``call_seconds`` for each collective
 
 The two times are not compared in four cases:
 
 - Inductor captures the graph as a CUDA graph, which is one launch.
-- The graph has only one collective. The estimates of the schedules that overlap it contain its host time
-  (``chunked/cost.py``), and rows of ``bench.operators`` with the host in the loop bear them out.
+- The graph has only one collective. Then the schedules' own estimates allow for the host time
+  (``chunked/cost.py``). Rows that ``bench.operators`` measured with the host in the loop agree with these estimates.
 - A size is known only at run time.
 - The FLOPs of an op cannot be counted (``sites/flops.py``).
 
@@ -44,9 +44,9 @@ from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.torch_compat.cuda_graphs import captured_by_inductor
 
 MARGIN = 2.0
-"""The GPU must need this many times the host's time, because each call takes the time of its slowest host. On the
-slowest of four machines with 4 H200s, two layers took 2.1 times the estimated host time as written, and twice the
-estimate as rewritten."""
+"""The GPU must need this many times the estimated host time, because the slowest host sets the time of each call. On
+the slowest of four machines with 4 H200s, two layers as written took 2.1 times their estimated host time. The same
+layers as rewritten took twice their estimate."""
 
 
 @dataclass

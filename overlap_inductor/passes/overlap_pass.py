@@ -4,9 +4,9 @@ report.
 
 Contract: ``graph`` is a functional post-grad graph, with views normalised or not. The pass changes it in place. It
 rewrites only sites that are legal and chosen. In a graph with such a site, it also orders the other collectives of the
-site's group and may delay matmuls (``passes.delayed_matmuls``). It erases each gather of the sequence-parallel rewrite
-whose result this graph does not read. If the rewrite of a site fails, the graph is restored, the site is reported, and
-the other sites are tried again. If the pass itself fails, the graph computes what it did before.
+site's group and may delay matmuls (``passes.delayed_matmuls``). If the sequence-parallel rewrite wrote a gather that
+this graph does not read, the pass erases the gather. If the rewrite of a site fails, the graph is restored, the site is
+reported, and the other sites are tried again. If the pass itself fails, the graph computes what it did before.
 
 The pass does not communicate. Its decisions depend only on facts that all ranks of a group share, so the ranks write
 the same exchange plan. The ranks also compare their plans before data moves (``inductor.compared_call``, op ``agree``).
@@ -195,7 +195,7 @@ def _exchange_of(graph: fx.Graph, config: OverlapConfig, rewritten: _Rewritten |
         rewritten = _Rewritten(plan, list(groups), [], {})
     plan = rewritten.plan
     if sequence_parallel.rewritten(graph):
-        # The sequence-parallel rewrite also counts as overlap: other collectives run than in the graph as written.
+        # The sequence-parallel rewrite also counts as overlap, because it changes which collectives run.
         plan = replace(plan, overlaps=True)
     requests, limit = rewritten.requests, config.workspace_limit
     return {

@@ -34,7 +34,7 @@ class Match:
         dim: the dim that is gathered or scattered, as in ``facts.site.Collective``.
         role: the role (M, N, K or B) that the cut dim has in the first matmul, or ``None``.
         obstacle: why the site must stay as written although it was found; ``None`` if it may be rewritten.
-        left: matmuls of other sites that this site reads as plain tensors.
+        left: matmuls that stay with other sites. This site reads their results, or sums of them, as plain tensors.
     """
 
     nodes: SiteNodes
@@ -79,8 +79,8 @@ class Search(Protocol):
     def collectives(self) -> Mapping[fx.Node, tuple[fx.Node, str, CollectiveNode | Reason]]: ...
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of the sites found so far and of all sites of early patterns, without the matmuls of sites
-        whose collective ``SiteFinder.idle`` names."""
+        """The matmuls of the sites found so far, and those of all sites of early patterns. If ``SiteFinder.idle``
+        names a site's first collective, that site's matmuls are left out."""
         ...
 
     def taken(self) -> set[fx.Node]:
@@ -117,8 +117,8 @@ class Pattern(Protocol):
         name: the name in reports and in ``OVERLAP_INDUCTOR_PATTERNS``.
         kind: the kind of collective at which the pattern starts: all_gather, reduce_scatter, all_reduce, all_to_all.
         early: if true, ``find`` reads neither ``Search.owned`` nor ``Search.taken``. The pattern's sites are then found
-            before all other sites. Other sites do not claim the collectives of these sites. Another site takes a
-            matmul of these sites into a sum only if ``SiteFinder.idle`` names the collective of the matmul's site.
+            before all other sites. Other sites do not claim an early site's collectives. They take an early site's
+            matmul into a sum only if ``SiteFinder.idle`` names the early site's collective.
         example: the pattern as a model writes it; ``None`` if it has no linear layer.
     """
 

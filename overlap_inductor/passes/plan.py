@@ -38,7 +38,7 @@ from overlap_inductor.sites.sizes import sizes_at
 
 def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None = None) -> Decision:
     """The decision for one legal site. ``host_bound``: why nothing is worth hiding in the site's graph, or ``None``
-    (``passes.host_time``). ``fit_workspace`` and ``SiteSchedule.fit`` may change it later to keep within
+    (``passes.host_time``). ``fit_workspace`` and ``SiteSchedule.fit`` may change the decision later to keep within
     limits of the whole graph. For example, ``SiteSchedule.fit`` decides whether a ring's steps are unrolled."""
     asked = [s for s in SCHEDULES if config.schedule in ("auto", s.name)]
     refusals = {s.name: _why_not(s, site, config) for s in asked}

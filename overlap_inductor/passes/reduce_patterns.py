@@ -60,7 +60,7 @@ class MatmulAllReduce:
 
 class MatmulAllGather:
     """Pattern ``matmul -> all-gather`` of the matmul's output (see ``Pattern``). If ``AllGatherMatmul`` finds a
-    site at the collective, that site wins, because that pattern is asked first."""
+    site at the collective, that site wins, because the finder asks ``AllGatherMatmul`` first."""
 
     name = "matmul_all_gather"
     kind = "all_gather"

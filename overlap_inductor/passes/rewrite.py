@@ -68,16 +68,17 @@ class Rewriter:
         self.first: dict[fx.Node, str] = {}
         self.agreements: list[fx.Node] = []
         self.in_order: set[str] = set()
-        """Groups with a site whose collectives stay the program's own. All collectives of these groups keep the graph's
-        order, because another rank may lack the site."""
+        """Groups with a site whose rewrite keeps the program's own collectives (schedule ``early_start``). Another rank
+        may lack such a site. So these groups call all their collectives in the graph's order."""
         self.current: DecidedSite | None = None
-        """The site that is being rewritten, to which a failure is attributed; ``None`` outside any single site."""
+        """The site that is being placed or rewritten; ``None`` while the work concerns several sites. A failure is
+        attributed to this site."""
         self.seam: Seam | None = None
-        """The seam that is being written in bands, to which a failure is attributed."""
+        """The seam that is being written in bands, else ``None``. A failure is attributed to this seam."""
 
     def apply(self, sites: list[DecidedSite]) -> tuple[ExchangePlan, list[str]]:
-        """Place and rewrite ``sites``. All of them must have an overlapped decision. Then erase dead nodes and order
-        all communication.
+        """Place and rewrite ``sites``, then erase dead nodes and order all communication. Every site's decision must
+        be to overlap the site.
 
         Returns:
             ``(what the ranks compare before data moves, names of the plan's groups)``.
@@ -186,8 +187,8 @@ class Rewriter:
                 # buffer. So the steps are written before that node.
                 anchors.append((placement.sunk[0], site))
                 continue
-            # The steps are written right after the last sunk node. If another site moves nodes to the same anchor,
-            # those nodes come after the steps and may read their results.
+            # The steps are written right after the last node that was moved down. If another site moves nodes to the
+            # same anchor, those nodes come after the steps and may read the steps' results.
             anchors.append((placement.sunk[-1] if placement.sunk else placement.anchor, site))
             behind.update(placement.sunk[-1:])
         self.current = None

@@ -300,8 +300,8 @@ def _describe(graph: fx.Graph, stretch: Stretch) -> StretchFacts:
 
 
 def _program(stretch: Stretch) -> str:
-    """``StretchFacts.program``: the hash of a text that contains no names of nodes or symbols, and of a device only the
-    type. Each rank has a GPU with another index."""
+    """``StretchFacts.program``: the hash of a text that lists the stretch's ops and numbers. The text contains no
+    names of nodes or symbols. A device is written as its type, because each rank's GPU has another index."""
     pending, computed = list(stretch.reads), set[fx.Node]()
     while pending:
         node = pending.pop()

@@ -24,7 +24,7 @@ def rewrite_or_restore(
 
     Returns:
         What ``Rewriter.apply`` returns, or the failure. The failure names the site that failed, or the two sites of the
-        seam that failed (stage ``seam``), or all sites if the failure happened outside any site.
+        seam that failed (stage ``seam``). If the work that failed concerned several sites, it names all sites.
     """
     snapshot = Snapshot(graph)
     try:
@@ -62,9 +62,9 @@ class Snapshot:
 
     def restore(self) -> None:
         """Give the graph its nodes as they were, as new objects with the old names."""
-        # The graph may be out of order, so it gives no order that erases users before their inputs. Remove every edge,
-        # then erase. A node that was inserted before an erased one is not in ``graph.nodes``. But it is still a user of
-        # nodes in ``graph.nodes``.
+        # ``erase_node`` raises an error if the node has users. The half rewritten graph may be out of order, so going
+        # through it backwards may reach a node before its users. So first remove every edge. A node that was inserted
+        # before an erased one is not in ``graph.nodes``, but it may still be a user of nodes there.
         for node in {*self.graph.nodes, *(user for n in self.graph.nodes for user in n.users)}:
             node.args, node.kwargs = (), {}
         for node in list(self.graph.nodes):

@@ -16,8 +16,12 @@ RANK = re.compile(r"rank_(\d+)")
 
 @dataclass(frozen=True)
 class Written:
-    """The folder of one rank's report of a graph. ``mark`` is ``None`` if the folder has no mark, or if another version
-    of the package wrote the mark."""
+    """The folder of one rank's report of a graph.
+
+    Attributes:
+        mark: the content of the folder's ``run.json``. ``None`` if there is no such file, or if another version of the
+            package wrote it.
+    """
 
     rank: int
     place: Path

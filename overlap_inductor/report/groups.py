@@ -35,7 +35,8 @@ _NO_MODULE = "(no module name)"
 
 @dataclass(frozen=True)
 class SiteGroup:
-    """Sites that differ at most in the numbers in their module names. ``module`` is the common name."""
+    """Sites that differ at most in their ids, in the names of their process groups, and in the numbers in their module
+    names. ``module`` is the common name."""
 
     module: str
     sites: tuple[SiteReport, ...]
@@ -86,8 +87,8 @@ def template(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def common_names(names: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Common names for ``names`` that differ only in their numbers. Each comes with the positions in ``names`` for
-    which it stands.
+    """One common name for all ``names`` that differ only in their numbers. Returns each common name with the positions
+    in ``names`` of the names that it replaces.
 
     A name such as ``a.{0..3}.b.{0,1}`` stands for every combination. If a combination is missing, the names are split
     by the first number that varies, until no combination is missing. So a common name never includes a layer that does
@@ -109,8 +110,11 @@ def common_names(names: Sequence[str]) -> list[tuple[str, list[int]]]:
 
 
 def group_sites(report: OverlapReport) -> list[SiteGroup]:
-    """The report's sites, with repeated layers in one group. If the sites of several groups differ only in their names,
-    these groups follow each other, at the place of the first of these sites."""
+    """The report's sites, with repeated layers in one group. Groups are in the order of their sites in the report.
+
+    ``common_names`` may make several groups of sites that differ only in layer numbers. These groups follow each other
+    in the list.
+    """
     alike: dict[str, list[SiteReport]] = {}
     for site in report.sites:
         alike.setdefault(_site_key(site), []).append(site)
@@ -122,8 +126,8 @@ def group_sites(report: OverlapReport) -> list[SiteGroup]:
 
 
 def group_near_misses(report: OverlapReport) -> list[MissGroup]:
-    """The report's near misses, one group for each collective, reason and common name. Reasons with different
-    values count as different."""
+    """The report's near misses, one group for each collective, reason and common name. Two reasons with the
+    same code count as different if their texts give different values, for example different sizes."""
     alike: dict[str, list[NearMiss]] = {}
     for miss in report.near_misses:
         key = repr((_without_names(miss.collective), miss.reason.code, _anonymous(miss.reason.text, miss.module)))

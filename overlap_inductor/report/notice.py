@@ -2,8 +2,8 @@
 """Shows a log line to users who did not configure logging, so that they see what overlap does.
 
 A user's configuration takes precedence. If the user has set a level for the logger ``overlap_inductor`` (by ``logging``
-or ``TORCH_LOGS``), the level shows or hides the line. If there are handlers, they get the line in place of standard
-error. No line is shown twice.
+or ``TORCH_LOGS``), the level shows or hides the line. If the logger has handlers, the line goes to them and not to
+standard error. No line is shown twice.
 """
 
 from __future__ import annotations

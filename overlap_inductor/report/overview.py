@@ -19,8 +19,8 @@ from overlap_inductor.report.html.environment import render
 
 PAGE = "index.html"
 _SHARE = 20
-"""After a process has written the page, it waits before it writes the page again. The wait is this many times as long
-as the write took. So writing takes at most 5 % of the process's time."""
+"""After a write of the page, ``keep_overview`` skips writes for this many times as long as the write took. So writing
+takes at most 5 % of the process's time."""
 _TRIES = 3
 """The most times that one ``write_overview`` writes the page, if ranks add reports during each write."""
 

@@ -71,8 +71,8 @@ def activate(report: OverlapReport, config: OverlapConfig | None = None, *, from
 
 
 def fell_back(reports: Sequence[OverlapReport], text: str, dump: str | None = None) -> None:
-    """Record in a graph's reports, in the counters and in the dump that the graph runs without overlap because ranks
-    differ."""
+    """Record that a graph runs without overlap because ranks differ. The records are the reports of the graph and its
+    subgraphs, the counters and the dump."""
     for report in reports:
         report.notices.append(text)
         overlapped = report.counters()["sites_overlapped"]
@@ -108,7 +108,8 @@ def summary(report: OverlapReport) -> str:
 
 
 def _dump(report: OverlapReport, folder: str) -> str:
-    """Write the report below ``folder``. Returns where its text is, or that it was not written."""
+    """Write the report below ``folder``. Returns the path of ``report.txt``, or a text that says that nothing was
+    written."""
     from overlap_inductor.report.dump import write_dump
 
     place = write_dump(report, folder, telemetry.global_rank())
@@ -133,8 +134,8 @@ def announcement(report: OverlapReport, where: str, from_cache: bool = False) ->
 
 
 def _main_reason(report: OverlapReport) -> Reason | None:
-    """If nothing is overlapped: a reason with the most frequent code among the sites' reasons. If the sites have no
-    reasons, the near misses' reasons are taken."""
+    """The first reason that has the most frequent code among the sites' reasons. If the sites have no reasons, the near
+    misses' reasons are taken. ``None`` if a site is overlapped, or if there are no reasons."""
     if any(site.decision.status == "overlapped" for site in report.sites):
         return None
     reasons = [r for site in report.sites for r in site.decision.reasons]
@@ -144,7 +145,7 @@ def _main_reason(report: OverlapReport) -> Reason | None:
 
 
 def _log(report: OverlapReport, where: str, from_cache: bool, shown: bool) -> None:
-    # The plan is the same on every rank of a group, so other ranks' lines are shown only at level DEBUG.
+    # The ranks of a group have the same plan. So only rank 0 logs at level INFO, and the other ranks at level DEBUG.
     first = telemetry.global_rank() == 0
     level = logging.INFO if first else logging.DEBUG
     line = announcement(report, where, from_cache)
@@ -181,7 +182,8 @@ def _trace(report: OverlapReport) -> None:
 
 
 _WHOLE = {"pass": "the overlap pass", "sequence_parallel": "the sequence-parallel rewrite"}
-"""The name of the part that failed, by the stage of a failure that concerns a whole graph."""
+"""``{stage: name of the part that failed}``. A failure in one of these stages concerns the whole graph, not one
+site."""
 
 
 def _insist(report: OverlapReport) -> None:

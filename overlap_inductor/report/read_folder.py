@@ -63,8 +63,8 @@ def _prefix(dump: Path, place: Path) -> str:
 
 
 def page_folders(folder: str) -> list[Path]:
-    """The dump folders at and below ``folder``. For each of them, a page of all graphs can be written. (The folder of a
-    single rank has no such page.)
+    """The dump folders at and below ``folder`` for which a page of all graphs can be written. The folder of a single
+    rank is left out, because it has no such page.
 
     Raises:
         OverlapError: as ``read_reports``.

@@ -54,13 +54,12 @@ class OverlapReport:
         graph: name of the graph, equal on every rank (Dynamo's compile id such as ``0_0``).
         phase: ``forward`` | ``backward`` | ``inference``.
         before / after: the FX graph's readable code before and after the pass. Empty in a graph without collectives.
-        plan_hash: identity of the plan; ranks compare it before they move data. Empty if the graph
-            is as written.
-        exchange: JSON text of the ``ExchangePlan`` that the ranks compare when the graph is called; empty in a graph
-            without collectives.
-        groups: process groups of the graph's collectives, in the plan's order. Each has a list: the workspace that the
-            group's sites need (JSON text), and the limit of the workspace in MiB. The list is empty if the sites need
-            no workspace.
+        plan_hash: digest of the plan in ``exchange``. Empty if the graph is as written.
+        exchange: JSON text of the graph's ``ExchangePlan``. When the graph is called, the ranks compare their plans
+            before they move data. Empty in a graph without collectives.
+        groups: a list for each process group of the graph's collectives, in the plan's order. The list holds the
+            workspace that the group's sites need (JSON text), and the limit of the workspace in MiB. It is empty if
+            the sites need no workspace.
         workspaces: symmetric memory that the graph's sites hold on each rank: ``{"ranks", "bytes"}`` for each group
             that has any.
         notices: further texts for the user, for example that another pass took the sites, that a rewrite failed, or
@@ -68,7 +67,8 @@ class OverlapReport:
         failures: errors inside the pass, with their tracebacks; empty if all went well.
         same_inputs: ``[index, name, group, lasting]`` of each graph input that must be the same on all ranks of the
             group, because a stretch that was rewritten reads it. ``lasting``: true for a parameter or buffer.
-        stretches: what the sequence-parallel rewrite did, for each stretch that has a collective in the graph.
+        stretches: one entry for each stretch that has a collective in the graph. The entry says what the
+            sequence-parallel rewrite did with the stretch.
     """
 
     overlap_inductor: str

@@ -41,7 +41,7 @@ _begun: dict[tuple[str, Path], tuple[str, str]] = {}
 
 @dataclass(frozen=True)
 class Mark:
-    """Identifies the writer of a graph's report, and holds the report's first lines.
+    """The content of ``run.json``. It identifies the writer of a graph's report, and holds the report's first lines.
 
     Attributes:
         run: id of the run, the same on all ranks.

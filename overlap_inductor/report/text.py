@@ -88,7 +88,7 @@ def _stretches(report: OverlapReport) -> list[str]:
 def _reasons(groups: Sequence[SiteGroup]) -> list[str]:
     lines = []
     for group in groups:
-        # Mode report is no property of the site, and the report's head already names the mode.
+        # The reason ``report_mode`` says nothing about the site itself, and the report's head already names the mode.
         reasons = [reason for reason in group.reasons if reason.code != "report_mode"]
         if not reasons:
             continue

@@ -70,9 +70,9 @@ def moves(decision: Decision) -> bool:
 
 
 def of_decision(decision: Decision) -> Times | None:
-    """The times of one site at the example's token count. If the plan's pieces have several schedules, the schedule
-    with the shortest estimate at that count is taken. ``None`` if the plan only keeps the site, or if a piece was not
-    estimated."""
+    """The times of one site at the token count of the inputs with which the graph was compiled. If the plan's pieces
+    have several schedules, the schedule with the shortest estimate at that count is taken. ``None`` if the plan only
+    keeps the site, or if a piece was not estimated."""
     if not moves(decision):
         return None
     estimate = decision.moving.estimate_us
@@ -82,8 +82,8 @@ def of_decision(decision: Decision) -> Times | None:
 
 
 def of_report(report: OverlapReport) -> Times | None:
-    """The times of all sites that are overlapped (in mode ``report``: that would be overlapped), at the example's
-    sizes. ``None`` if there is no such site, or if one of them was not estimated."""
+    """The sum of ``of_decision`` over all sites that are overlapped. In mode ``report``, these are the sites that would
+    be overlapped. ``None`` if there is no such site, or if one of them was not estimated."""
     return added(of_decision(s.decision) for s in report.sites if moves(s.decision))
 
 
@@ -97,7 +97,8 @@ def of_site(decision: Decision) -> Times | None:
 
 
 def of_sites(reports: Iterable[OverlapReport]) -> Times | None:
-    """The times of all sites that were estimated, including kept sites. ``None`` if there are none."""
+    """The sum of ``of_site`` over all sites that were estimated, including kept sites. ``None`` if there are no such
+    sites."""
     known = (of_site(site.decision) for report in reports for site in report.sites)
     return added(times for times in known if times is not None)
 

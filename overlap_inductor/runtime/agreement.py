@@ -11,8 +11,7 @@ other ranks' digests::
               equal = all digests of call n are mine
               for each round: publish equal; equal = all ranks with my digest say equal
               equal -> run the overlap ops
-              else  -> run the plain compile of the graph. If the plan was agreed before, at this call alone. If not, at
-                       all later calls, too
+              else  -> run the plain program at this call, and also at all later calls if the plan was never agreed
 
 Each round passes a rejection on to the other groups of a rank. A graph with one group has one round. A graph with
 several groups has one round for each of them, and one more for a rank that was late. In the last round, the late rank
@@ -22,12 +21,12 @@ refusal, so no rank waits for its verdicts.
 
 One rank alone may run a frame uncompiled, because it has reached Dynamo's recompile limit. Then it makes no call where
 the others make one. So ranks publish the place of each call in the sequence of the group's collectives
-(``call_place``). The rank that made no call skips the number of that call, and all ranks compare the calls after it.
-The others run the plain program in that call. A report tells them that the rank does not join the call
-(``call_report``).
+(``call_place``). The ranks that make the call are told by a report that the other rank does not join
+(``call_report``). They run the plain program in this call. The rank that did not join skips the call's number. All
+ranks compare their next calls again.
 
-Calls of two ranks cannot be matched if the ranks' graphs hold different collectives. Nor can calls be matched that have
-some, but not all, of their collectives in common. The same holds if overlap is off on a rank, or if a rank publishes
+Calls of two ranks cannot be matched if the ranks' graphs hold different collectives. Nor can they be matched if one
+call begins in the middle of the other's collectives. The same holds if overlap is off on a rank, or if a rank publishes
 nothing and reports nothing. In each of these cases, overlap is disabled for the group permanently (``apart``). The rank
 that finds the case writes the reason to the store, where waiting ranks read it.
 
@@ -36,8 +35,8 @@ same transfers, because the digest is then the same. If the new graph makes othe
 every call, all ranks run the plain program in that call. How digests are compared depends on the group:
 
 - Ranks that share memory compare digests at every call, in memory that all of them map (``call_page``). Only ranks of
-  one machine can share memory. The comparison ties the group's hosts to each other: no host starts a call before all
-  hosts have reached it. This costs nothing while the hosts run ahead of their GPUs.
+  one machine can share memory. The comparison ties these ranks to each other: none starts a call before all have
+  reached it. This costs nothing while the ranks' CPUs run ahead of their GPUs.
 - Other ranks compare digests through the store. CPU groups do so at every call, because their collectives block the
   host anyway. GPU groups do so at a plan's first run only. If a rank of such a group recompiles and its new graph makes
   other transfers, the rank raises an error at its deadline.
@@ -185,8 +184,9 @@ class Comparison:
 
     def _without_overlap(self, states: Sequence[GroupState], first: bool) -> Outcome:
         """Publish a plan without overlap to the other ranks, which may overlap their plans. In mode ``strict``, wait
-        for their plans at the first call. Otherwise wait only if this rank alone may have left an agreed exchange."""
-        # If this rank has run the plan before, this call does not leave an agreed exchange.
+        for their plans at the first call. Otherwise wait only if this rank alone may have recompiled the graph of an
+        agreed plan: then the others may be inside that plan's transfers."""
+        # A plan that this rank has published before does not take the place of an agreed plan.
         new = any(self.plan.digest not in s.told for s in states)
         listening = self._listening(states, first)
         call_board.catch_up(listening, self.plan)
@@ -218,7 +218,7 @@ class Comparison:
 
         Args:
             failure: the reason why this rank cannot go on, or ``""``. All ranks of the group in which the failure
-                occurred pass the same text. Separate rounds tell it to the ranks of the graph's other groups.
+                occurred pass the same text. The ranks of the graph's other groups learn the text in rounds that follow.
 
         Raises:
             StrictError: a rank cannot go on, in mode ``strict``.
@@ -252,8 +252,8 @@ _parsed = functools.lru_cache(maxsize=4096)(ExchangePlan.from_json)
 
 
 def require(group: dist.ProcessGroup, text: str) -> None:
-    """Raise unless the ranks agree upon the plan. A graph that does not run in Inductor's own callable has no
-    ``Comparison``, so its plan is compared here.
+    """Raise unless the ranks agree upon the plan. In Inductor's own callable, the plan was compared before the graph
+    began. Any other callable makes no such comparison, so the plan is compared here, at the op ``agree``.
 
     Args:
         text: an ``ExchangePlan`` as JSON.
@@ -284,8 +284,8 @@ def plans_waiting(group: dist.ProcessGroup) -> str:
     """A sentence that names the peers that run another plan, or ``""``. It is part of the error of a transfer whose
     partner did not come.
 
-    If a rank recompiles alone and its new graph makes other transfers, the rank stops at its comparison, while the
-    others run the agreed plan.
+    If a rank recompiles alone and its new graph makes other transfers, the rank stops at its comparison. The others run
+    the agreed plan and wait for the rank's transfers.
     """
     state = STATES.known(group)
     if state is None or state.newest is None:

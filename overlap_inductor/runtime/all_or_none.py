@@ -70,7 +70,7 @@ def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Resul
     Raises:
         NotOnAllRanks: ``attempt`` raised on a rank, or a rank wrote no result in time, or the first rank wrote no
             verdict in time.
-        OverlapError: the group was destroyed, and nothing is held for it.
+        OverlapError: the group was destroyed, and ``group_state`` holds nothing more for it.
     """
     keys = _KEYS.of(group)
     with _LOCK:

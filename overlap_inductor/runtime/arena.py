@@ -78,10 +78,10 @@ class Slot:
         data: uint8 ``[nbytes]`` on every rank.
         flags: int32 on every rank. ``credit_flag`` and ``signal_flag`` of ``kernels.signals`` say where each flag is.
             ``calls``, ``queues`` and ``tiles`` follow the flags in the same allocation, and no peer accesses these
-            three. All share one allocation, because the ranks must agree on the success of each allocation, so each
-            further allocation would cost one more agreement.
+            three. The ranks must agree on the success of each allocation. To save agreements, all four share one
+            allocation.
         calls: int32 ``[1]`` on the device, number of this rank's calls that have used the slot.
-        queues: int32 on the device: words with which blocks of a kernel claim work and count. First come
+        queues: int32 on the device: words in which the blocks of a kernel count claimed and finished work. First come
             ``QUEUE_WORDS`` words, then one word per rank and signal. All words but ``ANNOUNCED`` are zero between
             calls.
         tiles: int32 on the device: words with which blocks signal finished tiles to each other. There is one word for
@@ -208,9 +208,9 @@ class WorkspaceArena:
     def _choose(
         self, requests: Sequence[Request], count: int
     ) -> tuple[list[Request], list[tuple[int, int]], list[Slot | None]]:
-        """For requests of one protocol, returns the requests that have no slot of their size, and the sizes of the
-        slots that these requests take in turn. Also returns, for each size, an existing slot that suffices, or
-        ``None``."""
+        """For requests of one protocol, returns three lists. The first holds the requests of sites that have no slot
+        or too small a slot. The second holds the sizes of the slots that these requests take in turn. The third holds,
+        for each size, an existing slot that suffices, or ``None``."""
         unknown = [self._at_least_as_before(r) for r in requests if not self.holds(r)]
         wanted = slots_for(unknown, count)
         free = [s for s in self.slots if unknown and s.protocol == unknown[0].protocol]

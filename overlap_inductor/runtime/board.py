@@ -9,8 +9,8 @@ and their GPUs see the same pages. A rank whose wait times out (it *gives up*) r
     from ``BOARD_HEAD`` on   ``FAULT_WORDS`` words per rank: its record (``kernels.layout``), written by that rank alone
 
 The order of writes is: the record, then word 0, then the abort words of the GPUs (``kernels.signals``). So a rank whose
-kernel was stopped finds the record as soon as that kernel has ended. To learn of every fault on the board, a host needs
-to read only one word of its own memory before each call.
+kernel was stopped finds the record as soon as that kernel has ended. Before each call, a host reads only word 0, which
+is in its own memory. If word 0 is 0, there is no fault on the board.
 
 Ranks of one machine share a board. If the group has ranks on other machines, or its GPUs cannot reach each other, each
 rank has a board of its own that no other rank sees. The pages of a shared board are never freed, because kernels in
@@ -95,7 +95,8 @@ def shared_board(rank: int, exchange: Exchange, together: Together) -> Board:
 
     Args:
         rank: this process's rank in the group.
-        exchange: at least 2 words on each rank. The first rank writes the file's number there for the other ranks.
+        exchange: at least 2 words on each rank. The first rank makes a file for the board, and writes the file's number
+            to these words of every rank.
         together: makes an attempt on every rank, and raises on all of them if it failed on one.
 
     Raises:

@@ -15,7 +15,7 @@ Keys below ``overlap_inductor/agree/<incarnation>`` in the group's store::
     <call>/same/<value>      how many ranks have published this value: one key to watch while all agree
     apart                    why overlap is disabled for the group
     page                     the file name of the group's call page
-    here/<rank>              (of the default group) the rank compiles with overlap on
+    here/<rank>              the rank compiles with overlap on (a key of the default group only)
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = Fa
 
 
 def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> None:
-    """Publish that this rank ran uncompiled what the others run in the newest call, and go on to the call after it. The
-    other ranks run their plain programs in that call. ``found``: values that some of the other ranks published for the
-    newest call."""
+    """Publish that this rank ran uncompiled the call that the others make under the newest number. Then go on to the
+    next number. The other ranks run their plain programs in the skipped call. ``found``: values that some of the other
+    ranks published for the skipped call."""
     state.skipped = dict(found)
     state.mark = SKIPPED
     state.publish(value(state, plan).text)
@@ -142,8 +142,8 @@ def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> Non
 
 
 def catch_up(states: Sequence[GroupState], plan: ExchangePlan) -> None:
-    """Before a call that is not compared, skip the calls that this rank ran uncompiled. Does not wait: what other ranks
-    have not published yet is skipped at a later call."""
+    """Before a call that is not compared, skip the calls of other ranks that this rank ran uncompiled. Does not wait: a
+    call that no other rank has published yet is skipped before a later call of this rank."""
     for state in states:
         # A rank that issued no collective between its calls ran nothing uncompiled, so it has no call to skip.
         while state.between and (found := _earlier(state, plan, peers(state.group))):
@@ -151,8 +151,8 @@ def catch_up(states: Sequence[GroupState], plan: ExchangePlan) -> None:
 
 
 def _earlier(state: GroupState, plan: ExchangePlan, ranks: Sequence[int]) -> dict[int, str]:
-    """The value of a rank among ``ranks`` that runs, under this call's number, what this rank ran uncompiled. Empty if
-    there is no such rank."""
+    """``{rank: value}`` for one of ``ranks`` that has published, under this call's number, a call that this rank ran
+    uncompiled. Empty if there is none."""
     for rank in ranks:
         try:
             text = state.published(rank)
@@ -166,7 +166,7 @@ def _earlier(state: GroupState, plan: ExchangePlan, ranks: Sequence[int]) -> dic
 def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, str]:
     """The values that the other ranks published for this call before ``deadline``, by rank of the group.
 
-    The wait ends early in five cases:
+    A *missing* rank is one that has published no value yet. The wait ends early in five cases:
 
     - overlap is off on a rank, at this call;
     - overlap is disabled for the group;
@@ -229,8 +229,8 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
 
 
 def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict[int, str]) -> dict[int, str]:
-    """Move the ranks that have published their value from ``waiting`` to ``found``. Returns the value of a rank that
-    runs, under this call's number, what this rank ran uncompiled; empty if there is none. Raises ``Overwritten``."""
+    """Move the ranks that have published their value from ``waiting`` to ``found``. Returns what ``_earlier`` returns
+    for the ranks in ``waiting``. Raises ``Overwritten``."""
     for rank in list(waiting):
         text = state.published(rank)
         if text is None:
@@ -239,7 +239,8 @@ def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict
         if stands is Order.EARLIER:
             return {rank: text}
         if stands is Order.SAME and CallPlace.parsed(text).place != state.place:
-            # All else is equal. But a rank that has reported a place beyond this call does not join it.
+            # Only the places differ, so the other rank may be in this call. But a rank that has reported a place beyond
+            # this call does not join this call.
             place = call_report.place_of(state, rank)
             text = _absent(state, mine, place) if place > state.place else text
         waiting.remove(rank)
@@ -285,8 +286,8 @@ def soon(page: CallPage, call: int, text: str) -> bool:
     """Whether all ranks publish ``text`` within ``_SOON`` seconds. The wait ends early if a rank publishes another
     value. Each read compares the entries of all ranks at once.
 
-    A rank that is late ends the wait of the others within microseconds of its entry. So the others do not become late
-    themselves, and the hosts of a group stay in step although each call takes a different host a little longer.
+    At each call, a different host may be a little late. Its entry ends the wait of the others within microseconds. So
+    one host's delays do not make the other hosts late, and the hosts of a group stay in step.
     """
     look = page.watcher(call, text)
     # Ranks that run in step find each other's entries in these reads, without a system call.

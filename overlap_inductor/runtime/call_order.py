@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CallOrder`` makes calls of ops that use a group's workspace run one after the other on a device, in the order in
-which this process makes them. Their streams, threads, sites and groups do not matter.
+"""``CallOrder``: the order of the calls that use a workspace, on one device. They run one after the other, in the order
+in which this process makes them, whatever their streams, threads, sites and groups are.
 
-Why. A kernel that waits for its peers may fill the GPU. If two of them on two streams start in different orders on two
-ranks, they wait for each other until their waits time out. Two calls may also share a slot of the workspace. A slot
-counts its calls, so in a different order a rank would pair its call with a different call of a peer. The hosts of all
-ranks make their calls in one order, and this module makes the GPUs keep that order.
+Why. A kernel that waits for its peers may fill the GPU. If two such kernels on two streams start in different orders on
+two ranks, they wait for each other until their waits time out. Two calls may also share a slot of the workspace. A slot
+counts its calls. If two ranks used the slot in different orders, different calls would have the same count. The hosts
+of all ranks make their calls in one order, and this module makes the GPUs keep that order.
 
 How. ``with call_order(device):`` encloses all launches of a call. The new call waits for the *end* of the previous
 call: an event that is recorded after the previous call's last launch. It does not wait for work that was queued later
@@ -33,7 +33,8 @@ its first ``CallOrder``. An unnoticed replay and a call on another stream could 
 results of both would be wrong. (If a program launches the ``raw_cuda_graph_exec`` of a graph itself, this module does
 not notice that either. The program must then ensure the order.)
 
-Graphs that ``runtime.replay`` makes of one call need no such order, because they are launched inside that call.
+A graph of ``runtime.replay`` holds the launches of one call. It is launched inside a call, so it needs no order of its
+own.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 """``CallPage``: memory that all ranks of a group on one machine map. At each call, each rank writes the plan that it
 runs into this memory.
 
-With a page, a rank sees in about a microsecond whether all others run the same plan. So plans are compared at every
-call, even for groups of GPUs. Through the group's store, a comparison takes a fraction of a millisecond
-(``call_store.CallStore``). The store is used until the page exists, and for groups whose ranks share no memory.
+With a page, a rank sees in about a microsecond whether all others run the same plan. So if all groups of a plan have
+pages, the plan is compared at every call, even on GPUs. Through the group's store, a comparison takes a fraction of a
+millisecond (``call_store.CallStore``). The store is used until the page exists, and for groups whose ranks share no
+memory.
 
 ::
 
@@ -14,9 +15,9 @@ call, even for groups of GPUs. Through the group's store, a comparison takes a f
     entry                               CRC-32 of the rest, call, length of the text, text
 
 Memory ordering: a reader accepts an entry only if its checksum fits. So an entry that is half written, or whose stores
-arrive out of order, counts as not written yet. The place of an entry is written again ``CALLS`` calls later. A rank
-that waits for the others is never that far ahead. A rank does not wait if it overlaps nothing, or if its plan is not
-compared again. It may then be that far ahead, and the reader raises ``Overwritten``.
+arrive out of order, counts as not written yet. An entry is overwritten ``CALLS`` calls later. A rank that waits for the
+others is never that far ahead. A rank does not wait if it overlaps nothing, or if its plan is compared at the first run
+only. It may then be that far ahead, and the reader raises ``Overwritten``.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def shared_page(group: dist.ProcessGroup, key: str) -> CallPage:
     """Make the page of ``group``. All its ranks call this together.
 
     Args:
-        key: key in the group's store, used once. The first rank writes the file's name there.
+        key: key in the group's store, used once. The first rank makes the file that holds the page, and writes the
+            file's name under this key.
 
     Raises:
         NotOnAllRanks: on all ranks, if a rank cannot make or map the file. Possible causes: the ranks run on several

@@ -2,11 +2,11 @@
 """``CallPlace``: the place of a rank's call in the sequence of a group's collectives. It tells whether calls of two
 ranks are the same call.
 
-The n-th call of one rank need not be the n-th call of another. Dynamo runs a frame uncompiled when its recompile limit
-is reached, and then this rank alone makes no call for the frame's graph. Or a graph may be broken into two on one rank.
-The collectives are issued in either case. So a call's *place* is the number of the group's collectives that this rank
-has issued before the call. It counts the collectives of the graphs that the rank called, and the collectives that the
-backend counted between calls::
+The n-th call of one rank need not be the n-th call of another. One rank alone may reach Dynamo's recompile limit for a
+frame. Then it runs the frame uncompiled and makes no call for the frame's graph. Or a graph may be broken into two on
+one rank. The collectives are issued in either case. So a call's *place* is the number of the group's collectives that
+the rank has issued before the call. It counts the collectives of the graphs that the rank called, and the collectives
+that the backend counted between calls::
 
     rank 0   A: place 0   (uncompiled: one collective)   C: place 2
     rank 1   A: place 0    B: place 1                    C: place 2
@@ -15,10 +15,11 @@ Calls are published under the number of the call (``call_board``). Rank 0 finds 
 2, and C begins there. So B's collective comes before C, and rank 0 has run it uncompiled. Rank 0 writes that it skipped
 this number, and goes on to the next one. A rank that waits in B reads this, and runs its plain program.
 
-The backend's count is exact if it counts collectives only, as NCCL does. Gloo also counts sends and receives, so places
-of ranks may differ for no reason that matters here (``monitored_barrier``, or a pipeline on the same group). With such
-a backend, calls at different places are still the same call if all else is equal. All else means the plan, the number
-of the call, and the number of collectives in the rank's earlier calls.
+The backend's count is exact if it counts collectives only, as NCCL does. Gloo also counts sends and receives, for
+example those of ``monitored_barrier`` or of a pipeline on the same group. So two ranks may count differently although
+they have issued the same collectives. With such a backend, calls at different places are still the same call if all
+else is equal. All else means the plan, the number of the call, and the number of collectives in the rank's earlier
+calls.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ Two looks in a row may also find the caller inside the same collective of a call
 call's number. A rank that has skipped this call, and waits for the next one, then knows that it skipped the call by
 mistake: the ranks count differently.
 
-A report and the count of a call exclude each other by a lock. So a rank that has published a call makes no report about
-the time before the call, and both sides decide by the same report.
+One lock is held while a report is made, and while a call is counted. So after a rank has counted a call, it makes no
+report about the time before the call. The rank and its peers then decide by the same reports.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Watched(Protocol):
     Attributes:
         lock: held while a call is counted.
         promised: the place that was reported last.
-        told_inside: the number of the call that was reported last; -1 if there is none, or if it was withdrawn.
+        told_inside: the number of the call that was reported last; -1 if there is none, or if the report was withdrawn.
     """
 
     lock: threading.Lock
@@ -93,7 +93,8 @@ Seen = tuple[int | None, tuple[int, int] | None]
 
 
 def report(state: Watched, before: Seen) -> Seen:
-    """Report what ``before``, the result of the last look, shares with this look. Returns the result of this look.
+    """Look once. Report what both this look and the last look have found. ``before``: what the last look returned.
+    Returns what this look has found.
 
     Raises:
         KeyError: the group was destroyed.
@@ -105,7 +106,7 @@ def report(state: Watched, before: Seen) -> Seen:
             _write(state, "reached", place)
             state.promised = place
         if state.told_inside >= 0 and (inside is None or inside[0] != state.told_inside):
-            # The rank was only late, and has left the collective.
+            # This rank has left the collective, so the report is withdrawn. A peer was only late.
             _write(state, "inside", -1)
             state.told_inside = -1
         if inside is not None and inside == before[1] and inside[0] != state.told_inside:

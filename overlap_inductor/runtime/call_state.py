@@ -52,7 +52,7 @@ class GroupState:
         newest: the plan that was agreed upon last; ``None`` before the first agreement.
         apart: why overlap is disabled for the group; ``""`` if it is not.
         page: the group's call page; ``None`` before the first agreement, or if the ranks share no memory.
-        skipped: the values of other ranks that made this rank skip a number, at the last skip.
+        skipped: the values of other ranks that were the reason for this rank's last skip of a number.
         lock, promised, told_inside: see ``call_report.Watched``.
     """
 
@@ -129,14 +129,14 @@ class GroupState:
         self._counted = self._count()
 
     def reached(self) -> int | None:
-        """See ``call_report.Watched``. Another thread asks, with the lock."""
+        """See ``call_report.Watched``. Another thread calls this while it holds ``lock``."""
         if self._counted is None or not in_collective(self._thread):
             return None
         new = self._count() - self._counted
         return self.place + self._in_newest + new if new > 0 else None
 
     def inside(self) -> tuple[int, int] | None:
-        """See ``call_report.Watched``. Another thread asks, with the lock."""
+        """See ``call_report.Watched``. Another thread calls this while it holds ``lock``."""
         return (self.calls, self._count()) if self._counted is None and in_collective(self._thread) else None
 
     def level(self, places: Iterable[CallPlace]) -> None:

@@ -5,9 +5,9 @@ also make every waiting kernel of the group stop.
 A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's board
 (``runtime.board``). It also sets the abort words of all ranks that share the board. Each abort word is in the memory of
 the GPU whose waiting kernels read it (``kernels.signals`` says why). A kernel stores the words itself. A host copies
-the words on a stream that was made for this purpose before anything ran. So the copies never queue behind a kernel that
-waits. If a host can no longer copy to any GPU, the watchdogs of its peers read the board and stop the waits on their
-own GPUs (``stop_waits``).
+the words on a stream that is made before the group's kernels run, and on which nothing else is launched. So the copies
+never queue behind a kernel that waits. If a host can no longer copy to any GPU, the watchdogs of its peers read the
+board and stop the waits on their own GPUs (``stop_waits``).
 
 The next call on every rank that shares the board raises an error. The error names the site and the rank of the first
 wait that timed out, or the rank that aborted the group.
@@ -155,8 +155,8 @@ class FaultRecord:
             found: FaultRecord = together("tell its kernels where the board is", tell)
             return found
 
-        # This runs on a separate thread, because CUDA graph trees claim the memory that the thread of a graph's first
-        # run allocates.
+        # During a graph's first run, CUDA graph trees claim all memory that this thread allocates. So a separate thread
+        # allocates the memory here.
         with ThreadPoolExecutor(1, "overlap_inductor shares a board") as thread:
             return thread.submit(make).result()
 

@@ -3,9 +3,9 @@
 same addresses.
 
 A call of schedule ``chunked`` has 10 to 80 launches. Starting them took 240 to 690 us of host time (4 H200s, a slow
-host). A replay of the same call took 13 to 62 us, and a replay of a single kernel 3 to 6 us. A compiled model allocates
-in the same order at every step, so a site's tensors soon get the same addresses again. A graph takes about 100 KiB of
-device memory.
+host). A replay of the same call took 13 to 62 us. A replay of a call with a single kernel took 3 to 6 us. A compiled
+model allocates in the same order at every step, so a site's tensors soon get the same addresses again. A graph takes
+about 100 KiB of device memory.
 
 Contract. ``launched(launch, what, tensors, start, replays, copied)``: ``start()`` launches work on the current stream,
 and on streams that it forks and joins. The work may depend on ``what``, on the layouts and addresses of ``tensors``,
@@ -15,9 +15,10 @@ and on the allocations that hold the tensors in ``copied``. It may depend on not
     second call                 capture start() and replay the graph; start() if the capture fails
     later calls                 replay the graph
     allocations have changed    drop the site's graphs, then continue as for a first call
-    no replay is possible       start() at every call: ``replays`` is False, in the user's capture, on a CPU, with one
-                                hardware queue, if the driver does not know an allocation, if there are too many graphs,
-                                or after a failed capture
+    no replay is possible       start() at every call
+
+No replay is possible if ``replays`` is False, if the user captures the call, on a CPU, or with one hardware queue. It
+is also not possible if the driver does not know an allocation, if there are too many graphs, or after a failed capture.
 
 Why this is correct. A captured graph fixes only the values in its key. All other values are read at replay. The number
 of the call, which its signals carry, is read from device memory, as in a graph that a user captures. Kernels, slots and
@@ -37,11 +38,13 @@ Forward progress. When launches are started one by one, sends precede waits in e
 graph, only edges order the nodes, and its branches run at the same time. A call's graph has two branches and needs two
 queues, so nothing is replayed with ``CUDA_DEVICE_MAX_CONNECTIONS=1``. If copies take turns, the graph has three
 branches. Copies take turns only where there are three queues or more. A graph's copies run on copy engines, including
-the copies that set flags (``tests.gpu.check_stress`` on driver 580).
+the copies that set flags (``tests.gpu.check_stress`` on driver 580). So the copies need no SM, and kernels that wait on
+the SMs do not hold them up.
 
-Captures run on their own thread. They begin on a stream, and allocate from a memory pool, that nothing else uses. The
-vendor's matmul library has one workspace for each thread and stream. Two kinds of workspace would be overwritten: one
-from the memory pool of a user's graph, and one that a user's matmul also uses. A separate thread uses neither.
+Captures run on their own thread, with a stream and a memory pool that nothing else uses. The vendor's matmul library
+has one workspace for each thread and stream, and a graph keeps the address of the workspace with which it was captured.
+So nothing but these graphs may write to this workspace. A workspace of the user's thread would be unsafe. A user's
+matmul may also write to it, or it may lie in the memory pool of a user's graph.
 """
 
 from __future__ import annotations
@@ -91,7 +94,8 @@ def launched(
         tensors: the tensors that the launches read or write, on the launch's device. ``None`` for an absent tensor.
         start: queues the launches on the current stream.
         replays: whether the call may be replayed.
-        copied: the members of ``tensors`` that copies may read or write. Copies by the vendor's library count, too.
+        copied: the members of ``tensors`` that copies may read or write. This includes copies by the vendor's matmul
+            library.
 
     Raises:
         RuntimeError: a graph that was launched before could not be launched again. The group has been aborted.
@@ -118,7 +122,7 @@ def launched(
             raise
         return
     if known is not None:
-        # The program has freed memory, and probably also memory of the site's other calls.
+        # The program has freed an allocation of this call, and probably also allocations of the site's other calls.
         launch.replays.clear()
         launch.seen.clear()
     seen = launch.seen.get(key)

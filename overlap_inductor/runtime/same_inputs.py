@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare inputs of a graph between the ranks of a group: the inputs that the sequence-parallel rewrite assumes to be
-equal.
+"""Compare, between the ranks of a group, the inputs of a graph that the sequence-parallel rewrite assumes to be equal.
 
-A graph cannot show that a norm's weight is the same on all ranks (``passes.sequence.same_values``). So each rank hashes
-these inputs. There are two kinds:
+A graph cannot show that such an input, for example a norm's weight, is the same on all ranks
+(``passes.sequence.same_values``). So each rank hashes these inputs. There are two kinds:
 
 - *Parameters and buffers* stay in their memory from call to call. For a graph with one group, their digests are part of
   the plan that ranks compare before they run the graph (``ExchangePlan.inputs``). The graph has a plan for each set of
   parameters with which it is called. (A compiled block that serves several layers has one set for each layer.) A digest
-  is taken once, when the process first sees the memory. So all later graphs of a model have the same digests, also
-  after training steps.
+  is taken once, when the process first sees the memory, and is not taken again after training steps. So all graphs use
+  the same digest of a parameter, whenever they are compiled.
 - *Arguments* of a call change from call to call. ``difference`` compares them in the call in which the ranks agree upon
   a plan. It also compares the parameters of a graph with several groups, once for each set of parameters
-  (``were_compared``). The plan of such a graph cannot hold the digests, because the plan is compared in all groups. A
-  parameter may be the same on all ranks of one group, and differ between ranks of another group. ::
+  (``were_compared``). The plan of such a graph cannot hold the digests, because the plan is compared in all groups. In
+  some of these groups, a parameter may rightly differ between ranks.
+
+An example of ``difference`` on three ranks::
 
     rank 0                    rank 1                          rank 2
     writes digests            reads them; all equal its own   reads them; "primals_7" differs from its own

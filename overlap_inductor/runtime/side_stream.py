@@ -24,12 +24,12 @@ class SideStream:
     concurrently with later work on the current stream. ``join`` makes the current stream wait for the side stream.
 
     Every use ends with ``join`` before the op returns. So tensors used on the side stream may be freed on the current
-    stream. A CUDA graph that is captured on the current stream holds the side stream's work. Two events are enough,
-    because a wait refers to an event's last record at the time when the wait is issued.
+    stream. For the same reason, a CUDA graph that is captured on the current stream also holds the side stream's work.
+    Two events are enough, because a wait refers to an event's last record at the time when the wait is issued.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Higher priority, so that its few blocks are scheduled before a matmul's next blocks.
+        # Higher priority, so that the few blocks of this stream's kernels are scheduled before a matmul's next blocks.
         self._stream = own_stream(device, priority=-1)
         self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._current = self._stream
@@ -65,10 +65,11 @@ class InOrder(nullcontext[None]):
 
 
 class WaitingStream:
-    """A stream for kernels that wait. With it, the work that follows such a kernel starts as soon as the kernel ends.
+    """A stream for kernels that wait. Such a kernel runs at the same time as the copies on the current stream. So the
+    kernel has often ended before the current stream reaches the copy that must follow the kernel.
 
-    A copy that follows a kernel on the same stream starts 12 us after the kernel's end. A copy that waits for an event
-    instead starts at once if the event was reached long ago. Call ``follow`` first. Then ``before`` makes the work that
+    On one stream, a copy starts 12 us after the end of the kernel before it. A copy that waits for an event of another
+    stream starts at once if the event was reached long ago. Call ``follow`` first. Then ``before`` makes the work that
     is launched next on the current stream wait for the kernel.
     """
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares one call of a plan among the ranks. In *rounds*, a rejection is passed on to the other groups of a rank
-(``agreement`` explains the rounds). This module also finds the reasons of a rejection, and logs or raises them.
+"""Compares one call of a plan among the ranks. If the plan is rejected in one group of a rank, the rank passes the
+rejection on to its other groups, in *rounds* (``agreement`` explains them). This module also finds the reasons of a
+rejection, and logs or raises them.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ DIFFERENT, APART = "0", "x"
 
 
 def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> Outcome:
-    """Publish this call of ``plan``, read the other ranks' values, and reach one verdict with them.
+    """Publish this call of ``plan``, read what the other ranks published, and reach one verdict with them.
 
     Args:
         states: the states of the plan's groups in which something moves. This call must have been counted in them.
-        known: True if the plan was agreed upon before. Such a plan needs no rounds if it has one group.
+        known: True if the plan was agreed upon before.
 
     Raises:
         AgreementError: the ranks can neither all overlap nor all run the plain program, or a rank gave no verdict in
@@ -68,8 +69,6 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     """
     call_board.publish(states, plan)
     begun = time.monotonic()
-    # A known plan has the limit of a transfer. A new plan has a limit of its own, because other ranks may still be
-    # compiling.
     limits = [seconds_to_wait(s.group, plan, known) for s in states]
     found, behind = list[dict[int, str]](), [""] * len(states)
     for number, (state, limit) in enumerate(zip(states, limits, strict=True)):
@@ -79,7 +78,7 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
             found.append({})
             behind[number] = _left_behind(state)
     if known and len(states) == 1 and not behind[0] and _all_equal(states[0], plan, found[0]):
-        # Such a call needs no verdict. The ranks that wait for a late rank return at once when it comes.
+        # Such a call needs no verdict, so ranks that wait for a late rank return as soon as it publishes its value.
         states[0].newest = plan
         return YES
     here = [_of_this_call(s, plan, values) for s, values in zip(states, found, strict=True)]
@@ -105,16 +104,16 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     if (
         off
         or any(silent)
-        # A graph whose tokens are divided issues other collectives than the uncompiled model. So the absent rank would
-        # count differently, and places would differ from now on.
+        # A graph whose tokens are divided issues other collectives than the uncompiled model. So the absent rank, which
+        # ran the model uncompiled, has counted other collectives, and its places differ from now on.
         or (absent and any(c.endswith(" tokens") for c in plan.collectives))
         or any(s.apart or _astray(s, plan, values) for s, values in zip(states, here, strict=True))
         or any(p.collectives != plan.collectives for plans in texts for p in plans.values())
     ):
         verdict = (APART, verdict[1])
     places = [_places(s, plan, values) for s, values in zip(states, here, strict=True)]
-    # If ranks count differently or a rank is absent, the ranks exchange verdicts even for a known plan. The reason is
-    # that some of them may have stopped waiting for a rank that joins the call after all.
+    # If ranks count differently or a rank is absent, the ranks exchange verdicts even for a known plan. Without
+    # verdicts, two ranks could decide differently: one has stopped waiting for a late rank, the other sees it join.
     uneven = bool(absent) or any(
         p != call_board.value(s, plan) for s, others in zip(states, places, strict=True) for p in others
     )
@@ -217,7 +216,7 @@ def _check_reachable(
             " (OVERLAP_INDUCTOR=off)."
         )
     # If this rank has skipped a call (``MOVED``), it waits for ranks that ran their plain programs in the skipped call.
-    # So they are not inside the transfers of an agreed plan.
+    # So those ranks are not inside the transfers of an agreed plan.
     if missing and state.newest is not None and state.mark != MOVED:
         ranks = ", ".join(str(global_rank(group, r)) for r in missing)
         raise AgreementError(
@@ -282,9 +281,9 @@ def one_round(
     limit: float,
     kind: str = "",
 ) -> tuple[str, str]:
-    """Publish ``verdict``. Return the worst verdict, with its reason, of this rank and of all ranks of its groups that
-    run the same plan in the same call. So each round carries a rejection to the ranks that share a group with a rank
-    that already knows it.
+    """Publish ``verdict``, and read the verdicts of those ranks of this rank's groups that run the same plan in the
+    same call. Return the worst of all these verdicts, with its reason. If a rank knows of a rejection before a round,
+    the ranks with which it shares a group know of the rejection after the round.
 
     Args:
         found: for each group, the values that its ranks published for this call.
@@ -328,8 +327,7 @@ def _rejected(
     told = any(s.apart for s in states)
     for state, plans in zip(states, texts, strict=True):
         # A plan that was agreed upon before is not rejected permanently, because all ranks may run it again at the next
-        # call.
-        # A plan that a rank ran uncompiled once is compared again, too.
+        # call. A plan that a rank ran uncompiled once is compared again, too.
         seen = {plan.digest, *(p.digest for p in plans.values())} if verdict[0] != ONCE else set()
         for digest in seen - state.agreed:
             state.rejected.setdefault(digest, why)
@@ -362,15 +360,15 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
 
     Raises:
         StrictError: another rank overlaps its graph, and ``strict`` is True.
-        AgreementError: ``strict`` is False, and a rank may be inside an agreed exchange that this rank has left, or a
-            rank runs another version.
+        AgreementError: ``strict`` is False, and a rank may be inside the transfers of an agreed plan, or runs another
+            version.
     """
     for state in states:
         try:
             values = call_board.values(state, plan, time.monotonic() + seconds_to_wait(state.group, plan, known=False))
         except Overwritten:
-            # A rank that is so far ahead has not waited for this rank. So that rank is not inside an exchange with this
-            # one.
+            # A rank that is ``CALLS`` or more calls ahead has not waited for this rank. So it is not inside transfers
+            # with this rank.
             continue
         plans = call_board.plans(state, values, plan)
         others = {global_rank(state.group, r): p for r, p in plans.items() if p.overlaps}

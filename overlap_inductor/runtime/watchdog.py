@@ -10,17 +10,18 @@ elsewhere (in a collective whose peer is gone, in a stream wait). A fault is han
    waits on its own GPU. The rank that gave up may not have been able to stop these waits itself. The watchdog logs the
    error if the program was not *told* of it. (Nothing else has to be stopped: in a call that uses the group's
    workspace, only kernels wait for peers, and a clock bounds each wait.)
-2. A program that was told is not ended: ``check`` has raised the error to it, or this rank has aborted the group
-   itself. A program that has destroyed the group also goes on, because it can start nothing more in the group. The
-   destroyed group is watched until the calls that the program had started have ended. It is watched longer if there is
-   a fault of which the program was not told.
+2. A program that was told is not ended. It was told if ``check`` has raised the error to it, or if this rank has
+   aborted the group itself. A program that has destroyed the group also goes on, because it can start nothing more in
+   the group. The destroyed group is watched until the calls that the program had started have ended. It is watched
+   longer if there is a fault of which the program was not told.
 3. Any other program is ended by SIGABRT, ``GRACE_SECONDS`` after the fault was seen. The error and the stacks of all
    threads are written to standard error. ProcessGroupNCCL's watchdog ends a process in the same way on a timeout
    (``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``, its default).
 4. A program that ends without having been told gets exit status 1, because it may have used results of a kernel that
-   gave up. It does not matter whether the program has destroyed the group. (Exit hooks that were registered before this
-   module's hook do not run then.) A fault may even come at the program's end, while calls are in flight. These calls
-   have ``EXIT_SECONDS`` to end. If they still wait for their peers after that, the program also gets exit status 1.
+   gave up. It does not matter whether the program has destroyed the group. (This module's exit hook ends such a
+   process at once, so exit hooks that were registered earlier do not run.) A fault may even come at the program's end,
+   while calls are in flight. These calls have ``EXIT_SECONDS`` to end. If they still wait for their peers after that,
+   the program also gets exit status 1.
 
 Without a fault, each check by the watchdog reads one word of the host's memory for each group. It makes only one kind
 of CUDA call: an event query for a destroyed group (``runtime.driver.beside_captures``). After a fork the child watches
@@ -43,8 +44,8 @@ from typing import Protocol
 log = logging.getLogger("overlap_inductor")
 
 GRACE_SECONDS = 60.0
-"""A program that was not told of a fault and has not destroyed the group may run this many seconds after the fault.
-With ``math.inf`` a running program is never ended."""
+"""Seconds between the time when the watchdog sees a fault and the end of the program. A program that was told of the
+fault, or has destroyed the group, is not ended. With ``math.inf`` a running program is never ended."""
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 10.0
 """Seconds that a program's end waits for calls in flight."""
@@ -105,8 +106,8 @@ class Watchdog:
         self._closed = threading.Event()
 
     def watch(self, faults: Watched, alive: Callable[[], bool], in_flight: Callable[[], bool] = lambda: False) -> None:
-        """Also watch ``faults``, while its group is ``alive``. Afterwards, watch until no call is ``in_flight`` on the
-        group's device and there is no fault, or until the program was told of the fault.
+        """Watch ``faults`` as long as its group is ``alive``. After that, watch until no call is ``in_flight`` on the
+        group's device. If there is a fault then, watch until the program was told of it.
 
         Args:
             alive: returns True while the group is not destroyed.
@@ -142,12 +143,11 @@ class Watchdog:
 
     def close(self) -> list[str]:
         """Stop watching, and wait up to ``EXIT_SECONDS`` for calls in flight. Returns the errors of all faults of which
-        the program was not told. Faults of destroyed groups are included."""
+        the program was not told, also those of destroyed groups. One more error says if calls are still in flight."""
         self._closed.set()
         if self._thread is not None:
             # The thread may be in the middle of a check, and must not go on while the interpreter ends.
             self._thread.join(5.0)
-        # This uses the real clock and not ``clock``.
         deadline = time.monotonic() + EXIT_SECONDS
         while (
             waiting := [w for w in self._watches if not w.faults.told and w.untold() is None and not w.ended()]
@@ -188,7 +188,7 @@ class Watchdog:
         Otherwise keep it.
 
         If a call gives up or is stopped, it ends only after its fault is on the board. So the board is read again once
-        all calls have ended. Later actions of peers do not affect this rank's results."""
+        all calls have ended. A fault that a peer records later does not affect this rank's results."""
         watch.alive = _destroyed
         if watch.faults.told or error is None and watch.ended() and watch.faults.error() is None:
             with self._lock:

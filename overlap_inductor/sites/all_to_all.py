@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read an all-to-all: which part each rank gets, and which dims of its input and of its result are divided by ranks.
+"""Read an all-to-all: which part each rank gets, and which dims of its input and of its result are divided among ranks.
 
-Input and result hold the same atoms (``sites.layouts``). In the input the rank atom counts the ranks that receive. In
-the result it counts the ranks that sent::
+Input and result hold the same atoms (``sites.layouts``). ``R`` is the rank atom. In the input it counts the ranks that
+receive, in the result the ranks that sent::
 
     all_to_all_single(x [R c, h])                     [R c] [h]      ->  [R c] [h]
     shard_dim_alltoall(x [a, R b], gather 0, shard 1)  [a] [R b]     ->  [R a] [b]
@@ -73,8 +73,8 @@ class Splits:
 
 
 def write_row_counts(collective: CollectiveNode) -> None:
-    """Replace each node that reads the number of rows of the collective's result by the sum of the parts' sizes. Then
-    the collective can be moved down or erased."""
+    """Replace each node that reads how many rows the collective's result has. The new node sums the sizes of the
+    received parts. So no node needs the result for its size, and the collective can be moved down or erased."""
     if changes_shards(collective.node):
         return
     received = Splits.of(collective.node).received

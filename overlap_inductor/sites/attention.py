@@ -4,7 +4,7 @@ keys.
 
 ::
 
-    out[b, h, M, N] = softmax(query[b, h, M, D] @ key[b, h, K, D]^T + mask[b, h, M, K]) @ value[b, h, K, N]
+    out[b, h, M, N] = softmax(scale * query[b, h, M, D] @ key[b, h, K, D]^T + mask[b, h, M, K]) @ value[b, h, K, N]
     log_sum_exp[b, h, M]: the logarithm of the sum by which the softmax divides
 """
 
@@ -160,8 +160,9 @@ def parse(node: fx.Node) -> AttentionNode | None:
 
 
 def readers(sources: Iterable[fx.Node], follows: Callable[[fx.Node], bool], steps: int) -> Iterator[AttentionNode]:
-    """The attention ops whose keys or values come from ``sources``, nearest first. At most ``steps`` nodes stand
-    between, and ``follows`` is true for each of them. An op may be yielded twice: for its keys and for its values.
+    """The attention ops whose keys or values come from ``sources``, nearest first. Fewer than ``steps`` nodes
+    stand between a source and the op, and ``follows`` is true for each of these nodes. An op may be yielded twice: for
+    its keys and for its values.
 
     An op is left out if nothing reads its results. (A graph may keep such an op, because CUDA's attention ops count as
     impure.)"""
@@ -184,7 +185,8 @@ def readers(sources: Iterable[fx.Node], follows: Callable[[fx.Node], bool], step
 def arguments_of_piece(
     attention: AttentionNode, key: fx.Node, value: fx.Node, mask: fx.Node | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The op's arguments, positional and by keyword, for some of its keys. ``mask``: added to their scores."""
+    """The arguments, positional and by keyword, of an op that attends to a part of the keys: ``key`` and ``value``.
+    ``mask`` is added to the scores of this part."""
     values: dict[str, Any] = {"key": key, "value": value}
     kind = _CUT[attention.node.target]
     if mask is not None and kind.mask is not None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``AttentionNodes``: the nodes of ``all-gathers of keys and values -> attention``. One gather may move keys and
-values."""
+"""``AttentionNodes``: the nodes of ``all-gathers of keys and values -> attention``. One gather may move both
+keys and values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from overlap_inductor.sites.placement import needed_behind
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut of ``atom``: keeps the indices from ``start`` on, as many as the new atom ``left`` has."""
+    """A cut of ``atom`` that keeps the indices from ``start`` on. The new atom ``left`` counts the kept indices."""
 
     atom: Atom
     start: int
@@ -38,8 +38,9 @@ class GatheredOperand:
 
     Attributes:
         raw: layout of the gathered tensor.
-        cuts: the cuts that take the operand from each rank's shard, in order; empty if it is the whole shard.
-        layout: layout of the operand of the attention, in the atoms that the cuts leave of ``raw``.
+        cuts: in order, the cuts that take the operand from each rank's shard. Empty if the operand is the whole shard.
+        layout: layout of the attention's operand. Its atoms are those of ``raw``, with each cut atom replaced by what
+            is left of it.
     """
 
     collective: CollectiveNode
@@ -50,7 +51,7 @@ class GatheredOperand:
 
 @dataclass
 class AttentionNodes(SiteNodes):
-    """all-gathers -> views and pieces -> attention."""
+    """all-gathers -> views and cuts -> attention."""
 
     attention: AttentionNode
     key: GatheredOperand
@@ -117,8 +118,8 @@ class AttentionNodes(SiteNodes):
         return [*sorted(self.between()), *(place.hoisted if place is not None else ())]
 
     def places(self) -> list[Placement]:
-        """Two places. The first is at the later gather. It is left out if a node outside the site reads the earlier
-        gather's result before the later gather. The second place is at the first use of the site's results."""
+        """One place is at the later gather, another at the first use of the site's results. The place at the gather is
+        left out if a node outside the site reads the earlier gather's result before the later gather."""
         members = self._members()
         first_use = min({user for member in members for user in member.users} - members)
         later = self.collectives[-1].node

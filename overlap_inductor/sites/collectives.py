@@ -50,8 +50,9 @@ _NAMESPACES = (*operators.FUNCTIONAL_COLLECTIVES, "c10d_functional", "c10d", "_d
 
 
 def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
-    """``(kind, why it cannot be a site, or None)`` if ``node`` is a collective, else ``None``. Every op in
-    ``_NAMESPACES`` that ``_NOT_MOVING`` does not list counts as a collective, even an unknown one."""
+    """``(kind, reason)`` if ``node`` is a collective, else ``None``. The reason says why the collective cannot be a
+    site, and is ``None`` if the op can be one. Every op in ``_NAMESPACES`` that ``_NOT_MOVING`` does not list counts as
+    a collective, even an unknown one."""
     namespace, name = operators.qualified_name(node)
     if namespace not in _NAMESPACES or name in _NOT_MOVING:
         return None
@@ -155,8 +156,9 @@ def describe(node: fx.Node, kind: str, dim: int | None = None, role: str | None 
 
 
 def _wait_of(node: fx.Node) -> fx.Node | Reason:
-    """The last wait for the collective ``node``; the node itself if its result needs no wait. A ``Reason`` if the
-    result has no wait, several waits, or a user other than the wait."""
+    """The wait that reads the result of the collective ``node``, or the last of several waits that read one another.
+    ``node`` itself if its result needs no wait. A ``Reason`` if the result has no wait, more than one, or another
+    user."""
     if changes_shards(node):
         return node
     waits = [u for u in node.users if operators.is_wait(u)]

@@ -41,7 +41,7 @@ class DispatchedNodes(SiteNodes):
 
     Attributes:
         dispatch, combine: the two exchanges.
-        steps: the nodes that compute the experts' rows, in graph order, from the index on.
+        steps: the nodes that compute the experts' rows, in graph order. The first one is the ``index`` op.
         put: the node that brings the rows back.
     """
 
@@ -114,8 +114,8 @@ class DispatchedNodes(SiteNodes):
         return [*self.steps, self.put, *self._readers()]
 
     def places(self) -> list[Placement]:
-        """One place, at the second exchange. Everything that the experts read has been computed there. If a node in
-        front of this exchange is computed from the steps, it moves down to the exchange."""
+        """One place, right before the second exchange, because everything that the experts read comes earlier in the
+        graph. Other nodes that are computed from the steps and stand before this exchange move down to it."""
         return [Placement(self.combine.node, self._readers(), [], [])]
 
     def _readers(self) -> list[fx.Node]:
@@ -157,6 +157,7 @@ class DispatchedNodes(SiteNodes):
         return [tools.shape(end)[0] for end in (self.dispatch.input, self.dispatch.wait)]
 
     def operands(self) -> Operands:
-        """The steps as a program, and what it reads. Raises ``ValueError`` if an argument cannot be written as text."""
+        """The steps after the ``index`` op as a program, and what the program reads. Raises ``ValueError`` if an
+        argument of a step cannot be written as text."""
         first, *steps = self.steps
         return operands_of([first], steps, self.ends, self.put.args[2], self.handed_out())

@@ -41,8 +41,8 @@ TORCH_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sub": operator.sub,
     "to": lambda a, dtype: a.to(getattr(torch, dtype)).float(),
 }
-"""Ops on fp32 tensors. In an op of two arguments, one may be a number. For ``maximum`` and ``minimum``, only the second
-may be one. The second argument of ``to`` is the name of a dtype."""
+"""Ops on fp32 tensors. An op of two arguments takes at most one number: ``maximum`` and ``minimum`` take it only as the
+second argument. The second argument of ``to`` is the name of a dtype."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the epilogue of a gather, or of an all-to-all before matmuls. It consists of pointwise nodes that follow the
-matmuls. These nodes are computed on each piece, so transfers hide them, too.
+matmuls. These nodes are computed on each piece. So transfers can run under them, as under the matmuls.
 
 Before and after, for the usual case (``silu(gate) * up`` before a down-projection)::
 
@@ -8,10 +8,10 @@ Before and after, for the usual case (``silu(gate) * up`` before a down-projecti
     ->  for each piece of wait: mm, mm, silu, mul
         y from the pieces; mm(y, c)
 
-Contract: the nodes read only each other, the outputs of the site's matmuls (cut along their rows), scalars, and single
+Contract: the nodes read only each other, the outputs of the site's matmuls that are cut by rows, scalars, and single
 rows such as a bias. Outside the epilogue, their results are read only by nodes that need them in memory: matmuls,
-collectives, the graph's output. A node is left out of the epilogue if another kind of node outside (a pointwise op, a
-reduction) would read its result. Inductor fuses the node that is left out into that reader at no cost.
+collectives, the graph's output. A node that a pointwise op or a reduction outside would read is left out of the
+epilogue. Inductor fuses such a node into its reader at no cost.
 """
 
 from __future__ import annotations

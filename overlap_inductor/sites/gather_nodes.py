@@ -55,10 +55,10 @@ class Epilogue:
 
     Attributes:
         nodes: the pointwise nodes and the views among them, in graph order.
-        outputs: the nodes and matmuls that nodes outside read.
+        outputs: those of ``nodes`` and ``base`` whose results nodes outside the epilogue read.
         externals: the rows and scalars that ``nodes`` also read.
-        base: the matmuls whose results ``nodes`` may read. They are the ``mm`` and ``addmm`` of the site that are
-            gathered along their rows, and all are cut in the same way. Empty if ``nodes`` is empty.
+        base: the matmuls whose results ``nodes`` may read. They are ``mm`` and ``addmm`` whose rows are gathered, and
+            all are cut in the same way. Empty if ``nodes`` is empty.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -135,8 +135,8 @@ class GatherNodes(SiteNodes):
         pending = [self.collective.wait]
         while pending:
             for user in pending.pop().users:
-                # A ``cat`` may join the pieces along another dim, and its result is the gathered tensor again. So
-                # splits and their elements are followed.
+                # Splits and their elements are followed, because a ``cat`` may join the elements along another dim.
+                # The result of this ``cat`` is the gathered tensor, too.
                 if user in self.through or tools.copies(user) or user.target in (*tools.SPLITS, getitem):
                     pending.append(user)
                 elif user not in matmuls:
@@ -203,7 +203,7 @@ class GatherNodes(SiteNodes):
         return any(user not in members for node in inside for user in node.users)
 
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-        # If the wait was not replaced, only the matmuls read the gathered tensor, so its views are erased with them.
+        # If the wait was not replaced, only the matmuls read the gathered tensor. So its views become unused.
         return set() if self.collective.wait in replaced else {*replaced, *self.through}
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:

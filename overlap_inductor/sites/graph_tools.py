@@ -179,8 +179,8 @@ def has_unbacked(sizes: list[Any]) -> bool:
 
 
 def written_between(first: fx.Node, last: fx.Node, read: list[fx.Node]) -> bool:
-    """Whether a node between ``first`` and ``last`` writes one of the tensors in ``read`` in place. If so, a read of
-    that tensor may move neither from ``last`` to ``first`` nor back."""
+    """Whether a node between ``first`` and ``last`` writes in place to one of the tensors in ``read``. If so, a read of
+    that tensor may move neither from ``last`` to ``first`` nor from ``first`` to ``last``."""
     node = first.next
     while node is not last:
         if any(argument in read for argument in operators.written(node)):

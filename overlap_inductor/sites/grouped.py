@@ -4,15 +4,15 @@ itself, and the index that restores the tokens' order.
 
 A mixture of experts sorts its ``(token, expert)`` pairs by expert, so that one grouped matmul multiplies all of them.
 Afterwards an index brings the rows back. A region (``passes.find_region``) takes these nodes together as one of
-its matmuls. The leading dims of its result are those of the tokens::
+its matmuls, whose result is ``out``::
 
     x    = row_steps(...)                                                # the experts' first matmul, an activation
     y    = _grouped_mm(x, w, ends)                                       # rows in the experts' order
-    rows = pointwise(y, shares, ...)                                     # a mask, weights: row by row, or for all rows
+    rows = pointwise(y, shares, ...)                                     # for example a mask, or weights of the rows
     out  = reshape(index(rows, [places]), [tokens, experts_a_token, N])  # row i of out is row places[i] of rows
 
 To compute a part of the rows of ``out``, only the rows of ``x`` at the places of that part are needed. Larger places
-belong to later experts, so sorting the places gives the experts' order. So no expert ids are needed, and the graph may
+belong to later experts, so sorted places are in the experts' order. Thus no expert ids are needed, and the graph may
 sort the pairs with any ops.
 """
 
@@ -112,7 +112,7 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def steps(self) -> list[fx.Node]:
-        """The nodes that compute the rows that the index reads, row by row, in graph order. They are the grouped
+        """In graph order, the nodes that compute, row by row, the tensor that the index reads. They are the grouped
         matmul, the pointwise ops after it, and the steps before them (``row_steps.steps_before``)."""
         return sorted([*self._before, *self._after])
 
@@ -127,8 +127,8 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def is_masked(self) -> bool:
-        """Whether a ``where`` follows the grouped matmul. It is taken as the mask of the rows of other ranks' experts.
-        These rows are not multiplied."""
+        """Whether a ``where`` follows the grouped matmul. The ``where`` is assumed to mask the rows of other ranks'
+        experts, which the grouped matmul does not multiply."""
         return any(n.target is aten.where.self for n in self._after)
 
     @property
@@ -175,8 +175,8 @@ def _behind_views(node: fx.Node) -> fx.Node:
 
 
 def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
-    """The nodes by which ``top`` is computed from one grouped matmul, row by row, in graph order. ``None`` if ``top``
-    is not computed in this way, or if the search visits more than ``STEPS`` nodes. Also ``None`` if the nodes read
+    """In graph order, one grouped matmul and the pointwise ops that compute ``top`` from its result. ``None`` if there
+    is not exactly one grouped matmul, or if the search visits more than ``STEPS`` nodes. Also ``None`` if the ops read
     another tensor that neither has one entry for each row nor is the same for all rows (``cut_by_rows``)."""
     found: dict[fx.Node, bool] = {}
     shape = tools.shape(top)
@@ -191,7 +191,7 @@ def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
 
 def _reaches(top: fx.Node, found: dict[fx.Node, bool]) -> bool:
     """Whether ``top`` is a grouped matmul or is computed from one by pointwise ops that keep its rows. ``found`` gets
-    the answer for each node that was visited. The search stops expanding at about ``2 * STEPS`` nodes."""
+    the answer for each node that was visited. After about ``2 * STEPS`` nodes, the search goes back no further."""
     stack = [top]
     while stack:
         node = stack[-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``HeldNodes``: the nodes of an attention, and of exchanges that send the keys and values that the attention reads.
+"""``HeldNodes``: the nodes of an attention, and of exchanges that send the attention's keys and values.
 
 Neither the attention nor an exchange needs the other's result. So the exchanges can run under the attention, if they
 start before the attention and their waits stand behind it.
@@ -29,7 +29,7 @@ from overlap_inductor.sites.placement import needed_behind
 
 @dataclass
 class HeldNodes(SiteNodes):
-    """keys and values -> views and copies -> attention, and also -> exchanges.
+    """keys and values -> views and copies -> attention. The same keys and values -> views and copies -> exchanges.
 
     Attributes:
         exchanges: the exchanges of keys and values, in graph order. One exchange may move both.
@@ -95,8 +95,8 @@ class HeldNodes(SiteNodes):
         return [c for c in self.exchanges if self.attention.node < c.node]
 
     def places(self) -> list[Placement]:
-        """At the attention, if an exchange must start earlier. Behind the attention, if a wait must stand later. Empty
-        if the program has the order already."""
+        """At most one place. If an exchange starts after the attention, the place is right before the attention. If
+        instead a wait stands before the attention, the place is right after it."""
         attention = self.attention.node
         operands = [node for c in self.late_starts() for node in c.node.all_input_nodes]
         if operands:

@@ -47,12 +47,12 @@ class Atom:
         size: number of indices.
         rank: whether this is the rank atom.
         total: only for a rank atom: the number of indices of the rank atom and the next atom together. ``None`` if this
-            number is the product of their sizes. It is set in two cases. First, the number is symbolic, and its symbols
-            do not always show that the world size divides it (``D`` instead of ``R * (D // R)``). Second, the last
-            shards are short or empty (``Layout.cut_short``).
+            number is the product of their sizes. It is set in two cases. First, the number is a symbolic ``D``: symbols
+            do not always show that ``D`` equals the product ``R * (D // R)``. Second, the last shards are short or
+            empty (``Layout.cut_short``).
         chunk: only for a rank atom whose last shards are short: the atom of a full shard's rows.
-        uneven: only for a rank atom: whether it counts the rows of all ranks in place of the ranks. It does so if the
-            ranks have different numbers of rows.
+        uneven: only for a rank atom: whether it counts the rows of all ranks, not the ranks. It counts rows if the
+            ranks' parts are not known to have equal numbers of rows.
         children: the atoms into which a reshape split this atom, or ``()``.
     """
 
@@ -118,8 +118,8 @@ class Layout:
         return cls(((Atom(rows, rank=True, uneven=True),), *((atom,) for atom in others)))
 
     def refined(self) -> Layout:
-        """The same layout, in which the parts of an atom that was split replace the atom. Raises ``LayoutError`` if
-        short shards were split."""
+        """The same layout, with the parts of each split atom in place of the atom. Raises ``LayoutError`` if short
+        shards were split."""
         if any(atom.chunk is not None and atom.chunk.children for dim in self.dims for atom in dim):
             raise LayoutError(
                 "a reshape splits the shards into smaller dims, but this tensor lacks the shards' padding"
@@ -127,8 +127,8 @@ class Layout:
         return Layout(tuple(tuple(leaf for atom in dim for leaf in atom.leaves()) for dim in self.dims))
 
     def flat(self) -> list[Atom]:
-        """Atoms in order, without those of size 1. The rank atom stays. If it has a ``total``, which counts the rank
-        atom and the next one, the next atom stays too."""
+        """Atoms in order, without those of size 1. The rank atom always stays. If the rank atom has a ``total``, the
+        next atom stays, too, because ``total`` counts both."""
         atoms = [a for dim in self.refined().dims for a in dim]
         counted = {id(b) for a, b in zip(atoms, atoms[1:], strict=False) if a.total is not None}
         return [a for a in atoms if not same_size(a.size, 1) or a.rank or id(a) in counted]
@@ -220,7 +220,7 @@ class Layout:
         return Layout(tuple(tuple(a for a in dim if not a.rank) for dim in self.refined().dims))
 
     def shape(self, sizes: dict[int, Size] | None = None) -> list[Size]:
-        """Size of each dim. ``sizes`` gives other sizes for some atoms, by ``id(atom)``: the shape of a sub-chunk."""
+        """Size of each dim. ``sizes`` gives some atoms (by ``id(atom)``) other sizes, such as those of a sub-chunk."""
         sizes = sizes or {}
         return [product([Atom(sizes.get(id(a), a.size), a.rank, a.total) for a in dim]) for dim in self.refined().dims]
 

@@ -132,8 +132,8 @@ class PooledNodes(TableNodes):
         return self.between
 
     def places(self) -> list[Placement]:
-        """One place, in front of the first lookup: each table's results are then sent as soon as they are looked up.
-        Empty with ``by_rank``."""
+        """One place, in front of the first lookup. From there, the steps can send each table's results as soon as they
+        are looked up. Empty with ``by_rank``."""
         return [] if self.by_rank else [Placement(min(m.node for m in self.lookups), [], [], [])]
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
@@ -167,7 +167,7 @@ class GradientNodes(TableNodes):
     last_first: bool
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """The sizes of each gradient. Tables have different numbers of rows on different ranks."""
+        """The sizes of each gradient. The ranks' tables may have different numbers of rows, so ``own`` is M."""
         return [MatmulSizes([], m.table_rows, tools.shape(m.rhs)[-1], 0, "M", _returned(m)) for m in self.lookups]
 
     def others(self) -> list[fx.Node]:

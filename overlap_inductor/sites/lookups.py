@@ -2,7 +2,8 @@
 """``LookupNode`` presents a lookup in an embedding table, or the gradient of a table, as a matmul.
 
 A lookup is a matmul whose left operand, the selection, has few nonzeros. Row i of the selection says which rows of the
-table are added, and with which weights. So M counts the bags, N the columns of the table, and K the rows of the table::
+table are added, and with which weights. So for a lookup, M counts the bags, N the columns of the table, and K the rows
+of the table. For the gradient of a table, M counts the rows of the table, and K the bags::
 
     embedding, embedding_bag    out[bags, width]   = selection[bags, rows] @ table[rows, width]
     embedding_gradient          out[rows, width]   = selection^T[rows, bags] @ gradient[bags, width]
@@ -67,14 +68,15 @@ class LookupNode(MatmulNode):
 
     @property
     def bags(self) -> Size:
-        """The number of rows of the result of a lookup, or of the gradient that comes in."""
+        """For a lookup, the number of rows of its result. For the gradient of a table, the number of rows of the
+        gradient that the node reads."""
         made = tools.value(self.node)
         rows = tools.value(self.rhs) if self.kind == "embedding_gradient" else made[0] if self.is_tuple else made
         return tools.numel(list(rows.shape)[:-1])
 
     @property
     def is_tuple(self) -> bool:
-        """Whether element 0 of the node's value is the result."""
+        """Whether the node's value is a tuple, of which element 0 is the result."""
         return isinstance(tools.value(self.node), (tuple, list))
 
     @property
@@ -111,7 +113,7 @@ def parse_gradient(node: fx.Node) -> LookupNode | None:
 
 
 def behind_reshapes(node: fx.Node) -> fx.Node:
-    """The tensor of which ``node`` is a reshape, through all reshapes."""
+    """The tensor from which ``node`` is made by reshapes alone. ``node`` itself if it is no reshape."""
     while tools.is_reshape(node):
         node = node.args[0]
     return node

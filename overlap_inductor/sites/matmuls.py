@@ -150,8 +150,8 @@ def folded(matmul: MatmulNode) -> list[fx.Node]:
 
 
 def _summed(node: fx.Node, user: fx.Node) -> list[fx.Node] | None:
-    """The plain matmuls (``mm``, ``addmm``) of which ``node`` is the sum, or ``None``. Each of them can be cut.
-    ``user`` must be the only reader of ``node``, read ``node`` once, and have the shape of ``node``."""
+    """The matmuls of which ``node`` is the sum. ``None`` if one of the terms is no ``mm`` or ``addmm`` that can be cut.
+    Also ``None`` unless ``user`` is the only reader of ``node``, reads ``node`` once, and has the shape of ``node``."""
     if set(node.users) != {user} or user.args.count(node) != 1 or not tools.is_tensor(node):
         return None
     if not tools.same_shape(node, user):
@@ -186,8 +186,8 @@ def emit(
     yet.
 
     Args:
-        slicers: ``slicers[role](tensor, dim)`` cuts dim ``dim`` of a bias, or of a scale for each row or column, like
-            the operands. Roles that are not sliced have no entry.
+        slicers: ``slicers[role](tensor, dim)`` cuts dim ``dim`` of ``tensor`` as the operands were cut. ``tensor`` is
+            a bias, or holds one scale for each row or column. Roles that are not sliced have no entry.
         bias_slice: the bias, if it has been cut already.
     """
 

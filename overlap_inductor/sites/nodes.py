@@ -86,8 +86,8 @@ class SiteNodes(ABC):
 
     @property
     def moved(self) -> list[CollectiveNode]:
-        """The collectives whose tensors move. The inputs of the site's other collectives are added to the input of the
-        first."""
+        """The first collective, and those whose tensors move together with its tensor. Any other collective of the site
+        has its input added to the input of the first, or returns the rows that the first one sent."""
         return self.collectives[:1]
 
     @property

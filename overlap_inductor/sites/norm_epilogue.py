@@ -149,7 +149,8 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 
 def _rows(node: Any) -> fx.Node:
-    """``node`` without the views at its end that keep the length of rows and have one reader each."""
+    """The node of which ``node`` is a view, or ``node`` itself. Only views that keep the length of rows and have one
+    reader are looked through."""
     while _keeps_rows(node) and len(node.users) == 1:
         node = node.args[0]
     return node

@@ -30,7 +30,8 @@ PERMUTATION = "overlap_permutation"
 
 
 def note(graph: fx.Graph) -> None:
-    """Note the permutations among the index tensors by which ``graph`` brings rows into another order."""
+    """Mark each index tensor of an ``index`` op that is known to be a permutation. Does nothing if ``graph`` has no
+    grouped matmul."""
     if not any(map(is_grouped_operator, graph.nodes)):
         return
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):

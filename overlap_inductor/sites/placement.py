@@ -2,8 +2,9 @@
 """``Placement``: a place for a site's steps, after all operands of its matmuls and before the first use of a result.
 
 By default the steps are written at the gather, and the nodes that compute the other operands are moved up to the
-gather. If these nodes must not be moved, the whole site is moved down to the first use of its results. This is needed
-for activation checkpointing: a weight's gradient reads activations that must be gathered again first.
+gather. If these nodes must not be moved, the whole site is moved down to the first use of its results. Activation
+checkpointing needs this: the backward graph gathers activations again, and multiplies them by a gradient. The gradient
+may be computed after the gather, by collectives. These must not be moved.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Region:
     Attributes:
         reduced: for each reduction, the dims that it reduces.
         joined: for each ``cat``, the dim along which it joins.
-        places: layouts, over the dims of the matmuls' results, of the tensors that are read from elsewhere.
+        places: for each tensor that is read from elsewhere, its layout over the dims of the matmuls' results.
         cut: the dim that is cut into pieces.
         layout: layout of the collective's input, over the dims that are not reduced.
     """

@@ -3,7 +3,8 @@
 rank's shard, or from a part of the shard.
 
 Contract: nodes are written at the emitter's insertion point. A view is written again with the piece's shape. Any other
-op of the region is copied and keeps its dims. Tensors from elsewhere are cut to the rows of the piece. On rank r::
+op of the region is copied with an unchanged ``dim`` argument. Tensors from elsewhere are cut to the rows of the piece.
+On rank r::
 
     raw   = rows of rank r + shift, part p, of the gathered buffer
     piece = op(piece of the gathered input, rows of the other input that belong to rank r + shift and part p)
@@ -36,7 +37,8 @@ def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
     consecutive rows of the dim.
 
     The place is one of three. ``chunk``: right after the rank atom. ``outer``: first in a dim, with the rank atom
-    behind it. ``cross``: first in a dim without a rank atom.
+    behind it. ``cross``: first in a dim without a rank atom. For ``outer``, the number counts outer indices
+    (``ShardedDim``) and not rows.
     """
     present = [a for a in atoms if a.rank or not (isinstance(a.size, int) and a.size == 1)]
     rank = next((i for i, a in enumerate(present) if a.rank), None)
@@ -48,7 +50,8 @@ def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
 
 
 def place_of(layout: Layout, lead: Atom) -> int | None:
-    """The dim in which parts that are cut along ``lead`` follow each other; ``None`` if there is no such dim."""
+    """The dim along which parts can be joined to the whole tensor, if they were cut along ``lead``. ``None`` if they
+    cannot be joined along one dim."""
     for dim, atoms in enumerate(layout.refined().dims):
         if any(a is lead for a in atoms):
             found = position(atoms, lead)
@@ -79,8 +82,8 @@ def _externals(nodes: GatherNodes) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def aligned(node: fx.Node, user: fx.Node) -> dict[int, int]:
-    """``{dim of node: dim of user}`` for the dims of ``node`` that ``user`` neither broadcasts nor joins as a
-    ``cat``."""
+    """``{dim of node: dim of user}``, without dims that ``user`` broadcasts. If ``user`` is a ``cat``, the dim along
+    which it joins tensors is also left out."""
     mine, theirs = tools.shape(node), tools.shape(user)
     joined = operators.argument(user, "dim") % len(theirs) if user.target is aten.cat.default else None
     dims = ((d, d + len(theirs) - len(mine)) for d in range(len(mine)))
@@ -161,7 +164,7 @@ class BandPieces(RowPieces):
     """The pieces of a region behind a matmul (``sites.banded_nodes``), computed from some of the matmul's rows.
 
     Args:
-        done: the piece of the matmul's result, by the matmul's node.
+        done: ``{the matmul's node: the piece of its result}``.
         lead: the atom along which the matmul's rows are cut.
         start, length: the piece has ``length`` indices of ``lead`` from ``start`` on.
     """
@@ -174,7 +177,7 @@ class BandPieces(RowPieces):
 
     def of(self, node: fx.Node) -> fx.Node:
         if node not in self.done and node in self.replaced and node in self.nodes.layouts:
-            # Another site's epilogue now computes this node.
+            # Another site's epilogue now computes all rows of this node, so the piece is cut from them.
             piece = node
             for dim, atoms in enumerate(self.nodes.layouts[node].refined().dims):
                 piece = self._cut(piece, dim, atoms)

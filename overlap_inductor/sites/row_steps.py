@@ -24,7 +24,7 @@ from overlap_inductor.torch_compat import operators
 aten = torch.ops.aten
 _OPERATORS = {("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback")}
 STEPS = 48
-"""The most nodes that ``steps_before`` returns. The results of earlier nodes are read as plain tensors."""
+"""The most nodes that ``steps_before`` returns. All nodes before these count as inputs of the steps."""
 
 
 def is_grouped(node: fx.Node) -> bool:
@@ -83,12 +83,12 @@ def moves_columns(node: fx.Node) -> bool:
 
 
 def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]:
-    """Returns at most ``STEPS`` nodes, in graph order. They compute row by row what the steps ``last`` read. No node
-    other than these and ``last`` reads their results.
+    """The steps from which the steps ``last`` are computed: at most ``STEPS`` nodes, in graph order. A step is an op of
+    a kind that the module's docstring names. Only ``last`` and the returned nodes read the results of returned nodes.
 
     A gather of rows (``is_gather``) is a step, but the nodes that it reads are not. A grouped matmul is a step only if
-    its experts' rows have the ends ``ends``. Then a row has the same expert in all grouped matmuls. A column
-    ``[rows, 1]`` is no step: it is cheap to read as a plain tensor.
+    its ``offs``, which say where each expert's rows end, are ``ends``. Then a row has the same expert in all grouped
+    matmuls. A node that computes a column ``[rows, 1]`` is no step, because the steps can read the column cheaply.
 
     Args:
         last: steps. One of them is a grouped matmul with ``ends``.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute a site's sizes for the cost model, at the example's token count or at a multiple of it.
+"""Compute a site's sizes for the cost model. The token count is that of the inputs with which the model is compiled
+(the example), or a multiple of it.
 
 Ranks of a group must make the same decision, but their shards may differ in size. For example, if a weight has 11008
 columns, one rank of three holds 3670 of them and another rank holds 3668. The sizes of what moves are equal on all
@@ -119,7 +120,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
 
 
 def _hidden(queries: int, keys: int) -> float:
-    """The share of the keys that ``is_causal`` hides, averaged over all queries."""
+    """The share of the keys that the mask of ``is_causal`` excludes, averaged over all queries."""
     if not queries or not keys:
         return 0.0
     below = min(queries, keys)
@@ -169,9 +170,9 @@ def machine_at(collective: CollectiveNode, config: OverlapConfig) -> Machine:
 
 def machine_between(ranks: tuple[int, ...], device: torch.device, config: OverlapConfig) -> Machine:
     """The rates and fixed costs of a group with the global ranks ``ranks``. If ``target.planning_for`` names a machine,
-    the rates and costs are those of that machine. Otherwise they are those of the device type, or of GPUs without peer
-    access if the GPUs of these ranks have none. In all these cases, each fact that ``config.machine`` states replaces
-    the default."""
+    the rates and costs are those of that machine. Otherwise they are those of ``WITHOUT_PEERS`` if the GPUs of these
+    ranks cannot access each other's memory, and else those of the device type. In all these cases, each fact that
+    ``config.machine`` states replaces the shipped value."""
     if (box := target()) is not None:
         return told(box.machine, config.machine)
     return told(machine_for(WITHOUT_PEERS if symmetric.without_peers(ranks, device) else device.type), config.machine)

@@ -34,8 +34,8 @@ class StepEmitter:
         module: metadata of the site's module, copied to every node.
         values: the object that evaluates the nodes. All sites of a graph share this object.
         emitted: the overlap ops written so far that communicate, in program order.
-        order: ``{node: nodes that must run before it}``, for nodes that do not read the results of these earlier nodes.
-            The rewriter keeps this order.
+        order: ``{node: nodes that must run before it, although it does not read their results}``. The rewriter keeps
+            this order.
         transport: the last arguments of ops that start an exchange: the transport's name, or ``()`` for the schedule's
             default transport.
     """
@@ -75,8 +75,8 @@ class StepEmitter:
         return self.call(aten.reshape.default, x, list(shape))
 
     def contiguous(self, x: fx.Node) -> fx.Node:
-        """``x``, cloned if it is not contiguous. Later nodes may rely on contiguous memory, because the result of a
-        collective or a matmul is contiguous."""
+        """``x``, cloned if it is not contiguous. ``x`` replaces a result of the graph, such as that of a matmul or a
+        collective. Such a result is contiguous, and the nodes that read it may rely on this."""
         return (
             x
             if tools.value(x).is_contiguous()
@@ -125,7 +125,7 @@ class StepEmitter:
         return self.reshape(kept, [*shape[:dim], sharded.size, *shape[dim + 1 :]])
 
     def without_padding(self, x: fx.Node, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """``x`` with zeros in the padding rows. Dim ``sharded.dim`` of ``x`` is ``block`` of rank ``r + shift``.
+        """``x`` with zeros in the padding rows. Along dim ``sharded.dim``, ``x`` holds ``block`` of rank ``r + shift``.
         Padding rows come after the last row of the gathered dim, and a rank may have sent any values in them. Once they
         are zero, they add nothing to a sum over rows."""
         if not sharded.short:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the tail of a site's result: pointwise nodes that follow the result. The site's kernel computes them on each
-tile.
-``sites.epilogue_program`` says which ops a kernel knows.
+tile. ``sites.epilogue_program`` says which ops a kernel knows.
 
 Before and after::
 
     y = matmul or reduction of the site; s = silu(y); z = mul(s, e)     # e: a tensor computed before the collective
     ->  z = the site's op with epilogue "silu(x) * e0" and extra e
 
-A tail begins at the result of a matmul of a gathered tensor, or of a reduction. It ends at one node, the only node of
-the tail that nodes outside the tail read. A tail reads at most ``MOST_EXTRAS`` other tensors (extras). Each extra has
+A tail begins at the result of a matmul of a gathered tensor, or of a reduction. It ends at one node. Nodes outside the
+tail read no other node of the tail. A tail reads at most ``MOST_EXTRAS`` other tensors (extras). Each extra has
 the result's shape, or is a row, a column or a single element.
 
 The end must be a tensor that is stored in memory with or without a tail. This is the case if a matmul, a collective or
@@ -148,8 +147,8 @@ class _Region:
         )
 
     def _kind(self, extra: fx.Node, shape: list[Any]) -> tuple[str, list[int]] | None:
-        """``(kind, shape)`` in which the kernel reads ``extra`` for a node of ``shape``. ``None`` if the kernel cannot
-        read ``extra``."""
+        """How the kernel reads ``extra`` for a node with the shape ``shape``: ``(kind, shape of the extra)``. ``None``
+        if the kernel cannot read ``extra``."""
         value = tools.value(extra)
         if (
             not extra < self.collective

@@ -35,7 +35,7 @@ class UnevenSentNodes(ReduceNodes):
         return _rows(self.ends[0])
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """Like ``ReduceNodes.matmul_sizes``. Each rank has its own number of rows, too."""
+        """Like ``ReduceNodes.matmul_sizes``, but M is in ``own``, because each rank has its own number of rows."""
         return [replace(sizes, own=f"M{sizes.own}") for sizes in super().matmul_sizes()]
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 def freezing() -> str | None:
     """Why the ranks cannot compare the inputs of the graph that is being compiled, if Inductor's freezing is on.
-    Else ``None``. Freezing makes constants of parameters after the joint graph's passes. So a call of the compiled
+    Else ``None``. After the passes of the joint graph, freezing turns parameters into constants. A call of the compiled
     graph does not pass these parameters."""
     from torch._inductor import config
 

@@ -95,7 +95,7 @@ def _each_access(graph: fx.Graph, visit: Callable[[fx.Node, dict[str, int]], obj
 
 
 def preserve_order(graph: fx.Graph, edges: dict[fx.Node, set[fx.Node]]) -> None:
-    """Make Inductor schedule every key of ``edges`` after its values, without copies.
+    """Make Inductor schedule every key of ``edges`` after its values. No tensor is copied for this.
 
     The keys are wrapped in ``control_deps``, which hides their targets from later pattern matching. So call this as the
     last step of a pass.

@@ -22,7 +22,7 @@ from overlap_inductor.torch_compat.guards import without_guards
 
 _MARK = "overlap_inductor_valued"
 NOT_COPIED = ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "from_node", "original_aten")
-"""Metadata that describes the value or the operator of the old node, so it is not copied to a new node."""
+"""Metadata of a node that a rewrite does not copy to the new node: it describes the old node's value or operator."""
 
 
 class StepValues:
@@ -149,7 +149,8 @@ def _strided(values: Any) -> list[torch.Tensor]:
 
 
 def _lies(value: FakeTensor) -> tuple[Any, ...] | None:
-    """Sizes, strides, offset, dtype and device of ``value``, or ``None`` if a number among them is symbolic."""
+    """Sizes, strides, offset, dtype and device of ``value``. ``None`` if one of the numbers is symbolic, or if
+    ``value`` is not strided."""
     sizes = (*value.shape, *value.stride(), value.storage_offset())
     if value.layout is not torch.strided or any(type(n) is not int for n in sizes):
         return None

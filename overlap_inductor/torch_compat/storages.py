@@ -19,8 +19,8 @@ class ByStorage(Generic[T]):
     FSDP2 frees a gathered parameter by resizing its storage, and allocates its memory elsewhere later.
 
     An entry keeps none of the tensors' memory alive. It ends when one of its storages is freed. From then on ``get``
-    cannot find the entry: the entry's weak references keep torch from giving the storages' identities to other
-    storages. The next ``put`` drops the entry.
+    cannot find the entry. No later storage gets the freed storage's ``_cdata``, because the entry's weak reference
+    keeps this number in use. The next ``put`` drops the entry.
     """
 
     def __init__(self) -> None:

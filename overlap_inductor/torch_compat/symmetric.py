@@ -64,8 +64,8 @@ def allocate(
     Raises:
         NotOnAllRanks: a rank could not allocate or map (raised by ``together``).
     """
-    # On a separate thread: the rendezvous takes a little memory from the caching allocator for the buffer's lifetime.
-    # If the thread of a graph's first run allocated this memory, CUDA graph trees would claim the memory for the graph.
+    # The rendezvous takes a little memory from the caching allocator, and keeps it as long as the buffer lives. CUDA
+    # graph trees claim what the thread of a graph's first run allocates. So a separate thread calls the rendezvous.
     with ThreadPoolExecutor(1, "overlap_inductor allocates") as thread:
         return thread.submit(_allocate, elements, dtype, device, group, together).result()
 
@@ -110,7 +110,7 @@ def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def lasting_bytes(size: int, device: torch.device) -> torch.Tensor:
-    """``size`` uninitialized bytes (int8) in the pool of ``lasting``. Allowed while a CUDA graph is captured."""
+    """``size`` uninitialized bytes (int8) in the pool of symmetric memory. Allowed while a CUDA graph is captured."""
     from torch.distributed import _symmetric_memory
 
     with torch.inference_mode(False):
@@ -151,7 +151,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def ranks_share_gpus() -> bool:
-    """Whether torch's switch for several ranks on one GPU with symmetric memory is on."""
+    """Whether an environment variable of torch allows ranks that share a GPU to use symmetric memory."""
     return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
@@ -173,7 +173,7 @@ class Reach(NamedTuple):
 
 def reach() -> Reach | None:
     """The ``Reach`` of this process's GPU, or of a GPU of the machine that plans are made for (``target``). ``None``
-    for this machine before CUDA is initialized. Part of the cache key."""
+    for this machine before CUDA is initialized. Inductor's cache key covers the result (``inductor.fingerprint``)."""
     if (box := target()) is not None:
         return Reach(box.capability, box.gpus, box.gpus, ())
     if not torch.cuda.is_initialized():

@@ -30,7 +30,7 @@ from overlap_inductor.torch_compat.versions import release
 
 _DIRECT = ((3, 6),)
 _REMEMBERED = 256
-"""Tensor maps remembered per argument. (They own no memory, and differ in the address only.)"""
+"""The most tensor maps that are remembered for one argument. (A tensor map keeps no tensor alive.)"""
 _STREAM = 3
 """Index of the stream among the arguments of the C launcher: it follows the three sizes of the grid."""
 
@@ -161,7 +161,7 @@ class _Direct:
         from triton.backends.nvidia import driver
 
         run = compiled.run
-        # (If a kernel takes tensor descriptors, a function that encodes their tensor maps wraps the C launcher.)
+        # (If a kernel takes tensor descriptors, Triton wraps the C launcher in a function that encodes tensor maps.)
         closure = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
         self._launcher = closure.get("launcher", run.launch)
         self._documented = documented
@@ -189,8 +189,8 @@ class _Direct:
         for at, _ in self._varying:
             values[at] = [None] * (at.stop - at.start) if isinstance(at, slice) else None
         self._values = values
-        # The arguments are kept, because the launcher gets only their addresses. ``compiled`` is kept, because the
-        # function belongs to its module.
+        # Fixed arguments are kept, because ``values`` holds only the tensor map of a descriptor, not its tensor.
+        # ``compiled`` is kept, because ``compiled.function`` belongs to the module that ``compiled`` loaded.
         self._alive = compiled, [a for number, a in enumerate(arguments) if number not in places]
 
     def __call__(self, *varying: torch.Tensor | None) -> None:
@@ -210,7 +210,7 @@ class _Direct:
 
 
 class _Maps:
-    """Tensor maps of one descriptor argument by the address of its tensor, flattened for the C launcher."""
+    """What the C launcher gets for one descriptor argument, remembered by the address of the tensor."""
 
     def __init__(
         self, example: TensorDescriptor, meta: dict[str, Any], encode: Callable[..., Any], dtypes: dict[int, int]

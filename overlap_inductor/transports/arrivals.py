@@ -44,7 +44,7 @@ def receive_kernel(
 
     Args:
         everyone: an example of the result, ``[world_size * rows, width]``, fp16 or bf16.
-        finished: the workspace from the first finished row on, flat, of the result's dtype.
+        finished: the workspace from the first finished row to its end, as a flat tensor of the result's dtype.
         sms: SMs of the device.
     """
     world_size = launch.world_size

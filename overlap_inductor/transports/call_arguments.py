@@ -13,7 +13,7 @@ def call_arguments(kernel: Any, launch: Launch) -> dict[str, Any]:
 
     Each of the following names is in the result if it is a parameter of ``kernel``. ``peer_data`` and ``peer_flags``
     are int64 ``[world_size]`` addresses; ``flags``, ``queues`` and ``calls`` are this rank's int32 tensors. The others
-    are ``signals`` (number of flags per source), ``stop`` (int32, the group's fault memory), ``patience``
+    are ``signals`` (flags per sending rank), ``stop`` (int32, the group's fault memory), ``patience``
     (nanoseconds), ``site`` (the site's number in the fault record), ``rank`` and ``WORLD``.
     """
     slot, faults = launch.slot, launch.faults

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from overlap_inductor.transports.transport import WholeCollectives
 
 SIZES = tuple(2**power for power in range(17, 27))
-"""Bytes of the collectives that are timed for a curve: 128 KiB to 64 MiB. On NVLink, one call of each size
-takes milliseconds in total."""
+"""Bytes of the collectives that are timed for a curve: 128 KiB to 64 MiB. On NVLink, these ten collectives together
+take milliseconds."""
 REPEATS = 3
 
 
@@ -57,14 +57,14 @@ def of_first_rank(values: list[float], group: dist.ProcessGroup, device: torch.d
 def measured_curve(
     transport: WholeCollectives, scatters: bool, like: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[tuple[float, float], ...]:
-    """``((bytes, seconds), ...)`` of a reduce-scatter or an all-reduce, sorted by ``bytes``: what each rank passes to
-    the collective.
+    """``((bytes, seconds), ...)`` of a reduce-scatter or an all-reduce, sorted by ``bytes``. ``bytes`` is the size of
+    the tensor that each rank passes to the collective.
 
     All ranks of ``group`` call this together, and not while a CUDA graph is captured.
 
     Args:
         scatters: True for a reduce-scatter, False for an all-reduce.
-        like: a tensor of the dtype and device of what will be reduced.
+        like: a tensor with the dtype and the device of the tensors that will be reduced.
     """
     per_row, device = group.size() * like.element_size(), like.device
     source = torch.zeros(max(SIZES) // per_row * group.size(), dtype=like.dtype, device=device)

@@ -6,9 +6,9 @@ The copies occupy no SM. A copy engine moves 379 GB/s on an H200, with 3 us betw
 several. The flag is copied from a word that holds the number of the call. This takes 2 us. A kernel that signals would
 delay the next copy by 12 us. A value written by the stream itself would delay the next copy by 15 to 20 us.
 
-The copies of a CUDA graph hold no call number. In each call, ``transports.credits.credit_kernel`` writes the number to
-the word, after its wait for the credits of all peers. A peer's credit allows this rank to write into that peer's
-workspace.
+The copies of a CUDA graph are the same in every call, so they read the number from memory. In each call,
+``transports.credits.credit_kernel`` writes the number to the word, after its wait for the credits of all peers. A
+peer's credit allows this rank to write into that peer's workspace.
 
 Ordering. The copies of a stream run one after the other. A copy begins only when everything that the copy before it has
 written is visible. So a reader that acquires the flag sees the rows (``tests.gpu.check_litmus``, "copy engine, copied
@@ -40,11 +40,11 @@ does it. Alternatives considered:
 * A wait that never ends without a credit would hold back every copy. It would also hold back every later kernel of this
   rank, so a program that was told of the fault could not even save its weights.
 * Conditional nodes of CUDA graphs would serve graphs only.
-* A second region of workspace for every other call would not help, because more than one call may be queued.
+* Two regions of workspace that calls use in turn would not help, because more than one call may be queued. The second
+  queued call would write into the region that a slow peer still reads.
 
-What is sent may also depend on later waits of the call (``guarded``). Then the word is written again after those waits.
-If one of them timed out, the word becomes a number for which no rank waits, as after a wait for a credit that timed
-out.
+What is sent may also depend on waits that come after the wait for credits (``guarded``). Then ``announce`` writes the
+word again after those waits. If one of them timed out, the word becomes a number that no rank waits for.
 
 Turns. Each rank sends to the next rank, then to the one after that, and so on. (A gather sends to the previous rank
 first, and goes on in that direction.) While all ranks are in step, no two of them send to the same rank. If two ranks
@@ -52,9 +52,10 @@ do, each gets half a link, so a late rank's delay is paid twice. The late rank t
 the end, the ranks send as if each chose its receivers at random and waited for them. Such sends reach 58.6 % of a link
 (Karol, Hluchyj and Morgan, IEEE Trans. Comm. 35, 1987, section III).
 
-In a round, each rank sends one piece. In 21 rounds, each of eight H200s delivered 186 GB/s with pieces of 4 MiB, 226
-GB/s with 8 MiB, and 250 GB/s with 16 MiB. On several streams at once, each delivered some 200 GB/s. With pieces of 32
-MiB, each delivered 343 GB/s. But this measurement had 14 rounds, and it ended before the ranks fell out of step.
+In a round, each rank sends one piece. Without turns, each of eight H200s delivered 186 GB/s in 21 rounds with pieces of
+4 MiB, 226 GB/s with 8 MiB, and 250 GB/s with 16 MiB. With pieces of 32 MiB, each delivered 343 GB/s. But the
+measurement with 32 MiB had only 14 rounds, and it ended before the ranks fell out of step. On several streams at once,
+each delivered only 180 to 200 GB/s with pieces of 8 and of 32 MiB.
 
 So if all pieces of a send are large, a piece may wait for its turn (``kernels.transfer.wait_for_turn``). A piece waits
 if its receiver differs from the receiver of the piece before it. The wait ends when this receiver has got the piece
@@ -87,8 +88,8 @@ if TYPE_CHECKING:
     from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 
 QUEUES_FOR_TURNS = 3
-"""Hardware queues that turns need: one for copies, one for waits for turns, and one for waits for peers. If two of
-these three shared a queue, a kernel that waits could block work that no edge of a CUDA graph orders behind it."""
+"""Hardware queues that turns need: one for copies, one for waits for turns, and one for waits for peers. In a shared
+queue, a kernel that waits could block later work that does not depend on this kernel."""
 
 
 class CopyEngine:
@@ -98,8 +99,8 @@ class CopyEngine:
     moved_by = "copy engines, over symmetric memory"
     needs_sms = False
     fastest_from = 2 << 20
-    """Measured against transport ``sm_push``, which takes SMs from the matmul. (On 2 H200s. ``bench.mirrored`` also let
-    each of them stand for one rank of 4 or of 8.)"""
+    """In bytes. Measured on 2 H200s against transport ``sm_push``, which takes SMs from the matmul. The groups had 2
+    ranks, or 4 and 8 ranks as ``bench.mirrored`` plays them."""
 
     def prepare(
         self,

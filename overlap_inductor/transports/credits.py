@@ -27,8 +27,8 @@ def announced(launch: Launch) -> torch.Tensor:
 
 
 def credit_kernel(launch: Launch) -> PreparedKernel:
-    """A kernel that blocks the stream until every peer has ended its previous call on this slot, or until the wait
-    times out. Then the kernel sets ``announced``."""
+    """A kernel that blocks the stream until every peer has ended its previous call on this slot. The wait also ends if
+    it times out, or if the group is aborted. After the wait, the kernel sets ``announced``."""
     kernel = launch.prepared.get("credits")
     if kernel is None:
         fixed = {**call_arguments(wait_for_credits, launch), "announced": announced(launch)}
@@ -47,7 +47,7 @@ def end_kernel(launch: Launch) -> PreparedKernel:
 
 
 SPOILT_AT_END = ("one", "two", "three")
-"""Parameters of ``end_call_and_spoil`` for the results that it sets to NaN itself if the group was aborted."""
+"""Parameters of ``end_call_and_spoil`` for the call's first results. Each further result has a ``spoil_kernel``."""
 BLOCK = 1024
 
 

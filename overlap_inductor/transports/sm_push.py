@@ -49,8 +49,8 @@ class SmPush:
             "index": transfer.index,
             "first": numbers[0],
             "count": len(numbers),
-            # (The distance from the start of one shard to the start of the next. If there are gaps between shards, a
-            # shard is one part, so the kernel stops at the part's end.)
+            # (The distance from the start of one shard to the start of the next. With gaps between shards, this is
+            # more than a shard. Each shard is then one part, and the kernel stops at the part's end.)
             "shard_vectors": transfer.step * row_vectors,
             "part_vectors": transfer.part_rows * row_vectors,
             "origin": transfer.origin * row_vectors,

@@ -27,7 +27,7 @@ class Transfer:
     """Sends a shard to every peer: ``rows`` rows of ``width`` elements each, in parts of ``part_rows`` rows.
 
     Parts are numbered. The receiver of part ``u`` is ``u // parts + 1`` ranks away, and ``u % parts`` is the part's
-    number in its shard. Each part has one flag: ``index + u % parts`` of this source.
+    number in its shard. Each part has one flag at its receiver: number ``index + u % parts`` of the sender's flags.
 
     Attributes:
         scattered: True if the source holds a different shard for each rank. The shards are sent to rank + 1, rank + 2,
@@ -38,7 +38,7 @@ class Transfer:
         origin: row of the source at which the shard begins (if ``scattered``, rank 0's shard).
         base: row of each peer's workspace to which the shard from rank 0 goes. The shard from rank ``r`` goes to row
             ``base + r * stride``.
-        index: flag of the first part.
+        index: number of the first part's flag.
         read_in_order: True if scattered shards, too, are sent to rank - 1, rank - 2, ... The reason: the receiver
             multiplies the shard of rank + 1 first, then that of rank + 2, and so on.
         stride: rows from the start of one rank's shard to the start of the next rank's, in the source (if

@@ -134,7 +134,7 @@ class Exchanges(Transport, Protocol):
         ...
 
     def join(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Make what messages need and what only all ranks of the group together can make, such as a communicator. All
+        """Make what messages need, if all ranks of the group must make it together: for example a communicator. All
         ranks call this before an exchange in which one of them may have no message. Raises ``RuntimeError`` if it
         fails."""
         ...
@@ -158,6 +158,6 @@ class WholeCollectives(Transport, Protocol):
 
     def reduce_rows(self, result: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Sum ``source`` over the ranks. The collective is queued on the current stream, after the work that is there.
-        If ``result`` is ``source``, sums in place (all-reduce). Otherwise ``result`` of rank ``r`` gets the ``r``-th of
-        equal shares of the summed rows (reduce-scatter)."""
+        If ``result`` is ``source``, sums in place (all-reduce). Otherwise the summed rows are cut into equal shares,
+        and ``result`` of rank ``r`` gets share ``r`` (reduce-scatter)."""
         ...

@@ -75,7 +75,7 @@ def _side_by_side(made: HandGraph, inner: int) -> fx.Node:
 
 
 def contracted(inner: int = 16) -> HandGraph:
-    """The exchanged heads are contracted, as in the output projection of Ulysses attention, with a bias."""
+    """A matmul with a bias contracts the exchanged heads, as the output projection of Ulysses attention does."""
     made = HandGraph()
     pair = _side_by_side(made, inner), operand(made, inner * made.world_size, 40)
     return made.output(made.call(aten.addmm.default, made.input(40, name="bias", dtype=BF16), *pair))

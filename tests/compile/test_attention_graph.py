@@ -51,7 +51,7 @@ def _mask(own: int = 8, world_size: int = 2) -> torch.Tensor:
     "file", ["attention/plain.txt", "attention/masked.txt", "attention/causal.txt", "attention/flat.txt"]
 )
 def test_golden(file: str) -> None:
-    """Catches any change of the site, decision and graph, and a text that differs between ranks."""
+    """Site, decision and graphs are those of the golden file, on every rank."""
     texts, kind = set(), file.split("/")[1].split(".")[0]
     for rank in (0, 1):
         with fake_group(2, rank), torch.no_grad():
@@ -68,9 +68,9 @@ def test_golden(file: str) -> None:
 )
 @pytest.mark.parametrize("layer", [layer for layer in LAYERS if layer is not all_queries])
 def test_every_spelling_is_one_site(world_size: int, masked: bool, layer: Callable[..., Any]) -> None:
-    """All gathers of keys and values are one site, whether the program gathers keys and values apart or together. No
-    gathered tensor is joined again. If the program gathers them together, only this rank's own keys and values are
-    joined."""
+    """All gathers of keys and values are one site, whether the program gathers keys and values apart or together. The
+    rewritten graph never joins gathered shards. Its only ``cat`` joins a rank's own keys and values, for a program that
+    gathers both together."""
     own = [x.transpose(1, 2).contiguous() if layer is tokens_first else x for x in _own()]
     with fake_group(world_size, world_size - 1), torch.no_grad():
         report = report_of(layer, *own, *([_mask(8, world_size)] if masked else []))
@@ -101,7 +101,8 @@ def test_projections_before_the_gathers(kind: str) -> None:
 
 @pytest.mark.usefixtures("two")
 def test_other_readers_get_the_gathered_tensor() -> None:
-    """Another node reads the gathered keys, and a view of them stands before the gather of the values."""
+    """The attention and another node read the gathered keys. For the other node, the rewritten graph joins the shards
+    after the last step. The program takes views of the gathered keys before it gathers the values."""
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k = gathered(k, 2)
@@ -215,7 +216,7 @@ def test_keys_and_values_of_different_groups() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_one_tensor_as_keys_and_values() -> None:
-    """One gather serves as keys and as values, and its tensor is sent once."""
+    """One gathered tensor is both the keys and the values. It is sent once."""
 
     def layer(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         k = gathered(k, 2)
@@ -322,7 +323,7 @@ def test_ranks_compare_both_gathers() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_pieces_that_are_counted_from_the_end() -> None:
-    """The slices in the graph have negative starts. Catches a start that is not converted to an index from 0."""
+    """The program's slices have negative starts. The pass must convert each start to an index from 0."""
 
     def last_columns(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         both = gathered(torch.cat([k, v], -1), 2)
@@ -360,7 +361,7 @@ def test_pieces_of_symbolic_sizes_have_a_reason() -> None:
 
 
 def test_symbolic_sizes() -> None:
-    """The batch size is symbolic, and so are the bounds of the slices that travel."""
+    """The batch size is symbolic, so each transfer has symbolic bounds. The site is overlapped all the same."""
     with fake_group(2), torch.no_grad():
         report = report_of(heads_first, *_own(), dynamic=True)
     assert summary(report) == [SITE]

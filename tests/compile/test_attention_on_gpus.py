@@ -57,7 +57,7 @@ class _OnGpu:
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="golden files are for torch 2.13")
 def test_golden_on_gpus() -> None:
-    """Catches any change of the pieces that CUDA's ops get, and of how their log-sum-exps are read."""
+    """The golden file shows the pieces that CUDA's ops get, and how the graph reads the ops' log-sum-exps."""
     texts = []
     for op, given in (
         ("flash", {"scale": 0.5}),
@@ -108,7 +108,8 @@ def test_training_graphs_of_gpus_are_kept_with_a_reason(op: str) -> None:
 
 @pytest.mark.usefixtures("two")
 def test_attention_whose_result_is_not_read() -> None:
-    """Dead code elimination keeps the attention, because CUDA's attention ops count as impure."""
+    """Dead code elimination keeps the attention, because CUDA's attention ops count as impure. The gathers before this
+    attention are near misses."""
     report = _OnGpu("flash", is_read=False).report()
     assert report.failures == [] and report.sites == []
     assert {m.reason.code for m in report.near_misses} == {"no_matmul"}
@@ -116,7 +117,7 @@ def test_attention_whose_result_is_not_read() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_the_planner_with_no_queries() -> None:
-    """Catches a division by zero when the planner estimates the share of keys that ``is_causal`` hides."""
+    """Without queries, the estimate of the share of keys that ``is_causal`` hides must not divide by zero."""
     report = _OnGpu("efficient", queries=0, is_causal=True).report(schedule="auto")
     assert report.failures == [] and [site.decision.status for site in report.sites] == ["kept"]
 

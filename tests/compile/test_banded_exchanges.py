@@ -36,8 +36,8 @@ def normed(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tenso
 
 BLOCKS = list(itertools.product(("heads", "rows"), ("halves", "pairs", ""), (False, True)))
 QUICK = [("heads", "halves", True), ("rows", "pairs", False), ("rows", "", True), ("heads", "pairs", False)]
-"""Together, these blocks cover each norm, each rotary embedding, and each kind of size. The other blocks combine them
-in other ways."""
+"""Together, these four blocks cover each norm, each rotary embedding, and static and dynamic sizes. The other blocks
+are the remaining combinations."""
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_every_exchange_of_a_block_is_a_site(norm: str, rotary: str, dynamic: bo
 
 @pytest.mark.usefixtures("alone")
 def test_each_band_is_sent_before_the_next_one_is_multiplied() -> None:
-    """There is one kernel of the norm for each band. This kernel writes the band's parts in the order in which the
-    parts are sent."""
+    """Each band has a norm kernel of its own. The kernel writes the parts of the band in the order in which the parts
+    are sent."""
     lines = lines_of(normed, (1, 6, 16), (16, 64), (8,), world_size=4, sub_chunks=2)
     found = events(lines)
     assert found.index("start") < found.index("send"), found

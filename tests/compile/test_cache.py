@@ -79,7 +79,8 @@ def was_hit() -> bool:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """The dump's files, without those that name the run: the page of all graphs, and ``run.json`` of each graph."""
+    """The dump's files, without the files that name the run. Those are the page of all graphs and each graph's
+    ``run.json``."""
     found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     return {name: data for name, data in found.items() if name != "index.html" and not name.endswith("/run.json")}
 
@@ -204,8 +205,8 @@ def test_another_version_or_source_is_a_miss(cache: Path, monkeypatch: pytest.Mo
 
 
 def test_every_source_file_counts(tmp_path: Path) -> None:
-    """The copy of the package has at most two files of each folder. This saves time, because after each change of a
-    file the test hashes all files of the copy."""
+    """Each changed source file and each new source file changes the hash. After each change, the test hashes a copy of
+    the package. To save time, the copy has at most two files of each folder."""
     package = tmp_path / "package"
 
     def left_out(folder: str, names: list[str]) -> list[str]:

@@ -143,7 +143,8 @@ def test_a_value_depends_on_its_arguments() -> None:
 
 
 def test_a_reader_of_a_replaced_tensor_keeps_its_value_if_that_is_right() -> None:
-    """The value counts as out of date if the reader's strides would change."""
+    """The reader keeps its value if the new tensor would give it the same strides. Otherwise the value counts as out of
+    date."""
     with fake_group(2):
         made = HandGraph()
     x, alike, y = made.input(4, 6), made.input(4, 6, name="alike"), made.input(6, 4, name="y")
@@ -217,8 +218,8 @@ def test_what_follows_a_view_of_a_gathered_tensor_is_not_evaluated_again(monkeyp
 
 
 def test_collectives_are_not_searched_for_if_inductor_pads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor pads nothing on a CPU, so no search is needed. The search follows the residual stream from each matmul.
-    For 32 layers, this took two seconds."""
+    """Inductor pads nothing on a CPU, so the pass need not search for collectives. Such a search follows the residual
+    stream from each matmul. For 32 layers, all searches took two seconds."""
     asked: list[fx.Node] = []
     monkeypatch.setattr(hooks, "beside_collective", asked.append)
 

@@ -18,10 +18,10 @@ from tests.support.hand_graph import aten
 from tests.support.spellings import world
 
 SMALL, LARGE = (8, 2000), (8, 4_000_000)
-"""Shapes of the right operand of the matmul for a weight's gradient. With ``LARGE``, this matmul takes much longer than
-the transfer."""
+"""The gradient of a weight is a matmul. These are shapes of the matmul's right operand. With ``LARGE``, the matmul
+takes much longer than the transfer."""
 MIDDLE = (25_000, 24_999)
-"""Numbers of columns of two gradients. The matmul of each takes longer than the transfers of one small site."""
+"""The numbers of columns of two gradients. Each gradient takes longer than the transfers of one small site."""
 
 
 def _lines(
@@ -75,8 +75,8 @@ def test_a_gradient_stays_where_it_does_not_help() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_gradient_runs_under_a_scatter_in_bands(world_size: int) -> None:
-    """The gradient runs after the last send and before the wait for the first band. When the gradient is
-    computed, the later bands have arrived, too."""
+    """The gradient runs after the last send and before the wait for the first band. Only the wait for the first band
+    needs an edge to the gradient, because the other waits come later."""
     with fake_group(world_size):
         made = HandGraph()
         x, w, up = made.input(64, 32), made.input(32, 64, name="w"), made.input(64, 48, name="up")
@@ -99,7 +99,7 @@ def test_a_gradient_runs_under_a_scatter_in_bands(world_size: int) -> None:
 
 
 def test_the_rest_of_the_gradients_runs_under_the_gather_in_bands() -> None:
-    """Each of the two gradients takes longer than the transfers of one site."""
+    """One gradient alone takes longer than the scatter's transfers. So the other gradient runs under the gather."""
     with fake_group(2):
         made = HandGraph()
         x, w, up = made.input(64, 32), made.input(32, 64, name="w"), made.input(64, 48, name="up")
@@ -119,7 +119,8 @@ def test_the_rest_of_the_gradients_runs_under_the_gather_in_bands() -> None:
 
 
 def test_order_in_the_generated_code() -> None:
-    """A scatter's ring and a gather are in flight while the gradients are computed."""
+    """A gradient is computed while the scatter's ring is in flight. A gradient is also computed while the gather is in
+    flight."""
 
     def fn(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, w, rows, dy, features, others = tensors

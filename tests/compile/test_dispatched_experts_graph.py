@@ -51,7 +51,7 @@ def _reports(rank: int, world_size: int = 2, **fields: Any) -> list[OverlapRepor
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the golden file is for torch 2.13")
 def test_golden() -> None:
-    """Catches any change of the graphs."""
+    """The forward and the backward graph are those of the golden file."""
     check_golden("\n".join(f"{r.phase}\n{r.after}" for r in _reports(0)), "dispatched_experts.txt")
 
 
@@ -276,8 +276,8 @@ def _with_experts(experts: int) -> OverlapReport:
 
 @pytest.mark.usefixtures("two")
 def test_weights_of_as_many_experts_as_rows_are_not_cut_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op's argument ``rows`` is empty, and its argument ``whole`` holds the weights. The estimate counts the
-    weights' bytes."""
+    """There are 16 rows, so the weights of 16 experts look like one entry for each row. The op must still get all
+    weights in its argument ``whole``. Its argument ``rows`` is empty. The estimate counts the weights' bytes."""
     monkeypatch.setattr(permutations, "is_permutation", lambda index: True)
     few, many = _with_experts(4), _with_experts(16)
     for report in (few, many):
@@ -294,7 +294,8 @@ def _loop(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, i: torch.Tensor)
 
 @pytest.mark.usefixtures("two")
 def test_a_loop_over_experts_is_left_as_written() -> None:
-    """The rows are divided by experts and not by ranks, so a cut by ranks does not fit. A reason names the ``cat``."""
+    """The rows are divided by experts and not by ranks, so a cut by ranks does not fit. The near miss names the
+    ``cat``."""
     for function in (
         lambda *given: _home(_loop(*given)),
         lambda *given: funcol.all_reduce(_loop(*given), "sum", torch.distributed.group.WORLD),

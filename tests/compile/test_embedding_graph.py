@@ -55,7 +55,7 @@ def _reports(kind: str, joined: str, tables: int = 3, mine: int = 4, **fields: A
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="golden files are for torch 2.13")
 @pytest.mark.parametrize("spelling", FILES)
 def test_golden(spelling: tuple[str, str]) -> None:
-    """Catches any change of the sites, decisions and graphs, and a text that differs between ranks."""
+    """Sites, decisions and graphs are those of the golden file, on every rank."""
     texts = set()
     for rank in (0, 1):
         with fake_group(2, rank):
@@ -167,7 +167,8 @@ def test_what_is_no_site_has_a_reason() -> None:
 
 
 def test_gradients_that_are_not_read_table_by_table() -> None:
-    """The results of two tables are added, and the sum is exchanged. So one gradient arrives for both tables."""
+    """The results of two tables are added, and the sum is exchanged. So one gradient arrives for both tables. Neither
+    the exchange of the sum nor the exchange of the gradient is a site."""
 
     def layer(w: torch.Tensor, v: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
         one, other = _bags(w, v, indices=i)
@@ -227,7 +228,8 @@ def test_bags_of_dynamic_lengths() -> None:
 
 
 def test_the_planner_estimates_both_ways() -> None:
-    """On a slow link the exchange is hidden behind long bags; batches that are too small are not cut."""
+    """On a slow link, the exchange is hidden under the lookups of long bags. If the batch is too small, the site is
+    kept."""
     with fake_group(2):
         model = DLRM(16, 1000, 64, 5)
         batch = batch_of(model, 2048, 64, torch.Generator().manual_seed(1), square=True)

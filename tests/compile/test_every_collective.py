@@ -117,7 +117,7 @@ def test_a_compiled_program_reports_each_break_once() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_broadcast_is_listed() -> None:
-    """Catches a broadcast that is missing in the report."""
+    """No pattern has a broadcast. The report must still list the broadcast, as a near miss."""
     (report,) = reports_of(lambda x, w: funcol.broadcast(x @ w, 0, world()), torch.randn(4, 16), torch.randn(16, 8))
     assert misses(report) == [("broadcast", "pattern_not_available")] and report.before == report.after != ""
 
@@ -132,7 +132,8 @@ NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_fun
 
 
 def test_every_operator_that_moves_data_is_a_collective() -> None:
-    """Catches a new operator of a later release that would be left out of the report."""
+    """A later release of torch may bring a new operator that moves data. The report must not leave out this
+    operator."""
     graph, names = fx.Graph(), set()
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")

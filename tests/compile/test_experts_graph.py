@@ -161,8 +161,8 @@ def test_the_planner_counts_own_rows_and_repeated_reads_of_weights() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_each_block_is_sent_before_the_next_one_is_multiplied() -> None:
-    """Each block has both grouped matmuls. Catches one kernel that gathers the rows of all blocks first, and weights
-    that each block casts again."""
+    """Each block runs both grouped matmuls. Before them, one kernel gathers the rows of this block only, and does not
+    cast the weights again."""
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         return Experts(3, 8)(x.bfloat16(), (x[:, :2].abs() * 100).long() % 8, x[:, 2:4].bfloat16())

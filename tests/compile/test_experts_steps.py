@@ -46,8 +46,7 @@ def test_all_grouped_matmuls_run_in_blocks(kind: type[Experts], matmuls: int, bu
 
 
 def test_rows_are_gathered_in_blocks() -> None:
-    """Each block gathers the rows of its own tokens. Catches one gather that copies the rows of all blocks before the
-    first block begins."""
+    """Each block gathers the rows of its own tokens. No gather copies the rows of all blocks."""
     with fake_group(2), torch.no_grad():
         report = report_of(Experts(0, 2), *inputs(32), sub_chunks=2)
     gathers = [line for line in report.after.split("\n") if "= aten.index.Tensor(arg1_1, " in line]

@@ -91,8 +91,8 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
 
 def test_config() -> None:
-    """``explain`` uses the configuration of its argument, or else the active one. It treats mode off as mode report,
-    because mode off finds no site."""
+    """``explain`` uses its argument ``config``. Without this argument, it uses the active configuration. It treats mode
+    ``off`` as mode ``report``, because mode ``off`` finds no site."""
     overlap_inductor.explain(lambda x: x @ x, torch.ones(2, 2), config=OverlapConfig(schedule="ring"))
     overlap_inductor.explain(lambda x: x @ x, torch.ones(2, 2), config=OverlapConfig(mode="off"))
     overlap_inductor.enable(sub_chunks=2)

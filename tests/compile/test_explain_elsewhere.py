@@ -107,8 +107,7 @@ def test_a_plan_for_another_machine_has_a_cache_key_of_its_own() -> None:
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_program_is_planned_and_not_run(trains: bool) -> None:
-    """The program's compiled regions are not run: they return zeros. The program's eager code
-    runs."""
+    """The program's eager code runs. Its compiled regions do not run, and return zeros."""
     install.enable(mode="report")
     publish.forget_reports()
     torch.compiler.reset()

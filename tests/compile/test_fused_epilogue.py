@@ -58,7 +58,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_of_a_model(name: str, two: None) -> None:
-    """Traced activations become epilogues. Here each activation follows a linear layer on a batch of sequences."""
+    """An activation after a linear layer becomes an epilogue. The layer gets a batch of sequences."""
     function, expected = ACTIVATIONS[name]
     group = torch.distributed.group.WORLD
     ((found,),) = planned(
@@ -89,8 +89,8 @@ def test_gelu_which_takes_longer_on_tiles_is_not_an_epilogue(approximate: str, t
 
 
 def test_silu_alone_and_a_gated_product(two: None) -> None:
-    """``silu(a) * b`` needs the results of two matmuls, so Inductor computes the product. Inductor's kernel also
-    computes the activation, at no extra cost."""
+    """A ``silu`` alone becomes an epilogue. The product ``silu(a) * b`` needs the results of two matmuls, so Inductor
+    computes the product. Its kernel also computes the ``silu``, so neither matmul has an epilogue."""
     group = torch.distributed.group.WORLD
     x, gate, up = half(ROWS, K), half(N, K), half(N, K)
     (alone,) = planned(
@@ -260,8 +260,8 @@ def test_the_report_shows_the_epilogue() -> None:
 
 @pytest.mark.parametrize("epilogue", [True, False], ids=["as planned", "without epilogues"])
 def test_the_number_of_kernels_beside_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matmul, bias, activation and residual run in one kernel, as in Inductor's own matmul templates. Without
-    epilogues, each result needs one more kernel."""
+    """Each of the two ops also computes its epilogue, as Inductor's own matmul templates do. Without epilogues, the
+    result of each op needs one more kernel."""
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
     monkeypatch.setattr(group_ops, "prepare", lambda *arguments: None)
     monkeypatch.setattr(compared_call, "prepare", lambda *arguments: None)
@@ -287,7 +287,7 @@ def after(h: Hand, *outputs: fx.Node) -> str:
 
 
 def test_gather_golden() -> None:
-    """The activation is no longer in the graph, and the result is a view of the op's result."""
+    """The activation is no longer in the graph, and the graph's output is a view of the op's result."""
     with fake_group(2):
         h = Hand()
         check_golden(after(h, h.relu(h.g.view(h.result, 2, ROWS, N))), "fused_epilogue/gather.txt")

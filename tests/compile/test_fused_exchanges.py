@@ -41,8 +41,8 @@ SITES = {
 
 @pytest.mark.parametrize("file", SITES)
 def test_golden(file: str) -> None:
-    """Catches a copy before the exchange, a bias or weight in another order than the slices, and a wrong layout of what
-    arrives."""
+    """Nothing is copied before the exchange. Biases and weights are in the order of the slices. What arrives has the
+    layout that its readers expect."""
     with fake_group(2):
         report = SITES[file]().run(schedule="fused")
         check_golden(report.after, file)

@@ -163,7 +163,7 @@ def golden(made: HandGraph) -> str:
 
 
 def test_gather_golden() -> None:
-    """Catches a gathered tensor that no node reads, and a collective that is still in the graph."""
+    """The rewritten graph has no collective. It does not hold the gathered tensor either, because no node reads it."""
     with fake_group(2):
         check_golden(golden(gather_site()), "fused_graph/gather.txt")
 

@@ -41,7 +41,7 @@ def _trained(kind: str, joined: str, tables: int = 3, schedule: str = "fused") -
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="golden files are for torch 2.13")
 def test_golden() -> None:
-    """Catches any change of the site, the decision and the graph, and a text that differs between ranks."""
+    """Site, decision and graphs are those of the golden file, on every rank."""
     texts = set()
     for rank in (0, 1):
         with fake_group(2, rank):
@@ -165,8 +165,8 @@ def test_ranks_compare_how_they_send() -> None:
 
 
 def test_the_planner_chooses_by_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel hides the exchange behind the lookups, or the lookups behind the exchange, and saves launches. The
-    kernel does not pay if the lookups take much longer than the exchange and the launches: then it saves little."""
+    """The kernel runs lookups and exchange at the same time, and saves launches. It does not pay if the lookups take
+    much longer than the exchange and the launches, because it then saves little."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     def chosen(longest: int, mine: int) -> tuple[str, dict[str, float]]:

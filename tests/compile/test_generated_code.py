@@ -43,8 +43,8 @@ def test_bias_and_activation_are_fused_into_each_chunk() -> None:
 
 
 def test_gated_mlp_in_chunks() -> None:
-    """``silu(gate) * up`` needs both matmuls of a piece. Here the results of both matmuls are returned, too, as they
-    are if backward needs them. The pieces are also written directly into these results."""
+    """``silu(gate) * up`` needs both matmuls of a piece. The function also returns the results of both matmuls, like a
+    forward graph whose backward needs them. The pieces are written directly into all three results."""
 
     def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gathered = all_gather(x, 0, world())
@@ -86,7 +86,7 @@ def test_cast_before_a_reduction_is_fused_into_each_chunk() -> None:
 
 
 def test_chunks_are_read_in_place() -> None:
-    """A copy of each slice would cost as much time as the overlap saves."""
+    """No slice is copied. The copies would cost as much time as the overlap saves."""
     lines = lines_of(lambda x, w: all_gather(x, 1, world()) @ w, (1, 16, 32), (32, 24))
     assert events(lines) == ["start", "mm", *["step", "mm"] * (WORLD_SIZE - 1)]
     lines = lines_of(lambda x, w: reduce_scatter(x @ w, "sum", 1, world()), (1, 128, 32), (32, 24))
@@ -95,9 +95,9 @@ def test_chunks_are_read_in_place() -> None:
 
 @pytest.mark.parametrize("reduces", [False, True], ids=["gather", "reduction"])
 def test_a_kept_collective_stays_behind_the_steps(reduces: bool) -> None:
-    """All ranks must call the steps and the kept collective in one order. An edge keeps this order. Catches
-    an edge that begins at the unread result of a step: Inductor removes such an edge with the result, and may then move
-    the collective before the steps."""
+    """All ranks must call the steps and the kept collective in one order. An edge keeps this order. The edge
+    must not begin at a result that no node reads. Inductor removes such a result together with its edges, and may then
+    move the collective before the steps."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = reduce_scatter(x @ w, "sum", 0, world()) if reduces else all_gather(x, 0, world()) @ w
@@ -157,8 +157,8 @@ def branches(collective: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -
     ],
 )
 def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Tensor], numerics: str) -> None:
-    """Catches a buffer that is freed or reused while a transfer uses it. With such a buffer, results would be wrong
-    from time to time."""
+    """No buffer may be freed or reused while a transfer uses it. Otherwise, results would be wrong from time to
+    time."""
     sub_chunks = 2
     lines = lines_of(
         branches(collective), (64, 32), (32, 24), (64, 32), (32, 24), sub_chunks=sub_chunks, numerics=numerics

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On GPUs, ``schedule=auto`` overlaps a graph of several collectives only if the GPU needs longer than the host."""
+"""On GPUs, ``schedule=auto`` overlaps a graph of several collectives only if the GPU needs at least twice as
+long as the host."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_a_single_collective_is_left_to_its_estimate() -> None:
 
 
 def test_a_small_message_needs_no_time_of_the_gpu() -> None:
-    """Its op takes less host time than the matmul and the collective that it replaces."""
+    """The op of a small message takes less host time than the matmul and the collective that it replaces."""
     assert codes(layers(16, 2)) == ["small_message"] * 2
 
 

@@ -149,8 +149,8 @@ def test_scatter_by_slices(starts: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("steps", [(2, 1), (1, 1)])
 def test_scatter_by_slices_with_gaps(steps: tuple[int, int]) -> None:
-    """A slice of every other row is not a shard, although it has the first row and the number of rows of the first
-    half."""
+    """A slice of every other row is not a shard, although it begins with the first row and has as many rows as a
+    shard."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(8, 16), made.input(16, 8, name="w"))
@@ -192,7 +192,7 @@ def test_scatter_of_padded_pieces(value: int, short: int, bias: bool, found: lis
 )
 def test_scatter_of_padded_rows_of_a_batch(shape: tuple[int, ...], code: str | None) -> None:
     """If rows are appended along the middle dim, each batch entry ends with padding. So the padding lies between rows
-    of the matmul."""
+    of the matmul. The pass supports such padding only if a batch entry has at least two rows of its own."""
     with fake_group(2):
         made = HandGraph()
         x, w = made.call(aten.reshape.default, made.input(*shape), [-1, 16]), made.input(16, 8, name="w")

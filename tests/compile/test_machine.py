@@ -65,7 +65,7 @@ def test_facts_of_the_user_replace_those_of_the_machine_that_is_planned_for() ->
 
 
 def test_the_fingerprint_depends_on_the_facts() -> None:
-    """Catches a cache that returns code planned for a link of another speed."""
+    """A cache must not return code that was planned for a link of another speed."""
     uuids = {fingerprint(OverlapConfig(machine=m)) for m in (None, SLOW, '{"link_bytes": 1e8}')}
     assert len(uuids) == 3 and fingerprint(OverlapConfig(machine=' { "link_bytes" : 62500000 } ')) in uuids
 

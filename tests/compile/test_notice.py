@@ -57,7 +57,7 @@ def test_one_line_by_default_also_from_a_cache(inductor_base: ForkBase, tmp_path
 
 
 def test_torch_logs_shows_it_once(inductor_base: ForkBase, tmp_path: Path) -> None:
-    """The line has torch's prefix, and there is also a line for the graph without a collective."""
+    """With ``TORCH_LOGS``, the line has torch's prefix. The graph without a collective has a line, too."""
     pretend_installed(tmp_path)
     first, second = lines(inductor_base, tmp_path, TORCH_LOGS="overlap_inductor")
     assert f"] {LINE}" in first and "] graph 1_0 inference: 0 sites found" in second

@@ -68,7 +68,8 @@ HAND_MADE = ["gather", "gather inner dim", "scatter", "scatter inner dim", "scat
     "world_size", [2, pytest.param(3, marks=pytest.mark.thorough), 8, pytest.param(64, marks=pytest.mark.thorough)]
 )
 def test_ranks_have_one_text(kind: str, world_size: int) -> None:
-    """Catches a rank number in the graph: ranks would compile different code, miss each other's caches, or hang."""
+    """No graph holds a rank number. Otherwise, ranks would compile different code, miss each other's caches, or
+    hang."""
     texts = set()
     for rank in sorted({0, 1, world_size // 2, world_size - 1}):
         with fake_group(world_size, rank):
@@ -121,7 +122,7 @@ def golden(report: OverlapReport) -> str:
 
 
 def test_gather_golden() -> None:
-    """Catches steps in another order, a copy in place of a view, and a new reshape."""
+    """The steps are in the order of the golden file. Views are not copied, and no reshape is added."""
     with fake_group(2):
         check_golden(golden(hand_made("gather", 2).run(sub_chunks=1)), "one_text/gather.txt")
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pass on the joint graph is one entry of the pipeline. Switching overlap on puts such passes into Inductor's slot
-for passes on the joint graph. Switching overlap off takes them out of the slot. They are part of the cache key."""
+for passes on the joint graph. Switching overlap off takes them out of the slot. The passes are part of the cache
+key."""
 
 from __future__ import annotations
 
@@ -25,8 +26,7 @@ aten = torch.ops.aten
 
 
 class CosForSin:
-    """Replaces each ``sin`` by ``cos``, so results show whether the pass ran. Gradients show that the pass ran on the
-    joint graph."""
+    """Replaces each ``sin`` by ``cos``, so results show whether the pass ran."""
 
     name = "cos for sin"
 
@@ -42,8 +42,8 @@ class CosForSin:
 
 @pytest.fixture(autouse=True)
 def _without_kernels() -> Iterator[None]:
-    """Generated code calls ATen for each op. The tests only read graphs and values, and building a C++ kernel takes a
-    second."""
+    """Generated code calls ATen for each op, because building a C++ kernel takes a second. The tests only read graphs
+    and values."""
     with inductor_config.patch(fallback_by_default=True):
         yield
 
@@ -93,7 +93,7 @@ def test_it_runs_while_the_switch_is_on(added: CosForSin, trains: bool) -> None:
         found = _compiled()(x)
     assert torch.allclose(found, x.cos() * 3) and len(added.graphs) == 1
     if trains:
-        # (The joint graph already holds the backward of sin, which the pass has not changed.)
+        # The gradient is still that of sin: the joint graph already held the backward of sin when the pass ran.
         (gradient,) = torch.autograd.grad(found.sum(), x)
         assert torch.allclose(gradient, x.cos() * 3)
     assert _joint() is None

@@ -137,7 +137,7 @@ class Program:
         self.add(self.made.op(name, x, *args), lead)
 
     def layer(self) -> None:
-        """A matmul with a shard of a weight, an all-reduce, and sometimes a residual."""
+        """Two matmuls, each with a shard of a weight, then an all-reduce, and sometimes a residual."""
         x, lead = self.tensor()
         shape = list(x.meta["val"].shape)
         width = 1

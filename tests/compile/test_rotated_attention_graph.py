@@ -93,7 +93,8 @@ def _order(method: str, schedule: str) -> list[str]:
 
 @pytest.mark.usefixtures("alone")
 def test_exchanges_run_under_the_attention() -> None:
-    """As written, Inductor starts each exchange only when its result is needed."""
+    """With ``keep``, Inductor starts each exchange only when its result is needed. With ``early_start``, each exchange
+    starts before an attention that does not need its result."""
     assert _order("alltoall", "keep") == ["attention", *["exchange", "wait for it", "attention"] * 3]
     assert _order("alltoall", "early_start") == [*["exchange", "attention", "wait for it"] * 3, "attention"]
     assert _order("allgather", "early_start") == ["gather", "attention", "wait for it", *["attention"] * 3]
@@ -101,7 +102,7 @@ def test_exchanges_run_under_the_attention() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_what_is_sent_is_kept_until_the_wait() -> None:
-    """Catches a buffer that Inductor frees or reuses while the exchange may still read it."""
+    """Inductor must not free or reuse the sent buffer while the exchange may still read it."""
     with rotation("alltoall", False):
         lines = lines_of(torch_ring, *[SHAPE] * 3, world_size=4, **SCHEDULE)
     starts = [i for i, line in enumerate(lines) if "all_to_all_single.default(" in line and not line.startswith("#")]
@@ -115,7 +116,8 @@ def test_what_is_sent_is_kept_until_the_wait() -> None:
 
 
 def test_training_forward() -> None:
-    """In a training graph, each wait stands directly behind its exchange."""
+    """As written, a training graph has each wait directly behind its exchange. In the rewritten graph, the attention
+    must stand between the two."""
     with fake_group(3), rotation("alltoall", False):
         forward, *_ = reports_of(torch_ring, *(x.requires_grad_() for x in _own()), **SCHEDULE)
     assert [s.decision.status for s in forward.sites] == ["overlapped"] * 2
@@ -135,7 +137,8 @@ def test_keys_and_values_apart_are_one_site() -> None:
 
 
 def test_ranks_with_different_graphs_write_the_same_plan() -> None:
-    """Without load balance, the ranks of a causal ring skip the blocks that their queries do not see."""
+    """Without load balance, the ranks of a causal ring skip the blocks that their queries do not see. So the ranks find
+    different numbers of sites."""
     plans, sites = set(), []
     for rank in range(3):
         with fake_group(3, rank), torch.no_grad(), rotation("alltoall", False):
@@ -167,7 +170,7 @@ def test_a_collective_between_attention_and_exchange() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_an_opaque_op_between_attention_and_exchange() -> None:
-    """Catches an exchange that moves before an op that may itself issue a collective of the same group."""
+    """The exchange must not move before an op that may itself issue a collective of the same group."""
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = OP(q, k, v)[0]
@@ -183,7 +186,8 @@ def test_an_opaque_op_between_attention_and_exchange() -> None:
 
 
 def test_what_is_sent_is_computed_with_after_the_attention() -> None:
-    """Inductor may compute an op in place, in the memory of the keys, although the exchange is still sending them."""
+    """If an op reads the keys between attention and exchange, Inductor may compute it in place, in memory that the
+    exchange is still sending. The check must find such an op, also if it reads a view of the keys."""
     graph = fx.Graph()
     keys = graph.placeholder("keys")
     attention = graph.call_function(torch.ops.aten.relu.default, (keys,))

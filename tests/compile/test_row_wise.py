@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row-wise ops between a matmul and a collective: such an op gives the same rows whether it runs on the whole tensor or
-on slices of its rows. The site is found. A schedule that cannot compute the op says why."""
+on slices of its rows. A site with such an op is found. A schedule that cannot compute the op says why."""
 
 from __future__ import annotations
 

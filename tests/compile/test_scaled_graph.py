@@ -92,8 +92,8 @@ def test_an_op_is_placed_after_the_gather_of_its_scales() -> None:
 
 
 def test_scales_are_in_the_order_of_the_rows() -> None:
-    """If a sequence is gathered or scattered within its batch, the op takes rows in the ranks' order. The rows'
-    scales must be in this order, too."""
+    """If a sequence is gathered or scattered within its batch, the op takes the rows rank by rank. The scales of the
+    rows must be in this order, too."""
     with fake_group(2):
         made = HandGraph()
         flat = made.view(made.gather_on(fp8(made, 3, 32, 32), 1), 192, 32)

@@ -119,7 +119,8 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_seam_that_breaks_one_rule_is_not_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without that rule, the seam would be written in bands. So no other rule refuses it."""
+    """If the check ignores the rule that a seam breaks, the seam is written in bands. So no other rule refuses the
+    seam."""
     rule, parts = BROKEN[name]
     assert _bands(parts) == [None, None]
     monkeypatch.setattr(check, rule, lambda *arguments: True)
@@ -142,7 +143,8 @@ def test_a_seam_whose_plans_do_not_fit_is_not_cut(name: str) -> None:
 
 
 def test_sites_around_an_op_with_several_results_are_overlapped() -> None:
-    """The mean is a result of the graph, and only the variance is used for the gathered rows."""
+    """The mean is a result of the graph, and only the variance is used for the gathered rows. The sites are overlapped,
+    but not in bands."""
     with fake_group(2):
         made = HandGraph()
         scattered = made.scatter(made.mm(made.input(64, 32), made.input(32, 64, name="w")))
@@ -171,8 +173,8 @@ def test_a_forced_schedule_shows_what_bands_cost(monkeypatch: pytest.MonkeyPatch
 
 
 def test_auto_gives_both_sites_the_sub_chunks_of_the_fastest_seam(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On this link, each transfer takes 28 ms, and the matmuls take 8 and 43 ms. If each site is planned alone, the
-    scatter has 2 sub-chunks and the gather has 4. Their seam is fastest in 4 bands."""
+    """On the machine ``SLOW``, each transfer takes 28 ms, and the matmuls take 8 and 43 ms. If each site is planned
+    alone, the scatter has 2 sub-chunks and the gather has 4. Their seam is fastest in 4 bands."""
 
     def wide(made: HandGraph, gathered: fx.Node, scattered: fx.Node) -> fx.Node:
         return made.mm(gathered, made.input(64, 176, name="up"))

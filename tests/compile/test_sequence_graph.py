@@ -73,7 +73,8 @@ def test_golden(name: str) -> None:
     [pytest.param(*key, marks=[pytest.mark.thorough] * (key in REPEATED)) for key in ON_RANKS],
 )
 def test_the_first_and_the_last_rank_have_one_text(world_size: int, name: str) -> None:
-    """Catches a rank number in the graph: ranks would compile different code, miss each other's caches, or hang."""
+    """A graph must not contain the rank's number. Otherwise ranks would compile different code, miss each other's
+    caches, or hang."""
     found = [reports(name, world_size, rank) for rank in (0, world_size - 1)]
     first, last = ([r.to_json(graphs=True) for r in of_rank] for of_rank in found)
     assert first == last and all(s.status == "rewritten" for r in found[0] for s in r.stretches)

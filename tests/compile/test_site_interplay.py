@@ -55,7 +55,8 @@ def test_a_site_that_feeds_another() -> None:
 @pytest.mark.parametrize("kind", ["operand", "external", "weight"])
 def test_a_site_that_reads_a_reduced_tensor(kind: str) -> None:
     """The first site's result is an operand, a summand or the weight of the second site. When the second site is
-    rewritten, the wait of the first site's collective has already been removed."""
+    rewritten, the wait of the first site's collective has already been removed. So the second site must read the
+    result that replaces this wait."""
     with fake_group(2):
         made = HandGraph()
         reduced = made.reduce(made.mm(made.input(4, 16), made.input(16, 16, name="w")))
@@ -87,7 +88,7 @@ def test_merged_all_reduces_leave_nothing_behind() -> None:
 
 def test_vector_along_another_dim() -> None:
     """A vector that is applied after a permute or a view runs along the matmul's rows, or along parts of its columns.
-    If the pass applied it along whole columns, results would be wrong."""
+    If the pass applied it along whole columns, results would be wrong. So the pass finds no site."""
     with fake_group(2):
         made = HandGraph()
         y = made.call(aten.permute.default, made.mm(made.input(8, 4), made.input(4, 8, name="w")), [1, 0])
@@ -118,7 +119,7 @@ def test_a_scale_with_one_dim_keeps_its_promotion() -> None:
 
 def test_written_in_place_between_site_and_epilogue() -> None:
     """The bias is overwritten after the matmul and before it is added. An epilogue that moves up would read the old
-    bias."""
+    bias. So the site is left as written."""
     with fake_group(2):
         made = HandGraph()
         bias, newer = made.input(8, name="b"), made.input(8, name="n")
@@ -129,7 +130,7 @@ def test_written_in_place_between_site_and_epilogue() -> None:
 
 
 def test_scale_computed_from_the_gathered_tensor() -> None:
-    """A dynamic scale needs the whole gathered tensor before the first piece is multiplied."""
+    """A dynamic scale needs the whole gathered tensor before the first piece is multiplied. So there is no site."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.gather(made.input(4, 16))
@@ -140,7 +141,7 @@ def test_scale_computed_from_the_gathered_tensor() -> None:
 
 def test_size_of_the_result_is_used_after_it() -> None:
     """The epilogue reads a symbolic size of the matmul's output. The pieces need this size before the whole output
-    exists."""
+    exists. The site must still be overlapped."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.gather(made.input(4, 16, dynamic=(0,))), made.input(16, 8, name="w"))
@@ -168,8 +169,8 @@ def test_dynamic_gated_mlp_of_a_sequence() -> None:
 
 
 def test_broadcast_that_adds_a_dim() -> None:
-    """A pointwise op with an operand of more dims gives a result of more dims. Catches a layout with fewer dims than
-    the result. The finder would raise an error on such a layout."""
+    """A pointwise op with an operand of more dims gives a result of more dims. The result's layout must have as many
+    dims as the result. Otherwise the finder would raise an error."""
     with fake_group(2):
         made = HandGraph()
         scaled = made.call(aten.mul.Tensor, made.gather(made.input(4, 8)), made.input(1, 1, 1, name="s"))
@@ -194,7 +195,8 @@ def test_broadcast_that_adds_a_dim() -> None:
     ],
 )
 def test_no_looping_op_for_what_it_does_not_compute(kind: str) -> None:
-    """The looping ops do not compute these sites. If a looping op were used, its result would be wrong."""
+    """A looping op would compute a wrong result for these sites, and the budget is too small to unroll them. So the
+    sites are refused."""
     with fake_group(2):
         made = HandGraph()
         x, w, b = made.input(8, 16), made.input(16, 8, name="w"), made.input(8, name="bias")
@@ -336,9 +338,9 @@ def test_the_matmul_of_a_kept_gather_is_not_a_term_if_it_is_read_elsewhere() -> 
 
 @pytest.mark.parametrize("kind", ["at the same place", "before the other's matmul"])
 def test_two_gathers_that_sink(kind: str) -> None:
-    """The second site reads a tensor that is computed from the first gathered tensor, or the second site computes an
-    operand of the first site's matmul. So each gather moves down to its matmul, and other nodes move with the gather.
-    The steps of a site are written after these nodes."""
+    """The second site's matmul reads a tensor that is computed from the first gathered tensor, or computes an operand
+    of the first site's matmul. Each gather moves down to its matmul, and other nodes move with it. The site's steps
+    must be written after these nodes."""
     with fake_group(2):
         made = HandGraph()
         first, second = made.gather(made.input(4, 8)), made.gather(made.input(4, 8, name="z"))
@@ -426,7 +428,8 @@ def test_a_column_and_a_row_of_the_same_layout_are_not_two_terms(kind: str, batc
 
 def test_sizes_that_have_two_forms() -> None:
     """In ``layer``, the batch and the sequence length are dynamic, so the same number of rows may be written as a
-    product or as a sum of products. In ``mean``, a guard fixes the number of scattered rows to 1."""
+    product or as a sum of products. In ``mean``, a guard fixes the number of scattered rows to 1. Both sites must
+    still be overlapped."""
 
     def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return all_gather(torch.cat([x, x], 1), 2, world()) @ w

@@ -28,7 +28,7 @@ ALL = {**SPELLINGS, **exchange_spellings.SPELLINGS}
 @pytest.mark.parametrize("spelling", ALL)
 @pytest.mark.usefixtures("two")
 def test_spelling(spelling: str) -> None:
-    """Catches a spelling that is no longer found, or that is found with another dim, pattern or role."""
+    """Each spelling must be found as one site with the expected pattern, dim and role."""
     fn, arguments, expected = ALL[spelling]
     report = report_of(fn, *[a() for a in arguments])
     assert summary(report) == [(*expected, "overlapped")]

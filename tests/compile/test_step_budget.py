@@ -49,7 +49,8 @@ def unrolled(report: OverlapReport) -> list[bool]:
     ("world_size", "layers"), [(8, 80), pytest.param(64, 80, marks=pytest.mark.thorough), (1024, 80)]
 )
 def test_eighty_layers_stay_within_the_budget(world_size: int, layers: int) -> None:
-    """A site whose steps do not fit is still overlapped, and the graph does not grow with the number of ranks."""
+    """A site whose steps do not fit the budget is still overlapped, and the graph does not grow with the number of
+    ranks."""
     with fake_group(world_size, 1):
         made = backward(layers)
         before = len(made.graph.nodes)
@@ -63,7 +64,8 @@ def test_eighty_layers_stay_within_the_budget(world_size: int, layers: int) -> N
     assert added <= BUDGET + OP_NODES * 2 * layers
     chosen = unrolled(report)
     assert any(chosen) == (world_size < 1024) and not all(chosen)
-    # The first gathers are unrolled. The rest of the budget may suffice for a smaller site that comes later.
+    # After the first gather that does not fit the budget, no gather is unrolled. The rest of the budget may still
+    # suffice for a smaller site, a scatter.
     gathers = chosen[::2]
     assert gathers == sorted(gathers, reverse=True)
     assert report.after.count("overlap_inductor.all_gather_matmul.default(") == gathers.count(False)
@@ -263,7 +265,7 @@ def test_pointwise_ops_before_the_matmul_are_computed_on_shards(kind: str, statu
 )
 def test_ops_after_the_matmul_that_looping_reductions_compute(kind: str, status: str) -> None:
     """Looping reductions can compute a sum in the form that Inductor gives it: one matmul is the bias of the other.
-    They also compute the addition of one row, and one change of dtype. The test catches a term that is left out."""
+    They also compute the addition of one row, and one change of dtype. No term may be left out."""
 
     def convert(x: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
         return made.call(torch.ops.prims.convert_element_type.default, x, dtype)
@@ -286,8 +288,8 @@ def test_ops_after_the_matmul_that_looping_reductions_compute(kind: str, status:
         report = made.output(made.scatter(terms[kind]()), *([y] if "elsewhere" in kind else [])).run(step_node_budget=1)
     assert [f[2] for f in facts(report)] == [status] and report.notices == []
     if "another result" in kind:
-        # Either both matmuls are computed in pieces, or only one of them. In the second case, pieces of the other
-        # result are added.
+        # Both matmuls are computed in pieces. But if ``y`` is read elsewhere, its matmul stays whole, and pieces of
+        # ``y`` are added.
         operands, bias = (
             ("[x, x], [v, w], [None, None]", False)
             if kind == "another result added"

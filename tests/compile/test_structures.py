@@ -183,8 +183,8 @@ def test_sharded_head(dim: int) -> None:
 
 
 def test_sharded_head_whose_logits_a_later_matmul_reads() -> None:
-    """The later matmul reads the logits through an op that does not commute with the gather. Catches a finder that
-    stops at this later matmul, and does not look at the matmul before the gather."""
+    """The later matmul reads the logits through an op that does not commute with the gather. The finder must
+    also look at the matmul before the gather, and not stop at the later one."""
     report = traced(lambda x, w, v: torch.cumsum(all_gather(x @ w, 0, world()), 0) @ v, (4, 16), (16, 8), (8, 4))
     assert facts(report) == [("matmul_all_gather", ["mm M"], "overlapped")] and report.near_misses == []
 
@@ -212,9 +212,9 @@ def test_ops_that_commute_before_a_reduction_are_part_of_the_site() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_softmax_between_is_a_near_miss(dim: int) -> None:
-    """A softmax over the rows of all ranks cannot be computed on pieces, and the report must not say ``no_matmul``. A
-    softmax over columns treats each row by itself, so after a gather it is part of a site. Before an all-reduce it is a
-    near miss, because a softmax is not linear and cannot be applied to partial sums."""
+    """A softmax over the rows of all ranks cannot be computed on pieces. The report must say ``op_between``, not
+    ``no_matmul``. A softmax over columns treats each row by itself, so after a gather it is part of a site. Before an
+    all-reduce, any softmax is a near miss, because it is not linear and cannot be applied to partial sums."""
     after = traced(lambda x, w: torch.softmax(all_gather(x, 0, world()), dim) @ w, (4, 16), (16, 8))
     before = traced(lambda x, w: all_reduce(torch.softmax(x @ w, dim), "sum", world()), (4, 16), (16, 8))
     for report in (after, before)[dim:]:
@@ -230,7 +230,7 @@ def test_collective_alone() -> None:
 
 def test_weight_gather_is_overlapped_if_nothing_else_hides_it() -> None:
     """FSDP's gather stands where the weight is used. Inductor has settings that move such a gather to an earlier place,
-    but none of these settings is on by default."""
+    but none of these settings is on by default. So the gather is overlapped."""
     module = GatheredWeight(8, 8)
     report = traced(lambda x: x.bfloat16() @ all_gather(module.weight.bfloat16(), 0, world()), (4, 16))
     assert facts(report) == [("all_gather_matmul", ["mm K"], "overlapped")] and codes(report) == []
@@ -249,8 +249,8 @@ def test_weight_gather_is_left_to_prefetching() -> None:
 @inductor_config.patch(reorder_for_compute_comm_overlap=True)
 @pytest.mark.parametrize("trained", [False, True])
 def test_parameters_are_distinguished_from_activations(trained: bool) -> None:
-    """The activation is an input of the graph and the right operand of a matmul, as an FSDP weight is. Catches a finder
-    that takes this activation for an FSDP weight."""
+    """The activation is an input of the graph and the right operand of a matmul, as an FSDP weight is. The finder must
+    not take this activation for an FSDP weight."""
     module = GatheredWeight(8, 8)
 
     def fn(x: torch.Tensor, y: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, ...]:

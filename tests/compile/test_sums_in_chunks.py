@@ -60,7 +60,8 @@ def test_a_sum_that_inductor_made_one_matmul_is_a_sum(read_elsewhere: bool) -> N
 
 
 def test_a_sum_scattered_in_chunks_golden() -> None:
-    """Catches a matmul of the sum that is still in the graph, and a bias that is added to the wrong matmul."""
+    """No matmul of the sum may stay in the graph. The op must list the matmul with the bias first, because the op adds
+    its bias to the first product."""
     with fake_group(2):
         report = summed_scatter_site(biased=1).run(schedule="chunked")
         check_golden(report.after, "fused_graph/a_sum_scattered_in_chunks.txt")

@@ -73,7 +73,7 @@ def _is_quick(name: str, world_size: int, budget: str) -> bool:
     ],
 )
 def test_ranks_exchange_alike(name: str, world_size: int, budget: str) -> None:
-    """Catches bands, budgets or ids that depend on a property of one rank only."""
+    """Bands, budgets and ids must not depend on a property of one rank only."""
     fields = BUDGETS[budget]
     found = []
     for rank in range(world_size):
@@ -84,7 +84,7 @@ def test_ranks_exchange_alike(name: str, world_size: int, budget: str) -> None:
 
 
 def layer(inner: int, bias: bool, adds: int = 0) -> HandGraph:
-    """A row-wise bf16 layer on GPUs with a weight of ``inner`` rows. ``bias``: the matmul has a bias. ``adds``: number
+    """A row-wise bf16 layer on GPUs. Its weight has ``inner`` rows. ``bias``: the matmul has a bias. ``adds``: number
     of additions between the matmul and the all-reduce."""
     made = HandGraph()
     x, w = (

@@ -55,8 +55,8 @@ def _with_counts(function: Callable[..., torch.Tensor], rows: int = 8, **fields:
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the golden file is for torch 2.13")
 def test_golden() -> None:
-    """Catches any change of the graph, and a graph that differs between ranks. In the rewritten graph, the host must
-    read as many sizes as in the graph before the rewrite."""
+    """The graphs of both ranks must be those of the golden file. In the rewritten graph, the host must read as many
+    sizes as in the graph before the rewrite."""
     texts = set()
     for rank in (0, 1):
         with fake_group(2, rank):

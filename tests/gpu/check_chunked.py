@@ -156,8 +156,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
     parser.add_argument("--patterns", nargs="+", default=PATTERNS, choices=PATTERNS)
     arguments = parser.parse_args()
-    # (The patience is shorter than the time in which the whole check must end. So a wait that times out is reported
-    # before the check is ended.)
+    # (A caller may limit the time of the whole check. The patience is short, so that a wait times out, and is reported,
+    # before this limit.)
     rank, world_size = start_rank(PATIENCE_SECONDS)
     chance, failed = random.Random(rank), 0
     for pattern in arguments.patterns:

@@ -46,8 +46,8 @@ FACTOR = 17
 8, but not of a tile's size."""
 MEASURED = ("host", "kernels", "epilogue us", "weights us", "exchange us")
 """Checks whose row is a measurement. Three of them also contain assertions. ``kernels`` asserts that a site has no more
-kernels than max-autotune needs. ``weights us`` asserts that one launch for all weights gives nearly
-the same results as a launch for the widest weight and vendor matmuls for the others. ``exchange us`` asserts that the
+kernels than max-autotune needs. ``weights us`` compares one launch for all weights with a launch for the widest weight
+and vendor matmuls for the others. It asserts that the results are nearly the same. ``exchange us`` asserts that the
 results of each schedule are close to those of ``keep``."""
 
 
@@ -138,8 +138,9 @@ PATTERNS_OF = {
     "chunked": (*ALL_PATTERNS, *EXCHANGES),
     "fused": (*ALL_PATTERNS, *EXCHANGES),
 }
-"""The patterns of schedules. A schedule that is not listed here has the patterns of ``ALL_PATTERNS``. A site with a
-contraction has pattern ``all_to_all_matmul``, but it has an op of its own, so it counts as a pattern here."""
+"""The patterns of schedules. A schedule that is not listed here has the patterns of ``ALL_PATTERNS``. A site of
+pattern ``all_to_all_matmul`` whose matmuls contract the exchanged dim has an op of its own. So it is listed as a
+pattern, ``contracted_all_to_all_matmul``."""
 
 
 def patterns_of(

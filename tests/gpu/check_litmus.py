@@ -432,7 +432,9 @@ def fault_is_recorded(litmus: Litmus) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, help="default: 20000, or 200 if ranks share GPUs")
-    parser.add_argument("--copied-rounds", type=int, help="rounds of copies; default: 2000, or 20 if ranks share GPUs")
+    parser.add_argument(
+        "--copied-rounds", type=int, help="most rounds of copy-engine ways; default: 2000, or 20 if ranks share GPUs"
+    )
     parser.add_argument("--only", default="", help="run only the writers whose names begin with this")
     parser.add_argument("--ranks-share-gpus", action="store_true")
     arguments = parser.parse_args()

@@ -8,7 +8,7 @@ each scenario.
 With ``--ranks-share-gpus``, two ranks can share one GPU. They then take turns on it, so a call takes tens of
 milliseconds. For each input, the first result is compared with fp64, and later results must be bitwise equal to the
 first. The exit status is 1 if a result was wrong, if a wait timed out, or if a capture that must be refused was
-accepted. It is also 1 if the ranks did not get the same reason for the missing workspace.
+accepted. It is also 1 if the ranks did not get the same reason for refusing the workspace that does not fit.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Place:
         with torch.cuda.stream(stream):
             if late and self.chance.random() < 0.5:
                 torch.cuda._sleep(self.chance.randrange(2_000_000))
-            # (Each call writes a word of its own, because two streams must not add to one word.)
+            # (Each call has a count of its own, because two streams must not add to one count.)
             self.counts.append((run() != first).any())
 
     def begin(self) -> None:
@@ -94,7 +94,8 @@ class Place:
 
 
 def queued_behind(place: Place, rounds: int) -> int:
-    """Rank 0 queues a receive between two calls, on the first call's stream. Rank 1 sends after the second call."""
+    """Rank 0 queues a receive between two calls, on the first call's stream. Rank 1 sends after the second call, which
+    runs on another stream. So the second call must not wait for the receive."""
     (a, *_), (b, *_) = place.sites[:2]
     place.begin()
     for i in range(1, rounds + 1):

@@ -5,7 +5,7 @@ without overlap.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_rotated_attention --bench
 
-Prints one line for each case. The exit status is 1 if the output of a case is wrong, or if a site is not overlapped.
+Prints one line for each case. The exit status is 1 if an output or a gradient is wrong, or if a site is not overlapped.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ BACKENDS = {
 }
 METHODS = ("alltoall", "allgather")
 OWN = 128
-"""Tokens of a rank. Ranks with balanced load also attend with half of their queries. Memory-efficient attention pads
-queries to a multiple of 32, and half of ``OWN`` is such a multiple."""
+"""Tokens of a rank. If the load of the ranks is balanced, a rank also attends with half of its queries. Half of ``OWN``
+is a multiple of 32, so memory-efficient attention pads no queries."""
 
 
 def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -51,8 +51,8 @@ def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> to
 
 @contextmanager
 def sharded(whole: list[torch.Tensor], method: str, causal: bool, backend: str) -> Iterator[list[torch.Tensor]]:
-    """This rank's shards of ``whole``, in torch's context parallelism. If ``causal``, the load of the ranks is
-    balanced."""
+    """Enter torch's context parallelism and yield this rank's shards of ``whole``. If ``causal``, the load of the ranks
+    is balanced."""
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     buffers = [x.clone() for x in whole]
     with rotation(method, causal), context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):

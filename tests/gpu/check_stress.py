@@ -13,7 +13,7 @@ The scenarios are in ``tests.gpu.stress_scenarios.SCENARIOS``. For each input, t
 and later results must be bitwise equal to the first. Set environment variables on the command line:
 
     CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 -m tests.gpu.check_stress --iterations 2000
-    CUDA_MODULE_LOADING=LAZY (and EAGER) torchrun --nproc-per-node 2 -m tests.gpu.check_stress --only lazy
+    CUDA_MODULE_LOADING=LAZY torchrun --nproc-per-node 2 -m tests.gpu.check_stress --only lazy     # also with EAGER
 
 Comparing runs. A row of scenario ``lazy`` has a digest of the bits of the variant's first results on all ranks. Two
 runs must give the same digest if the number of ranks, the GPUs and the versions of the libraries are the same.

@@ -8,7 +8,7 @@ Each check prints one JSON row.
 ``results``: the results of every kind of lookup are close to fp64. If samples have no weights, the results are also
 bitwise equal to those of torch's own lookups.
 ``trained``: gradients of a DLRM's tables are close to those of the plain program. ``stress``: calls with late
-ranks. ``graphs``: replays of captured graphs between eager calls, with new indices at new addresses.
+ranks. ``graphs``: replays of captured graphs between eager calls. Each kind of lookup has two sets of indices.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ in a fixed order, all calls with the same input must return the same bits. Each 
 
 The model has three blocks and runs in three variants. Two variants are sequence-parallel by DTensor, with gathers and
 scatters in forward and backward: one with full checkpointing, one without. The third variant is tensor-parallel without
-sequence parallelism, and has all-reduces. Backward runs on autograd's own thread. Two inputs take turns, so that calls
-repeat with all tensors at the same addresses. Between the steps, the program returns cached memory to the GPU and runs
-a step of another model. All this is done for the model without overlap, too. Prints one JSON row per variant, mode and
-schedule. The exit status is 1 if a row is not right.
+sequence parallelism, and has all-reduces. Backward runs on autograd's own thread. Two inputs take turns, so each input
+comes several times. Before one step, the program returns cached memory to the GPU, so later tensors may get other
+addresses. Before another step, it runs a step of another model. The same steps also run without overlap. Prints one
+JSON row per variant, mode and schedule. The exit status is 1 if a row is not right.
 """
 
 from __future__ import annotations

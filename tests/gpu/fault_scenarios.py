@@ -178,7 +178,8 @@ class Rank:
         self.raises(start)
 
     def uneven_replays(self) -> None:
-        """``uneven`` with a CUDA graph. No host checks the replays, which go on after the abort."""
+        """``uneven`` with a CUDA graph. No host checks for errors between replays, so the replays go on after the
+        abort."""
         result = torch.empty(0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -225,13 +226,15 @@ class Rank:
             torch.cuda.synchronize()
 
     def ended(self) -> None:
-        """After a call without its peer, the program destroys its groups and ends, as a healthy program does."""
+        """After a call without its peer, the program destroys its groups and ends, as a healthy program does. Every
+        process must still end with exit status 1."""
         self.site.calls(CALLS - 1)
         if not self.fails:
             self.site.call()
 
     def behind(self) -> None:
-        """The program destroys the group while the last call is in flight, and reads the call's result afterwards."""
+        """The program destroys the group while the last call is in flight, and reads the call's result afterwards.
+        Every process must end with exit status 1."""
         self.site.calls(CALLS - 1)
         if not self.fails:
             result = self.site.of.run()

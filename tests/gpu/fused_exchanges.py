@@ -53,9 +53,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def exchange_times(world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds (medians on this rank) of a projection with its exchange, by way. ``matmul`` and ``exchange`` are
-    the two parts alone. ``exchange`` moves as many bytes as the exchange of the projection, and permutes nothing. Every
-    result must agree with ``keep``.
+    """Microseconds (medians on this rank) of a projection with its exchange, for each of ``WAYS``. ``matmul`` and
+    ``exchange`` are the two parts alone. ``exchange`` moves as many bytes as the exchange of the projection, and
+    permutes nothing. Every result must agree with ``keep``.
 
     The key of a row has the direction, the number of tokens of all ranks, and the hidden size.
     """

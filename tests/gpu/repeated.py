@@ -107,9 +107,9 @@ def replays(sites: Sequence[Repeated], count: int, others: Sequence[Repeated] = 
 
 
 def host_us(call: Callable[[], Any], calls: int = 20) -> float:
-    """Host time of one call in microseconds, while the GPU is busy: the median over ``ROUNDS`` rounds of ``calls``
-    calls. The rounds are short, because a full queue would block the host. The first call of a round takes 200 us,
-    because the host was idle before. One slow call in ``calls`` calls hardly changes the median."""
+    """Host time of one call in microseconds, while the GPU is busy: the median over all calls of ``ROUNDS`` rounds with
+    ``calls`` calls each. The rounds are short, because a full queue would block the host. The first call of a round
+    takes 200 us, because the host was idle before. One such call in a round hardly changes the median."""
     took = []
     for _ in range(ROUNDS):
         dist.barrier()

@@ -48,7 +48,8 @@ class Pattern(ABC):
 
     def left(self, sizes: Sizes) -> Size:
         """Rows and columns of a rank's left operand, which is also what the rank sends if the collective comes first.
-        By default, ``[tokens, inner]``: a slice of rows for each rank, or all rows of a reduction."""
+        By default, ``[tokens, inner]``. In an all-to-all, each rank gets a slice of these rows. In a reduction, these
+        are the rows of the whole result."""
         return sizes.tokens, sizes.inner
 
     def right(self, sizes: Sizes) -> Size:

@@ -165,8 +165,8 @@ def stream(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 def given_back(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
     """Two sites. Between their calls, each rank repeatedly returns memory to the GPU and allocates other sizes. A
-    tensor may then have the same address as an earlier tensor, but lie in a new allocation. If the copies of a CUDA
-    graph used the old allocation, CUDA refuses to launch the graph."""
+    tensor may then have the same address as an earlier tensor, but lie in a new allocation. A CUDA graph whose copies
+    use the old allocation must not be replayed, because CUDA would refuse to launch it."""
     a, b = stress.sites(variant)
     chance, held = random.Random(2000 + stress.rank), []
 

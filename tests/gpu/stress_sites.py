@@ -34,8 +34,8 @@ from tests.gpu.stress_variants import Variant
 define_ops()
 
 INPUTS = 3
-"""The number of left operands of each shape. A slot has two halves, which calls use in turn. With two operands, each
-half would always get the same operand, and stale rows would not be found."""
+"""The number of left operands of each shape. A slot has two halves, which calls use in turn. If only two operands took
+turns, each half would always get the same operand, and stale rows would not be found."""
 LIMIT = 2**33
 TOLERANCE = 2e-2
 """Largest error that is allowed, relative to the largest element."""

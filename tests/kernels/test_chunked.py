@@ -170,8 +170,8 @@ def test_agrees_with_fp64(name: str) -> None:
 
 
 def test_partial_sums_are_rounded_once() -> None:
-    """The sum is 2048 + 1 + 1. If it were added from left to right and rounded to fp16 after each addition, both ones
-    would be lost."""
+    """The sum 2048 + 1 + 1 must be 2050. If the terms were added from left to right and rounded to fp16 after each
+    addition, both ones would be lost."""
     out = shared(3, 8, 8, dtype=torch.float16)
     workspace = SharedWorkspace.of(3, 3 * 8 * 8 * 2, 1)
     run_ranks(3, _round_once, workspace, out)
@@ -299,9 +299,9 @@ def test_the_gathered_tensor_is_copied_during_the_last_chunk(monkeypatch: pytest
     ("queues", "what"), [("", "another receiver to get its rows from rank 2"), ("2", "rows from rank 1")]
 )
 def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, what: str) -> None:
-    """Rank 0 sends the rows for its second receiver only after this receiver has got its rows from rank 2. Here that
-    never happens, so this wait of rank 0 times out. With too few hardware queues, transfers do not take turns. Then the
-    call's own wait for rows times out."""
+    """Rank 0 sends to rank 2 first. It sends to rank 1 only after rank 1 has got the rows of rank 2. Here rank 2 sends
+    nothing, so rank 0's wait for its turn times out. With too few hardware queues, transfers do not take turns. Then
+    rank 0's wait for the rows of rank 1 times out."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     monkeypatch.setattr(symmetric, "hardware_queues", symmetric.hardware_queues.__wrapped__)
     workspace = SharedWorkspace.of(3, 20_000, 8)
@@ -315,9 +315,9 @@ def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, w
 
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_finished_rows_are_not_signalled_if_a_peer_never_comes(transport: str) -> None:
-    """An all-reduce whose peers never come sends its partial sums, but must not signal finished rows. A call that was
-    already queued must not signal finished rows either, because a peer may be waiting for that call's number. (In a
-    captured graph, the host checks nothing between calls.)"""
+    """An all-reduce whose peers never come sends its partial sums, but must not signal finished rows. A second call
+    that was queued before the host saw the timeout must not signal them either. A peer may be waiting for the second
+    call's number. (In a captured graph, the host checks nothing between calls.)"""
     workspace = SharedWorkspace.of(3, 20_000, 8)
     launch, p = workspace.launch(0, patience_ns=20_000), replace(SMALL, transport=transport, chunks=2, bands=3)
     a, matmul, out = torch.ones(72, 32).half(), VendorMatmul(torch.ones(32, 16).half()), torch.empty(72, 16).half()

@@ -156,7 +156,7 @@ def _check_scaled(rank: int, world_size: int, folder: str) -> list[str]:
             a = torch.randn(rows if gathers else all_rows, inner, generator=generator).to(FP8)
             b = torch.randn(columns, inner, generator=generator).to(FP8).t()
             bias = torch.randn(columns, generator=generator).to(BF16)
-            # A row-wise ``scale_a`` is a column with the strides of a row.
+            # A row-wise ``scale_a`` is a transposed row, so it has other strides than a contiguous column.
             scale_a, scale_b = scales((1, all_rows)).t(), scales((1, columns))
             name = f"{pattern} {transport} {row_wise}"
             need = chunked_plan.needed(

@@ -42,8 +42,8 @@ def _wraps(rank: int, space: SharedWorkspace, name: str, calls: int) -> None:
 
 
 PAST_0 = ("fused all_gather_matmul", "chunked matmul_all_reduce, pushed", "small_message, two-shot with norm")
-"""In ``make test``, only these calls count past 2**32. ``make test-thorough`` runs the other calls past 2**32. Three
-calls are enough for ``make test``, because all schedules share the functions that compare a flag with the count."""
+"""``make test`` takes the count past 2**32 only for these names. ``make test-thorough`` does it for all names. Three
+names are enough for ``make test``, because all schedules share the functions that compare a flag with the count."""
 
 
 @pytest.mark.parametrize(

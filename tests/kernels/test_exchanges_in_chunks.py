@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-to-alls in schedule ``chunked``, on processes that share memory, with the kernels in Triton's interpreter. The
-operands are small integers, so every product is exact in fp16 and bf16, however the matmul is cut into chunks. Results
-must be equal bit for bit."""
+operands are small integers, so every product is exact in fp16 and bf16, however the matmul is cut into chunks. So
+results must be equal to fp64 results bit for bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Case:
     Attributes:
         rows: rows of a slice.
         columns: a slice consists of columns of the product.
-        two: a second matmul reads what is received, and the call returns what is received.
+        two: a second matmul reads the received tensor, and the call also returns this tensor.
     """
 
     pattern: str

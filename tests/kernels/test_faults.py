@@ -71,7 +71,7 @@ def _peer_skips(rank: int, workspace: SharedWorkspace, pattern: str, finished: t
         return
     while not int(finished[0]):
         time.sleep(0.01)
-    # Rank 1 missed the call. Its next call raises, because rank 0 has given up.
+    # Rank 1 made no second call before rank 0 gave up. So its second call raises.
     missed = f"site some site of group 'tp' timed out waiting for {PATTERNS[pattern][0]} from rank 1"
     with pytest.raises(TransferError, match=f"rank 0 gave up first: {missed}: expected call 2, saw call 1"):
         _call(pattern, launch)

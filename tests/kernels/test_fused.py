@@ -29,8 +29,8 @@ CALLS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """``CALLS`` calls in one slot. Each call has one band and one piece more than the call before. The flags must still
-    have the same meaning, because sites with different numbers of bands share a slot.
+    """``CALLS`` calls in one slot. Each call has one band and one piece more than the call before. A flag must mean the
+    same in all calls, because sites with different numbers of bands share a slot.
 
     Attributes:
         rows: rows of a shard.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-to-alls in schedule ``fused``, on processes that share memory, with the kernels in Triton's interpreter. The
 operands are small integers, so every product is exact in fp16, whatever the order in which its terms are summed.
-Results must be equal bit for bit. (The interpreter multiplies no bf16.)"""
+So results must be equal to fp64 results bit for bit. (The interpreter cannot multiply bf16.)"""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Case:
     """``CALLS`` calls in one slot. Each call has one band more than the call before.
 
     Attributes:
-        rows, columns, inner: rows of a slice, columns of a slice of the result, and K.
+        rows, columns, inner: rows of a slice, columns of the result, and K.
         by_columns: a slice consists of columns of the product.
         in_rows: the right operand is row-major, not transposed.
-        two: a second weight also multiplies the received rows, and these rows are read after the kernel. (A
-            contraction has one weight.)
+        two: the received rows are read after the kernel. Except in a contraction, a second weight also multiplies
+            these rows.
         settings: parameters of the schedule.
     """
 
@@ -238,7 +238,8 @@ def test_a_peer_that_never_comes(pattern: str, what: str) -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_contraction_with_a_peer_that_never_comes(keep: bool) -> None:
-    """Every element is a sum over the slices of all ranks, so every element is NaN."""
+    """Every element of the result is a sum over the slices of all ranks. If slices are missing, every element must be
+    NaN."""
     launch = SharedWorkspace.of(3, 20_000, 8).launch(0, patience_ns=20_000)
     a, b = torch.ones(48, 32).half(), torch.ones(16, 96).half().t()
     assert contracted_all_to_all_matmul(a, b, launch, P, keep=keep).isnan().all()
@@ -248,7 +249,7 @@ def test_a_contraction_with_a_peer_that_never_comes(keep: bool) -> None:
 
 @pytest.mark.parametrize("pattern", [SENT, RECEIVED, CONTRACTED])
 def test_nothing_is_written_without_a_credit(pattern: str) -> None:
-    """The peer has not given the credit that permits writes into its workspace."""
+    """The peers have given no credits, so this rank must not write into their workspaces."""
     workspace = SharedWorkspace.of(3, 20_000, 4)
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)

@@ -109,8 +109,7 @@ def test_three_ranks(tmp_path: Path) -> None:
 
 
 def test_schedule_chunked(tmp_path: Path) -> None:
-    """The cases cover different layouts of the three patterns. Schedule ``chunked``, like ``fused``, turns a site
-    into one op."""
+    """Gathers, reduce-scatters and all-reduces in different layouts."""
     names = [
         "gather rows, two matmuls, one with bias, gathered tensor read",
         "gather rows, and a weight's gradient",
@@ -140,8 +139,8 @@ def test_exchanges(tmp_path: Path, schedule: str, world_size: int) -> None:
     ("schedule", "world_size"), [("chunked", 3), pytest.param("fused", 2, marks=pytest.mark.thorough), ("fused", 3)]
 )
 def test_exchanges_of_a_contracted_dim(tmp_path: Path, schedule: str, world_size: int) -> None:
-    """Catches slices in another order than the right operand's rows, a slice that is lost or added twice, and a result
-    that holds the wrong rows."""
+    """Each slice must be multiplied once, by those rows of the right operand that belong to the slice. The result must
+    hold the rows of this rank."""
     names = list(contractions(world_size))
     for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), names, schedule, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
@@ -149,8 +148,8 @@ def test_exchanges_of_a_contracted_dim(tmp_path: Path, schedule: str, world_size
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_chunks_of_a_sum_of_matmuls(tmp_path: Path, world_size: int) -> None:
-    """Such sums occur in the backward of layers that read the same tensor. Catches a product that is computed from
-    another chunk's rows, left out, or added twice."""
+    """Sums of matmuls occur in the backward of layers that read the same tensor. Each product of a chunk must be
+    computed from this chunk's rows, and added once."""
     names = list(sums(world_size))
     tried = names if world_size == 2 else [names[1], names[3], names[6]]
     for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), tried, "chunked", timeout=400)):

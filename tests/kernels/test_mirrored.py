@@ -57,8 +57,8 @@ class OneOfMany:
         CopyEngine().prepare(self.launch, transfer, range((self.world_size - 1) * PARTS), source, Share(0, 0))(source)
 
     def signalled(self) -> list[list[int]]:
-        """The signals at the other GPU: one for each part of each source. The other GPU, too, counts
-        itself as rank 0, so its sources are ranks 1 to ``world_size - 1``."""
+        """The signals at the other GPU: for each rank that sends to it, one signal for each part. The other
+        GPU, too, counts itself as rank 0, so ranks 1 to ``world_size - 1`` send to it."""
         flags = self.flags[1][self.margin :: FLAG_WORDS].tolist()
         first = [self.world_size + source * mirrored.SIGNALS for source in range(self.world_size)]
         return [flags[at : at + PARTS] for at in first[1:]]

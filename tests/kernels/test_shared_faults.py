@@ -60,7 +60,8 @@ def _tiles_come_late(rank: int, world_size: int, folder: str, reached: bool, sca
 
         wave_groups.Call.multiply = held  # type: ignore[method-assign]
     for value in (2, 3):
-        # In the second call, the count already includes the late tiles of the first call, so the wait ends too early.
+        # In the loop's second call, the counters already include the late tiles of the loop's first call. So the wait
+        # for tiles ends too early, and the result must be NaN all the same.
         assert call(value).isnan().all(), "tiles that were never written are returned as valid"
         if rank == 0:
             multiply(late[0][0], *late[0][1])
@@ -141,7 +142,8 @@ def _sees_no_board(rank: int, world_size: int, folder: str, files: str, blind: i
     [
         (2, False, "map the first rank's file of {} (OverlapError: [Errno 2] No such file"),
         (0, False, "make a file of"),
-        # If the folder has no room for a page of the file, a write to that page would end the process with SIGBUS.
+        # A full folder must be found when the file is made. A later write to the file would end the process with
+        # SIGBUS.
         (0, True, "make a file of {} for all ranks (OverlapError: [Errno 28] No space left"),
     ],
     ids=["a rank cannot map the file", "the first rank cannot make the file", "no memory is left for the file"],

@@ -84,7 +84,8 @@ def _signed(numbers: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("call", [0, 1, 2**20, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1])
 def test_a_flag_is_reached_if_it_equals_the_target_or_is_a_little_ahead(call: int) -> None:
     """The comparison must be right at any count of calls. A flag that was last set 2**31 calls ago has not reached the
-    target. ``NOBODY``, which a copy engine sends if no rank may go on, never reaches a target."""
+    target. If no rank may go on, a copy engine sends ``NOBODY`` plus the number of the call. No such flag reaches the
+    target."""
     ahead = [0, 1, WINDOW - 1, -1, -(2**31), -(2**31) - 5, NOBODY.value, WINDOW]
     found = torch.zeros(16, dtype=torch.int32)
     compare[(8,)](_signed([call + n for n in ahead]), _signed([call] * 8), found)
@@ -96,7 +97,8 @@ TRIES = 40
 
 @triton.jit
 def give_up_alike(flag, stop, who):
-    """Wait until the wait times out. The record's code, peer and expected value are all ``who``."""
+    """Wait for a flag that is never set, until the wait times out. The record's code, peer and expected value are all
+    ``who``."""
     wait_at_least(flag, who, stop, 3_000, who, who)
 
 
@@ -129,7 +131,7 @@ def _one_of_two(block: int, space: SharedWorkspace, steps: torch.Tensor) -> None
 
 def test_two_blocks_that_give_up_together_leave_one_whole_record() -> None:
     space = SharedWorkspace.of(3, 16, 1)
-    # (The workspace is made before the fork, so it has the same addresses in both processes.)
+    # (The record is made before the fork, so the addresses that it gives to kernels are right in both processes.)
     faults = space.faults(0)
     run_ranks(2, _one_of_two, space, shared(2), seconds=60)
     del faults

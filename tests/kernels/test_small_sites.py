@@ -66,8 +66,8 @@ def _check(rank: int, world_size: int, folder: str, dynamic: bool) -> list[str]:
     if any(p[0].schedule != "small_message" for p in plans) or not plans:
         problems.append(f"{plans}")
     fused = [r.after.count("small_message_matmul_all_reduce_norm.default(") for r in reports]
-    # (If the token count is dynamic, the kernel computes no norm. torch compiles one row to a graph of its own, in
-    # which the count is static.)
+    # (In a graph with a dynamic token count, the kernel computes no norm. torch compiles a separate graph for one row.
+    # In this graph the count is static, so the kernel computes both norms.)
     if fused != ([0, 2] if dynamic else [2]):
         problems.append(f"{fused} norms computed in the all-reduce's kernel")
     if any("_c10d_functional" in r.after for r in reports) or (not dynamic and "rsqrt" in reports[0].after):

@@ -100,7 +100,8 @@ def _fused(keep: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, int, 
 
             def sent(source: torch.Tensor) -> None:
                 send(source)
-                # (The kernel that follows finds the flags of this call, but the rows of the next call.)
+                # (The fused kernel starts after this. It finds the flags of rank 1's first call, but the rows of rank
+                # 1's next call.)
                 if sender is not None:
                     sender.call(100.0)
 

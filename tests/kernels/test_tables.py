@@ -32,8 +32,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Case:
-    """Calls of one site. ``rows``: the number of bags that one rank receives of each table. ``longest``: bags have 0 to
-    ``longest`` indices. With ``longest`` 0, the site looks up plain rows, and there are no bags."""
+    """Calls of one site. ``rows``: for each table, the number of bags that one rank receives. ``longest``: bags have 0
+    to ``longest`` indices. With ``longest`` 0, the site looks up plain rows, and there are no bags."""
 
     world_size: int = 2
     tables: int = 2
@@ -150,7 +150,7 @@ def test_against_fp64_and_the_order_of_torch(name: str) -> None:
             for rank in range(case.world_size):
                 expected, found = _received(pooled, case, rank), out[call, rank]
                 # (Results in bf16 are not compared bit for bit. Triton's interpreter cuts off bits when it converts to
-                # bf16, and GPUs round to nearest.)
+                # bf16, but torch rounds to nearest.)
                 if dtype == torch.float32 and case.dtype != torch.bfloat16:
                     assert torch.equal(found, expected.to(case.dtype)), f"call {call} rank {rank}"
                 torch.testing.assert_close(found.to(dtype), expected, rtol=1e-2, atol=1e-2)

@@ -60,7 +60,7 @@ def _check(rank: int, world_size: int, folder: str, schedule: str, variant: Vari
     ],
 )
 def test_a_block_that_trains(schedule: str, variant: Variant, tmp_path: Path) -> None:
-    """Catches a weight's gradient that is computed from the gathered tensor before all of it has arrived. Also catches
-    a product that is left out of a sum or is computed from another chunk's rows."""
+    """A weight's gradient must be computed only after the whole gathered tensor has arrived. A sum must contain all its
+    products, and each product of a chunk must be computed from this chunk's rows."""
     for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), schedule, variant, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

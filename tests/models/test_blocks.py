@@ -14,9 +14,9 @@ from tests.support.gloo_ranks import run_ranks
 
 REPEATED = ("none", "full", "selective, matmuls only")
 """Kinds of checkpointing with which ``test_block`` runs the hand-written block in thorough tests only. Without
-checkpointing (``none``), this block has the same sites as the DTensor block. Quick tests run this block with kind
-``selective``, which repeats two gathers in the backward. ``full`` and ``selective, matmuls only`` add little: they
-repeat these gathers and one scatter."""
+checkpointing (``none``), this block has the same sites as the DTensor block, which quick tests run. Quick tests run the
+hand-written block with kind ``selective``, which repeats two gathers in the backward. ``full`` and
+``selective, matmuls only`` add little: they repeat these gathers and one scatter."""
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,12 @@ repeat these gathers and one scatter."""
     ],
 )
 def test_block(by_hand: bool, checkpointing: str) -> None:
-    """Catches a site that is not found in one layout, a gradient that is summed twice or not at all, and a slice of the
-    wrong tokens."""
+    """All sites must be found in every layout. Each gradient must be summed exactly once, and each slice must hold the
+    right tokens."""
     if checkpointing != "none" and not by_hand and TORCH in ((2, 12), (2, 13)):
         pytest.skip(
-            "these torch versions take the DeviceMesh for a saved tensor under checkpointing and fail without"
-            " overlap too"
+            "with checkpointing, these torch versions treat the DeviceMesh as a saved tensor, and fail even without"
+            " overlap"
         )
     for rank, found in enumerate(run_ranks(2, problems, by_hand, checkpointing)):
         assert not found, f"rank {rank}: {found}"
@@ -52,7 +52,6 @@ def test_every_pair_of_layouts(by_hand: bool, checkpointing: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("by_hand", "checkpointing"), list(GENERATED))
 def test_block_in_generated_code(by_hand: bool, checkpointing: str) -> None:
-    """Catches an error that only generated code can have: a buffer that is overwritten before the last hop has read
-    it."""
+    """Generated code reuses buffers. It must not overwrite a buffer before the last hop has read it."""
     for rank, found in enumerate(run_ranks(2, problems, by_hand, checkpointing, "cpu", True)):
         assert not found, f"rank {rank}: {found}"

@@ -125,7 +125,8 @@ def _trained(
     return {"problems": problems, "warnings": heard.texts, "graphs": graphs, "counts": counts}
 
 
-# (``tests/numerics/test_uncompiled_frames.py`` and ``test_dispatched_experts.py`` train and recompile smaller layers.)
+# (Thorough only. ``tests/numerics/test_uncompiled_frames.py`` recompiles a smaller layer on some ranks, and
+# ``tests/numerics/test_dispatched_experts.py`` trains a smaller one.)
 @pytest.mark.thorough
 def test_training_where_routing_makes_graphs_differ(tmp_path: Path) -> None:
     """The graphs before and after the exchange of tokens depend on how many tokens each expert got, so ranks recompile
@@ -139,7 +140,7 @@ def test_training_where_routing_makes_graphs_differ(tmp_path: Path) -> None:
     assert first[0] == first[-1] and second[0] < second[-1], "rank 0 compiled after the first step, or rank 1 did not"
 
 
-# (``test_ranks_that_differ`` trains a smaller block on ranks whose plans differ.)
+# (Thorough only, because ``test_ranks_that_differ`` trains a smaller block on ranks whose plans differ.)
 @pytest.mark.thorough
 def test_training_with_plans_that_differ(tmp_path: Path) -> None:
     """The plain program of a forward passes a ``DeviceMesh`` on to the backward. Catches a plain program that returns

@@ -78,7 +78,7 @@ def _row(rank: int, world_size: int, tp: int) -> dict[str, Any]:
     return with_and_without.compared(build, close=1e-5)
 
 
-# (``tests/numerics/test_sequence_parallel.py`` trains a model with the same plan on 1 x 2 ranks.)
+# (Thorough only, because ``tests/numerics/test_sequence_parallel.py`` trains a similar model on 1 x 2 ranks.)
 @pytest.mark.thorough
 def test_an_odd_vocabulary_on_a_2d_mesh() -> None:
     """The ranks' shards of the head have different numbers of columns. The gathered and scattered tensors have equal

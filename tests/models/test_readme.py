@@ -37,8 +37,8 @@ SMALLER = {"4096": "64", "14336": "256", "16384": "128"}
 
 
 def test_one_variable_switches_the_script_on(tmp_path: Path) -> None:
-    """Runs the command under "Switch it on" with the script that README shows above the command, on two ranks instead
-    of eight."""
+    """Runs the command of README's step "Switch the pass on", on two ranks instead of eight. The script is that of the
+    step before."""
     (script,) = [sample.content for sample in samples(TEXT) if sample.name == "tp_mlp.py"]
     for size, small in SMALLER.items():
         assert re.search(rf"\b{size}\b", script)

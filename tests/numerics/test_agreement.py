@@ -282,7 +282,7 @@ def _first_rank_pads(rank: int, world_size: int) -> list[str]:
 
 
 def test_one_rank_pads_its_matmuls() -> None:
-    """Catches a plan or a site that depends on the timings of one rank. Such a plan would lead to an agreement error,
-    or to a rank that waits until its timeout."""
+    """Each rank pads its matmuls if its own measurement says so. Plans and sites must not depend on this: otherwise an
+    agreement error follows, or a rank waits until its timeout."""
     for rank, problems in enumerate(run_ranks(2, _first_rank_pads, timeout=300)):
         assert not problems, f"rank {rank}: {problems}"

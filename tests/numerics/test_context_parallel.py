@@ -33,8 +33,8 @@ PATTERN = "all_gather_attention"
 
 
 class _Problem:
-    """One rank's tensors, ``[batch, heads, tokens, width]``, and the output in fp64. All ranks must make the same
-    problems in the same order."""
+    """One rank's tensors, ``[batch, heads, tokens, width]``, and the output in fp64. Each rank draws the tensors of all
+    ranks, with one seed."""
 
     def __init__(
         self,

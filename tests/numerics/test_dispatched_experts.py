@@ -58,7 +58,7 @@ def _errors(layer: DispatchedExperts, compiled: Any, rank: int, ranks: int, *giv
 def _every_load(
     rank: int, world_size: int, tokens: int, dtype: torch.dtype, shared: bool, sub_chunks: int
 ) -> tuple[list[str], dict[str, float], list[str]]:
-    """``(patterns of the overlapped sites, errors that are too large, problems)`` of one pair of graphs."""
+    """``(patterns of the overlapped sites, errors that are too large, problems)`` of a forward and a backward graph."""
     torch._dynamo.config.capture_scalar_outputs = True
     layer = DispatchedExperts(rank, world_size, shared)
     reports: list[OverlapReport] = []
@@ -131,8 +131,8 @@ def _looped(rank: int, world_size: int, tokens: int) -> tuple[dict[str, float], 
 
 @pytest.mark.thorough
 def test_a_loop_over_experts() -> None:
-    """Experts without rows, and all tokens on one expert, give right results. Catches a site that takes an expert's
-    rows for those of a rank."""
+    """The results must be right, also if experts have no rows or one expert has all tokens. Catches a site that takes
+    an expert's rows for those of a rank."""
     for rank, (errors, reasons, problems) in enumerate(run_ranks(2, _looped, 13, timeout=400)):
         assert (errors, problems) == ({}, []), f"rank {rank}"
         assert reasons, f"rank {rank}: the report gives no reason why the loop has no site"

@@ -121,7 +121,8 @@ def _other_version(rank: int, world_size: int) -> tuple[str, str, float]:
 
 
 def test_different_versions() -> None:
-    """With the same switches, two versions of the package may divide a site into different pieces."""
+    """With the same switches, two versions of the package may divide a site into different pieces. So every rank must
+    raise an error that names both versions."""
     for kind, text, _ in run_ranks(2, _other_version):
         assert kind == "AgreementError" and "overlap_inductor is '" in text and "9.9" in text
 
@@ -138,11 +139,11 @@ def _switched_off_on_one(rank: int, world_size: int) -> tuple[str, str, float]:
 
 
 def test_switched_off_on_one_rank() -> None:
-    """A rank whose overlap is off publishes no plan. The other rank must raise an error at its own deadline. The other
-    rank must not send to a peer that waits in another collective."""
+    """Overlap is off on rank 1, so rank 1 publishes no plan. Rank 0 must raise an error at its deadline. It must not
+    send to rank 1, which waits in another collective."""
     on, off = run_ranks(2, _switched_off_on_one)
     assert on[0] == "AgreementError" and "rank 1 published no plan" in on[1] and on[2] < 60
-    # No peer takes part in rank 1's all-gather. It fails at the group's timeout, or when rank 0's process ends.
+    # No peer takes part in rank 1's all-gather. So the all-gather fails at the group's timeout, or when rank 0 ends.
     assert off[0] != "ok"
 
 
@@ -288,8 +289,8 @@ def _edges(rank: int, world_size: int) -> list[str]:
 
 
 def test_unusual_inputs() -> None:
-    """Catches a result with other strides than in eager PyTorch, and a wait for a piece without rows. If the number of
-    ranks does not divide the number of rows, some rows are left over. The test also catches their loss."""
+    """Catches a result with other strides than in eager PyTorch, and a wait for a piece without rows. Also catches lost
+    rows if the number of rows is not a multiple of the number of ranks."""
     for rank, found in enumerate(run_ranks(2, _edges, timeout=400)):
         assert found == [], f"rank {rank}: {found}"
 

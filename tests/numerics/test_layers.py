@@ -28,8 +28,8 @@ TINY = "--layers 1 --hidden 64 --ffn 128 --heads 4 --kv-heads 4 --vocabulary 64 
 
 def _worker(rank: int, world_size: int, settings: str, folder: str, compare_all: bool) -> str:
     """What ``python -m bench.layers_worker`` prints on this rank. No C++ kernel is built: the test checks the times of
-    matmuls and transfers, which run in ATen and gloo. With ``compare_all``, every variant counts as right, and only the
-    variant without collectives is compiled. The others are eager PyTorch."""
+    matmuls and transfers, which run in ATen and gloo. With ``compare_all``, the bench compares the results of every
+    variant. Only the variant without collectives is then compiled. The others are eager PyTorch."""
     compile_anew(kernels=False)
     if compare_all:
         made = layer_variants.variants
@@ -82,7 +82,7 @@ def test_variants_are_compared_and_timed(phase: str, only: list[str], tmp_path: 
     assert traced and all(row["matmul"] > 0 for row in traced)
 
 
-# (``test_variants_are_compared_and_timed`` checks the errors of the variants whose results must be right.)
+# (Thorough only, because ``test_variants_are_compared_and_timed`` checks the errors of the other variants.)
 @pytest.mark.thorough
 def test_a_wrong_variant_ends_the_bench(tmp_path: Path) -> None:
     """The results of the variant without collectives are wrong on purpose. The test marks this variant as

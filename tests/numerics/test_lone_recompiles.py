@@ -50,8 +50,8 @@ def _groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, folder: str) -> dict[str, Any]:
-    """All ranks call one graph eight times, except that the last rank alone compiles another graph for its fourth and
-    fifth call."""
+    """Each rank makes eight calls. The fourth and fifth call of the last rank run another graph, which this rank alone
+    compiles. All other calls run the same graph."""
     compile_anew(kernels=False)
     _compare_as_on_gpus()
     if folder:
@@ -109,8 +109,8 @@ def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, fol
     ids=["other pieces", "trained", "no site", "trained, one site less", "mesh", "mesh, no site"],
 )
 def test_all_ranks_run_the_plain_program(world_size: int, change: dict[str, Any], trains: bool, words: str) -> None:
-    """Catches a recompiling rank that raises an error at its deadline. Also catches a rank that does not compare plans
-    because it has no site, so that its peers wait until the group's timeout."""
+    """The rank that recompiles must not wait until its deadline and then raise an error. A rank whose new graph has no
+    site must compare plans, too. Otherwise its peers would wait until the group's timeout."""
     results = run_ranks(world_size, _alone, change, trains, "")
     assert all(r["problems"] == [] and all(r["pages"]) and r["agreed"] == 0 for r in results), results
     warnings = [w for r in results for w in r["warnings"]]
@@ -145,8 +145,8 @@ def _ahead(rank: int, world_size: int, calls: int) -> dict[str, Any]:
     group = dist.group.WORLD
     same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [group], False)
     kept = agreement.Comparison(_plan("g0: all_reduce float32 [4] kept", False), [group], False)
-    # (``ComparedCall``, too, calls ``count`` first. If a rank is late, ``count`` returns False, and ``call`` then
-    # decides.)
+    # As in ``ComparedCall``, ``count`` comes before ``call``. If a rank is late, ``count`` returns False, and ``call``
+    # decides.
     found = [same.call().overlapped, same.call().overlapped, same.count() or same.call().overlapped]
     dist.barrier()
     if rank:
@@ -193,15 +193,15 @@ def _compiled_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_a_kept_plan_that_ran_before_needs_no_answer(tmp_path: Path) -> None:
-    """The recompiled graph exchanges the same data as the graph that it replaces. Catches a rank that nevertheless
-    waits for another rank's answer, which never comes, and then raises an error."""
+    """The recompiled graph exchanges the same data as the graph that it replaces, so its plan is not new. Catches a
+    rank that nevertheless waits for another rank's answer, which never comes, and then raises an error."""
     for result in run_ranks(2, _compiled_again, str(tmp_path)):
         assert result["wrong"] == result["warnings"] == [] and result["page"] is None and result["seconds"] < 8, result
 
 
 def _late(rank: int, world_size: int) -> bool:
-    """Rank 0 is late by more than ``ABSENT`` seconds. Rank 0 compiles nothing here, so it has not announced to the
-    other rank that it compiles with overlap on."""
+    """Rank 0 is late by more than ``ABSENT`` seconds, and has not announced to rank 1 that it compiles with overlap on.
+    Rank 1 must wait nevertheless, because the ranks have agreed upon a plan."""
     call_board.ABSENT = 0.5
     plan = _plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True)
     same = agreement.Comparison(plan, [dist.group.WORLD], False)
@@ -304,7 +304,8 @@ def _inside_a_plan_of_two_groups(rank: int, world_size: int, overlaps: bool) -> 
 
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_a_rank_with_which_others_do_not_compare_raises_at_once(overlaps: bool) -> None:
-    """Catches a rank that runs the plain program although the other rank runs the overlapped one."""
+    """One group of rank 0's plan has no page, so the plan is compared at its first run only. Rank 0 then does not see
+    that rank 1 runs another plan. Rank 1 must raise an error, and must not run its plain program."""
     others, alone = run_ranks(2, _inside_a_plan_of_two_groups, overlaps, timeout=60)
     assert others == [True] * 3 and alone[:2] == [True] * 2
     assert "rank 0: " in alone[2] and "compared at its first run only" in alone[2], alone

@@ -40,7 +40,7 @@ def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> 
     "fields",
     [
         [{}, {}, {"sub_chunks": 2}],
-        # (``test_lone_recompiles`` has these two cases, too.)
+        # (Thorough only, because ``test_lone_recompiles`` has such cases, too.)
         pytest.param([{}, {"patterns": ("all_gather_matmul",)}], marks=pytest.mark.thorough),
         pytest.param([{}, {}], marks=pytest.mark.thorough),
     ],
@@ -136,8 +136,8 @@ def test_different_node_budgets_exchange_the_same() -> None:
 
 
 def _cut_otherwise(rank: int, world_size: int) -> list[str]:
-    """Run sites that the two ranks divide into different pieces. Rank 1 runs looping ops. In the last function, rank 1
-    instead views the gathered tensor in another shape."""
+    """Run sites that the two ranks divide into different pieces. In the first three functions, only rank 1 runs looping
+    ops. In the last function, only rank 1 views the gathered tensor in another shape."""
     compile_anew(kernels=False)
     group, problems = dist.group.WORLD, []
     functions: list[tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = [
@@ -165,7 +165,8 @@ def _cut_otherwise(rank: int, world_size: int) -> list[str]:
 
 
 def test_pieces_that_ranks_cut_differently_are_not_exchanged() -> None:
-    """If the comparison took such plans for equal, results would be wrong without an error, or gloo would abort."""
+    """Plans with different pieces must not count as equal. Otherwise results would be wrong without an error, or gloo
+    would abort."""
     assert run_ranks(2, _cut_otherwise) == [[], []]
 
 
@@ -204,8 +205,8 @@ def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
     ],
 )
 def test_switched_off_on_one_rank(how: str, words: str) -> None:
-    """The rank whose overlap is off runs the plain program, so the other rank must run it, too. The other rank reads
-    the published mode at once. If rank 1 publishes nothing, the other rank waits for ``ABSENT`` seconds."""
+    """Rank 1 runs the plain program, so rank 0 must run it, too. If rank 1 publishes its mode, rank 0 reads the mode at
+    once. If rank 1 publishes nothing, rank 0 waits for ``ABSENT`` seconds."""
     on, off = run_ranks(2, _one_is_off, how, warm=how != "silent")
     assert on["problems"] == off["problems"] == [] and on["seconds"] < TIMEOUT, (on, off)
     assert off["warnings"] == [] and len(on["warnings"]) == 1 and words in on["warnings"][0], on
@@ -220,8 +221,8 @@ def _other_version(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_another_version_is_an_error_at_once() -> None:
-    """With the same switches, two versions may divide a site into different pieces, or compare other parts of a
-    plan."""
+    """With the same switches, two versions may divide a site into different pieces, or compare other parts of a plan.
+    So ranks with different versions must not overlap, even if their plans look equal."""
     for result in run_ranks(2, _other_version, expect_failure=True):
         assert (
             result["error"] == "AgreementError"
@@ -371,8 +372,8 @@ def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dic
 
 @pytest.mark.parametrize("as_on_gpus", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_kept_graphs_that_break_on_one_rank_only(as_on_gpus: bool) -> None:
-    """Rank 0 counts one call more than rank 1. Catches a rank 0 that waits for a call that rank 1 never makes, while
-    rank 1 waits in the collective of the previous call. No graph with overlap differs, so overlap goes on."""
+    """Rank 0 counts one call more than rank 1. Rank 0 must not wait for a call that rank 1 never makes, while rank 1
+    waits in the collective of the previous call. No graph with overlap differs, so overlap must go on."""
     results = run_ranks(2, _kept_graphs_are_broken, as_on_gpus, timeout=120)
     assert all(r["problems"] == [] and r["warnings"] == [] for r in results), results
     assert all("reason.ranks_differ" not in r["counts"] and r["counts"]["sites_overlapped"] == 1 for r in results)

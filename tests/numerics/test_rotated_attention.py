@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to keys and values that gloo ranks pass on: exchanges run under the attention, and the output is compared
-with fp64."""
+"""Gloo ranks pass their keys and values on, and compute attention meanwhile. The output is compared with fp64."""
 
 from __future__ import annotations
 
@@ -37,7 +36,8 @@ CASES: tuple[tuple[Any, str, bool, bool], ...] = (
 
 
 class _Problem:
-    """A rank's queries, keys and values, and its output in fp64. All ranks must make the same problem."""
+    """A rank's queries, keys and values, and its output in fp64. All ranks draw the same whole tensors. Each rank keeps
+    its own tokens."""
 
     def __init__(self, rank: int, ranks: int, causal: bool, balanced: bool, dtype: torch.dtype) -> None:
         torch.manual_seed(ranks)
@@ -53,8 +53,8 @@ class _Problem:
 
 
 def _expected_sites(ranks: int, rank: int, layer: Any, method: str, causal: bool, balanced: bool) -> int:
-    """The number of exchanges that bring keys and values to which this rank attends. The last block is not passed
-    on."""
+    """The number of steps in which this rank attends to a block while the ranks pass their blocks on. In the last step,
+    the ranks pass nothing on. An all-gather is a single site."""
     if method == "allgather":
         return 1
     return min(ranks - 1, rank + 1) if causal and not balanced else ranks - 1

@@ -89,8 +89,8 @@ def _by_a_size(rank: int, world_size: int) -> float:
 
 
 def test_a_tensor_made_of_a_size_that_ranks_do_not_exchange_may_differ() -> None:
-    """Each rank scales the norm's weight by a size of its own. The size is a symbol, so it is not part of the compared
-    plans."""
+    """Each rank scales the norm's weight by a size of its own. The compared plans do not hold this size. So the rewrite
+    must not assume that the scaled weight is the same on all ranks."""
     errors = run_ranks(2, _by_a_size)
     assert max(errors) < 1e-3, errors
 
@@ -161,7 +161,7 @@ def _one_graph_serves_layers(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_each_layer_that_a_graph_serves_is_compared() -> None:
-    """Catches a comparison of the first layer's weights alone."""
+    """The ranks must compare the weights of every layer, not of the first layer only."""
     results = run_ranks(2, _one_graph_serves_layers)
     for result in results:
         assert result["off"] < 1e-4 and result["graphs"] == [["rewritten"]], result
@@ -188,8 +188,8 @@ def _two_groups(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_each_layer_is_compared_if_its_graph_has_several_groups() -> None:
-    """The plan is compared in both groups, but a parameter may be the same on all ranks of one group only. So the
-    digests of the parameters are not part of this plan."""
+    """The plan is compared in both groups, but a parameter may be the same on all ranks of one group only. So the plan
+    does not hold the parameters' digests. The ranks must compare the digests separately, once for each layer."""
     results = run_ranks(2, _two_groups)
     assert all(result["off"] < 1e-4 for result in results), results
     assert "are not those of the first rank" in results[0]["texts"][0], results
@@ -245,8 +245,8 @@ def _train_and_recompile(rank: int, world_size: int, lone: int) -> dict[str, Any
     ids=["one rank compiles again", "all ranks compile again"],
 )
 def test_weights_are_hashed_once(lone: int) -> None:
-    """A graph that is compiled after training steps takes the weights' digests that were computed for the first graph.
-    So a rank that compiles again alone does not wait for the others."""
+    """A weight is hashed for the first graph only. A graph that is compiled after training steps takes the old digest.
+    So if a rank compiles again alone, its plan still equals the plans of the others."""
     for rank, result in enumerate(run_ranks(2, _train_and_recompile, lone)):
         assert result["off"] < 1e-5 and result["texts"] == [], result
         assert result["hashed"].count((H,)) == 1 and result["graphs"] == (4 if rank < lone else 2), result
@@ -268,8 +268,8 @@ def _texts(rank: int, world_size: int) -> list[str]:
 
 
 def test_all_ranks_get_one_text() -> None:
-    """If an input differs on any rank, all ranks of the group get the same text. Each comparison uses a new key in the
-    group's store."""
+    """If an input differs on any rank, all ranks of the group get the same text. A comparison must not read what an
+    earlier comparison wrote to the group's store."""
     first, second, third = run_ranks(3, _texts)
     assert first == second[:4] == third[:4]
     same, one, again, many = first

@@ -28,8 +28,8 @@ Case = tuple[Callable[..., Any], list[Input], int]
 
 
 def _cases(world_size: int) -> dict[str, Case]:
-    """``{name: (function, inputs, number of sites that must be overlapped)}``: the cases of schedule ``chunked``, and
-    sites with several matmuls. Each of these matmuls has its own scales."""
+    """``{name: (function, inputs, number of sites that must be overlapped)}``. Holds the cases of ``scaled_sites``, and
+    cases whose site has several matmuls, each with its own scales."""
     g, w, s = dist.group.WORLD, world_size, 24
     one, columns = ("scale", ()), ("scale", (1, 48))
     several: dict[str, Case] = {

@@ -44,8 +44,8 @@ RANDOM = {"refused: no_token_wise_work"}
 # ``{block: (all-reduces, rewritten all-reduces, overlapped sites, reasons why other all-reduces are left)}``.
 EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     "[B, S, H], odd, accumulated gradients": (6, 6, 10, set()),
-    # Dropout needs all tokens, so the all-reduces of the forward are not rewritten. In the backward, each all-reduce
-    # comes after a norm and before a mask, and is rewritten.
+    # Dropout needs all tokens, so the all-reduces of the forward are not rewritten. In the backward, token-wise work
+    # follows each all-reduce: the backward of a norm. So these all-reduces are rewritten.
     "dropout": (6, 3, 7, RANDOM),
     "autocast": (6, 6, 10, set()),
     "each layer compiled": (4, 4, 6, set()),
@@ -62,7 +62,7 @@ EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
 FAST = ("[B, S, H], odd, accumulated gradients",)
 """The blocks that run in every test on two ranks. ``dynamic, even`` runs in every test on three ranks. All other blocks
 run in thorough tests only. The other blocks differ from these in the dtype, in the kind of checkpointing, in dropout,
-or in how many layers a graph holds. ``tests/compile`` compares their graphs."""
+or in how many layers a graph holds. ``tests/compile`` has golden graphs of some similar blocks."""
 
 
 def _rows(
@@ -154,7 +154,7 @@ def _on_a_mesh(plan: str, shards: bool = False) -> Computation:
         called = model if backend == "eager" else torch.compile(model, backend=backend)
         for step in range(3 if shards else 1):
             # On rank 1, other tensors take the memory that FSDP2 frees between the steps. So FSDP2 puts this rank's
-            # parameters at other addresses.
+            # parameters at other addresses. They must still count as the same parameters.
             taken = [torch.empty(HIDDEN) for _ in range(50 * step * (dist.get_rank() == 1))]
             with loss_parallel():
                 loss = F.cross_entropy(called(ids).flatten(0, 1), labels.flatten(0, 1))
@@ -204,7 +204,7 @@ def _other_weights(rank: int, world_size: int, trains: bool, schedule: str) -> t
     return with_and_without.off(found, exact), heard.texts, rewritten
 
 
-# (``test_same_inputs`` has the same differences between ranks, in layers that compile faster.)
+# (Thorough only, because ``test_same_inputs`` has the same differences in layers that compile faster.)
 @pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["ring", "auto"])
 def test_ranks_with_other_norms_run_the_plain_program(schedule: str) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ulysses attention block as diffusers writes it, unchanged, on gloo ranks: its sites are counted, and its output and
-gradients are compared with fp64."""
+"""Runs a Ulysses attention block, written as in diffusers, on gloo ranks. The tests check the block's sites, and
+compare its output and gradients with fp64."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_training(generated: bool) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("budget", [1, 100])
 def test_looping_ops(budget: int) -> None:
-    """Catches an op that computes something else than the unrolled steps. With a budget of 100 nodes, the wait of some
-    unrolled steps comes after a looping op of the same group."""
+    """Catches an op that computes something else than the unrolled steps. With a budget of 100 nodes, some sites are
+    unrolled, and some of their waits come after a looping op of the same group."""
     _check(2, 2, True, False, {"step_node_budget": budget}, patterns=[FORWARD, BACKWARD])
 
 

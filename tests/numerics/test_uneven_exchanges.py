@@ -83,12 +83,13 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
         found = _errors(name, compiled, counts, *_inputs(rank, sum(sent), k, n, dtype))
         problems.extend(f"{what}: {text}" for text in found)
         problems.extend(f"{what}: {text}" for r in reports for text in waste(r))
-        # Constants may differ in kind: one rank sees equal parts where another sees unequal ones. And torch computes a
-        # product with one row without a matmul. In both cases, the ranks run the graph without overlap.
+        # Some graphs rightly run without overlap. If sizes are constants, the parts may be equal on one rank only. If a
+        # rank has fewer than two rows, torch computes its product without a matmul.
         if constant or min(sum(parts[r * world_size : (r + 1) * world_size]) for r in range(world_size)) < 2:
             return
         problems.extend(f"{what}: {text}" for r in reports for text in r.notices)
-        # An exchange that comes before a matmul in forward comes after a matmul in backward, and the reverse.
+        # An exchange that comes before a matmul in forward comes after a matmul in backward, and the reverse. So every
+        # layer has sites of both patterns.
         sites = {s.facts.pattern for r in reports for s in r.sites if s.decision.status == "overlapped"}
         if sites != {SENT, RECEIVED}:
             problems.append(f"{what}: {sites} {[m.reason.text for r in reports for m in r.near_misses]}")

@@ -40,8 +40,8 @@ def expected(by_hand: bool, checkpointing: str) -> dict[str, tuple[int, int]]:
 
 def variants(by_hand: bool, checkpointing: str, pairs: bool = False) -> list[Variant]:
     """Variants of the block: the order of batch and sequence, the batch size, and whether there are biases. Without
-    ``pairs``, there is one variant, whose values differ for the two kinds of blocks. With ``pairs``, there are four
-    variants. For any two of these three settings, some variant has each pair of values."""
+    ``pairs``, the hand-written block and the DTensor block have one variant each. With ``pairs``, there are four
+    variants. They contain each pair of values of any two of these three settings."""
     layouts = [(0, 1, False), (0, 2, True), (1, 1, True), (1, 2, False)]
     if not pairs:
         layouts = [(0, 1, False) if by_hand else (1, 2, True)]

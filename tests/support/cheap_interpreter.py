@@ -19,8 +19,8 @@ def interpret_cheaply() -> None:
 
     _list_builtins_once()
     _patch_language_once()
-    # The interpreter computes each sum and product of integers a second time in 64 bits, and drops the result. The
-    # interpreter looks for an overflow only if the interpreter's option ``debug`` is set.
+    # By default, the interpreter computes each sum and product of integers a second time, in 64 bits. It looks for an
+    # overflow in this result only if its option ``debug`` is set. The next line omits the second computation.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     _look_up_dtypes_once()
     _sleep_in_waits()

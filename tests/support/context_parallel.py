@@ -77,7 +77,8 @@ def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor |
 def projected(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
 ) -> torch.Tensor:
-    """One projection of the tokens returns keys and values. Its columns are ``[2, heads, width]``."""
+    """Keys and values are gathered in the layout in which one projection returns both: ``[batch, own tokens,
+    columns]``. The columns are ``[2, heads, width]``."""
     batch, heads, _, width = k.shape
     both = torch.stack([k, v], 2).permute(0, 3, 2, 1, 4).flatten(2)
     k, v = gathered(both, 1).view(batch, -1, 2, heads, width).permute(2, 0, 3, 1, 4).unbind(0)

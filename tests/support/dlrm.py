@@ -36,8 +36,9 @@ class Batch:
 class DLRM(nn.Module):
     """``kind``: ``sum``, ``mean``, ``max`` (bags of this mode) or ``embedding`` (one index for each row of the batch).
 
-    ``joined``: how the results of the tables are put together before the exchange: ``cat`` or ``stack``, ``[batch,
-    tables * width]``; or ``tables first``, ``[ranks, tables, batch / ranks, width]``.
+    ``joined``: how the results of the tables are put together before the exchange. ``cat`` makes ``[batch, tables *
+    width]``, and ``stack`` makes ``[batch, tables, width]``. ``tables first`` flattens ``[ranks, tables, batch / ranks,
+    width]``.
     """
 
     def __init__(
@@ -100,7 +101,8 @@ def batch_of(
 
     Args:
         longest: bags have 0 to ``longest`` indices.
-        square: whether all bags have ``longest`` indices, at least one, as a tensor ``[batch, longest]``.
+        square: whether all bags have ``longest`` indices, or one if ``longest`` is 0. A table's indices are then a 2-D
+            tensor with a row for each bag.
     """
     whole = mine * model.group.size()
     dense = torch.randn(mine, model.bottom[0].in_features, generator=generator)

@@ -32,8 +32,8 @@ class ExchangeProgram(Program):
             self._make(f"all_to_all({x}, g)", *shape)
 
     def _reshard(self, x: str, shape: Shape, dim: int) -> None:
-        """``x`` is sharded along ``joined``; the result is sharded along ``dim``. The parts that a rank sends are
-        stacked by views and a permutation, or by ``chunk`` and ``stack``."""
+        """``x`` is sharded along a dim that is drawn here, ``joined``. The result is sharded along ``dim``. The parts
+        that a rank sends are stacked by views and a permutation, or by ``chunk`` and ``stack``."""
         ranks = self.world_size
         joined = self.chance.choice([d for d in range(len(shape)) if d != dim])
         if shape[dim] % ranks:

@@ -5,9 +5,11 @@ record the work that is queued and raise errors where CUDA does. ``run`` plays t
 A stream runs its queue in order. To record an event is to mark a point in a stream. A wait refers to the event's last
 mark at the time when the wait is queued, even if the event is recorded again later. A stream that waits for an event of
 a running capture joins the capture. Two kinds of waits are errors. In one, the event belongs to a capture that has
-ended. In the other, a capture waits for an event that was recorded outside it. Replaying a graph queues its calls on
-the current stream, in the order of their capture. A *call* is work that all ranks do together. A GPU runs one call at a
-time, while its other streams go on with other work. The call ends when every rank has begun it.
+ended. In the other, a capture waits for an event that was recorded outside it.
+
+A *call* is work that all ranks do together. A GPU runs one call at a time, while its other streams go on with other
+work. The call ends when every rank has begun it. When a graph is replayed, only its calls are queued: on the current
+stream, in the order of their capture.
 """
 
 from __future__ import annotations

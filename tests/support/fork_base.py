@@ -114,7 +114,8 @@ class _Torch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _serve(modules: list[str]) -> dict[str, Any]:
-    """Fork a process for each request. Returns the request in the forked process."""
+    """Fork a process for each request. In the forked process, this function returns the request. In the base, it does
+    not return."""
     answers = os.dup(1)
     os.dup2(2, 1)
     _load(modules)

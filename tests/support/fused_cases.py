@@ -155,9 +155,10 @@ def exchanges(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, .
 def contractions(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
     """Functions in which a matmul contracts the dim along which an all-to-all's slices arrive. They have the form that
     ``cases`` returns. ``chunked`` and ``fused`` compute all of them. Each rank's slice of the contracted dim has 64
-    elements (before ``factor``), because ``fused`` takes only slices of a multiple of 64. ``factor`` multiplies every
-    size above 2. Some inputs hold a slice of the contracted dim as two sizes, 2 and 32, and the weight holds the whole
-    dim as one size. If both sizes were above 2, ``factor`` would count twice in the input and once in the weight."""
+    elements (before ``factor``), because ``fused`` takes only slices whose size is a multiple of 64.
+
+    Some inputs hold the slice in two dims, of sizes 2 and 32. The weight holds it in one dim, which ``factor``
+    multiplies once. So ``factor`` must multiply only one of the two sizes: it does not multiply a 2."""
     g, s = dist.group.WORLD, 24
     change_shards = torch.ops._dtensor.shard_dim_alltoall
     linear = torch.nn.functional.linear

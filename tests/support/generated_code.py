@@ -52,9 +52,9 @@ class _NotRunError(Exception):
 
 
 def code_of(fn: Callable[..., Any], *arguments: Any) -> str:
-    """The code that Inductor generates for ``fn``, which must compile to one graph. The code is not run. Kernels that
-    are not built, and the collectives of a fake group, would leave arbitrary values in buffers. An op may refuse such
-    values."""
+    """The code that Inductor generates for ``fn``, which must compile to one graph. The code is not run, because an op
+    may refuse arbitrary values. Kernels that are not built, and collectives of a fake group, leave such values in
+    buffers."""
     from torch._inductor.graph import GraphLowering
     from torch._inductor.output_code import CompiledFxGraph
 

@@ -27,9 +27,9 @@ _SIZES = {
     "eos_token_id": 2,
 }
 
-# Only the first llama and the first mixtral have two layers. They test an all-reduce of one layer before the matmuls of
-# the next layer. Starcoder2 has a bias in every projection. Cohere computes attention and MLP in parallel. Olmo2
-# gathers whole activations for a norm.
+# Only the first llama and the first mixtral have two layers. In these two models, the matmuls of the second layer read
+# the result of an all-reduce of the first layer. Starcoder2 has a bias in every projection. Cohere computes attention
+# and MLP in parallel. Olmo2 gathers whole activations for a norm.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, one layer": ("Llama", {"num_hidden_layers": 1}),

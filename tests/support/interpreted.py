@@ -82,7 +82,8 @@ def _call_of(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def _read_last(nodes: list[torch.fx.Node]) -> list[list[torch.fx.Node]]:
-    """For each node: the node itself and its inputs, except those whose values a later node reads."""
+    """For each node: the nodes whose values can be dropped after it has run. These are the node itself and its inputs,
+    except those whose values a later node reads."""
     seen: set[torch.fx.Node] = set()
     found: list[list[torch.fx.Node]] = []
     for node in reversed(nodes):

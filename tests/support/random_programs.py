@@ -38,7 +38,7 @@ BEHIND = {
 
 @dataclass
 class Program:
-    """A random program. ``unit`` divides most sizes, and ``most_elements`` limits the elements of a tensor. With
+    """A random program. Most sizes are multiples of ``unit``. ``most_elements`` limits the elements of a tensor. With
     ``trains``, the program has no all-reduces and no reduce-scatters that average, because these have no gradient in
     eager PyTorch."""
 
@@ -55,8 +55,8 @@ class Program:
     anything: ClassVar[list[str]] = ANYTHING
     """Names of the steps to draw from by default."""
     behind: ClassVar[dict[str, list[str]]] = BEHIND
-    """Most steps after a line that holds a key are drawn from the key's names. If a line holds several keys, the first
-    key of the dict counts."""
+    """``{text: names of steps}``. After a line that contains the text, most steps are drawn from these names. If a line
+    contains several of the texts, the first one in the dict counts."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)

@@ -50,6 +50,6 @@ def use_shared_memory(folder: str) -> None:
 
     symmetric.allocate = allocate
     symmetric.why_no_symmetric_memory = reachable
-    # (The smallest tile here is 16 rows of 8 elements of two bytes. On GPUs, the smallest tile has 128 rows.)
+    # ``TILE_BYTES`` is the size of the smallest tile: here 16 rows of 8 elements of two bytes, on GPUs 128 such rows.
     arena.TILE_BYTES = 256
     fused_plan.TUNED = dict.fromkeys(fused_plan.TUNED, SMALL)

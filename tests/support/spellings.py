@@ -2,8 +2,8 @@
 """The ways in which frameworks spell a matmul beside a collective: functions, with inputs for any number of ranks.
 
 Each spelling has a letter, which tests and golden files name. (Three letters have no entry in ``SPELLINGS``. K and L
-are in ``exchange_spellings``. O is the case ``dgrad and wgrad on one gather`` of ``ring_cases``.) The graphs below are
-what the pass reads in Inductor's post-grad graph. ``gather``, ``scatter`` and ``reduce`` are the collectives
+are in ``exchange_spellings``. O is the case ``dgrad and wgrad on one gather`` of ``ring_cases``.) The diagrams below
+show the spellings as nodes of Inductor's post-grad graph. ``gather``, ``scatter`` and ``reduce`` are the collectives
 ``all_gather_into_tensor``, ``reduce_scatter_tensor`` and ``all_reduce``. ``[view]`` is a reshape that may be there, and
 ``W`` is the number of ranks.
 

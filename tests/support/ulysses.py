@@ -104,7 +104,7 @@ def rotated(x: torch.Tensor, places: torch.Tensor | None, rotary: str) -> torch.
 
 
 def whole(block: UlyssesAttention, hidden_states: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
-    """What all ranks together compute from ``[batch, tokens, hidden]``, without an exchange."""
+    """Computes on one rank, from ``[batch, tokens, hidden]``, what all ranks compute together with exchanges."""
     query, key, value = (x.transpose(1, 2) for x in block.projected(hidden_states, places))
     out = F.scaled_dot_product_attention(query, key, value)
     return block.to_out(out.transpose(1, 2).flatten(2, 3))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-alls of uneven parts beside matmuls, as torchtitan's token dispatcher writes them: the ranks exchange their
-counts, and the counts are the sizes of the parts. So the sizes are unbacked symbols in the graph.
+"""Matmuls beside all-to-alls of uneven parts.
+
+With ``by_counts``, as in torchtitan's token dispatcher, the ranks first exchange a tensor with the sizes of the parts.
+So the sizes are unbacked symbols in the graph.
 
 A layer is a function of ``(exchange, x [t, k], w [k, n], v [n, k], bias [n])``. ``exchange(x)`` is the all-to-all;
 ``exchange(x, back=True)`` returns the parts to the ranks that sent them.

@@ -178,8 +178,8 @@ def _() -> OverlapReport:
 
 @case("op_between", "near_miss", "a part of the summed tensor")
 def _() -> OverlapReport:
-    """An add also reads the rows of the first expert alone. If the sum were computed in pieces, these rows would be
-    multiplied twice."""
+    """An add reads the sum over the experts, and also the first expert's rows alone. If the sum were computed in
+    pieces, the first expert's rows would be multiplied a second time for the add."""
     made = HandGraph()
     y = made.call(aten.bmm.default, made.input(3, 8, 16), made.input(3, 16, 4, name="w"))
     first = made.call(aten.squeeze.dim, made.call(aten.slice.Tensor, y, 0, 0, 1), 0)

@@ -77,7 +77,7 @@ def llama(layers: int) -> OverlapReport:
 
 
 def block() -> OverlapReport:
-    """One block that was compiled by itself. The block's only site is kept: a gather before two matmuls. The name of
+    """One block that was compiled by itself. The block's only site, a gather before two matmuls, is kept. The name of
     the site's module has no layer number, and all sizes are ints."""
     matmul = Matmul("mm", 2048, 3584, 8192, "float32", role="M")
     gather = SiteFacts("agmm-1", "all_gather_matmul", "feed_forward.w1", ALL_GATHER, (matmul, matmul))
@@ -145,7 +145,8 @@ def every_schedule() -> OverlapReport:
 
 
 def hostile() -> OverlapReport:
-    """The names, reasons, notice and graph as written hold markup. A page must show the markup and never run it."""
+    """The report's names, reasons and notice hold markup, and so does the graph before the pass. A page must show the
+    markup and never run it."""
     markup = "</script><script>alert('x')</script><img src=https://example.invalid/a.png>"
     report = empty(graph="2_0", before=BEFORE + f"# {markup}\n", after=AFTER, notices=[markup])
     report.sites.append(site(f"layers.0.{markup}", refused(markup), identity=markup))

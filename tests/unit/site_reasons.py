@@ -119,8 +119,8 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "over a collective")
 def _() -> OverlapReport:
-    """The result of one matmul is read before the all-reduce. The weight of the other matmul is the result of the
-    all-reduce."""
+    """The result of one matmul is read before the all-reduce, so the site's steps must come before the all-reduce. But
+    the other matmul's weight is the result of the all-reduce."""
     made = HandGraph()
     gathered = made.gather(made.input(4, 16))
     early = made.call(aten.relu.default, made.mm(gathered, weight(made, name="v")))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paths in ``docs/architecture.md`` and in the schedules' docstrings exist. So do the dotted names in
-``docs/architecture.md``. The table on that page lists the package's folders in the order of the layers."""
+``docs/architecture.md``. The table on that page lists the package's folders in the order in which ``pyproject.toml``
+lists its layers."""
 
 from __future__ import annotations
 

@@ -230,8 +230,8 @@ print(json.dumps(dict(new=sorted(m for m in set(sys.modules) - before if m.start
 
 
 def test_the_log_name_is_known(installed: Path) -> None:
-    """From torch 2.13 on, torch reads TORCH_LOGS late enough for the autoload entry point to register the log's name
-    first."""
+    """From torch 2.13 on, the autoload entry point registers the log's name before torch reads TORCH_LOGS. Older
+    versions find the log because they import all sub-packages of the package."""
     code = (
         "import torch, json; from torch._logging import _internal as i, set_logs\n"
         "import logging; print(json.dumps(dict(known=i.log_registry.is_log('overlap_inductor'),"
@@ -253,7 +253,8 @@ def test_the_log_name_is_known(installed: Path) -> None:
 def test_the_pass_is_in_the_slot_whichever_module_is_imported_first(
     torch_base: ForkBase, installed: Path, first: str
 ) -> None:
-    """The first module may be one of ours that imports Inductor's configuration in the middle of its body."""
+    """The first module may be one of ours. It may import Inductor's configuration before the rest of its own body has
+    run."""
     code = (
         f"import torch, importlib; importlib.import_module({first!r})\nfrom overlap_inductor.inductor import"
         " probe\nprint(int(probe.config_in_slot() is not None))"

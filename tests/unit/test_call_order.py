@@ -475,5 +475,6 @@ def test_ops_of_four_schedules_launch_inside_the_order(monkeypatch: pytest.Monke
             chain, x, [w], [None], [one], [one], ["float32"], [False], False, "{}", *end
         )
         wave_groups.matmul_all_reduce(x, w, group, None, "site")  # type: ignore[arg-type]
-    # ``wave_groups`` also creates its shared state inside the order, so that only one of two threads creates it.
+    # Two of the 14 entries are of ``wave_groups``. It also creates its shared state inside the order, so that only one
+    # of two threads creates it.
     assert inside.seen == [1] * 14 and inside.depth == 0

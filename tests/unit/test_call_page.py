@@ -39,7 +39,8 @@ def test_all_publish_the_same() -> None:
 
 
 def test_soon_waits_for_a_rank_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait is longer than ``_SPIN``, so ranks whose hosts are out of step do not take the slow way."""
+    """``soon`` waits longer than ``_SPIN``. So a host that is a little late does not make the ranks compare their plans
+    in the slow way, with verdicts."""
     assert call_board._SOON > 25 * call_board._SPIN
     monkeypatch.setattr(call_board, "_SOON", 30.0)  # On a busy machine, the timer may be late itself.
     _, pages = _pages(2)

@@ -57,7 +57,8 @@ def test_the_order_of_two_calls(mine: CallPlace, theirs: CallPlace, exact: bool,
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_two_ranks_reach_one_result(exact: bool) -> None:
-    """Catches two ranks that both skip a call, and then wait for each other."""
+    """If one rank finds ``EARLIER``, the other rank must find ``LATER``. If both found ``EARLIER``, both would skip a
+    call and then wait for each other."""
     opposite = {Order.EARLIER: Order.LATER, Order.LATER: Order.EARLIER}
     calls = [_call(*fields) for fields in itertools.product((3, 4, 6), (1, 2), (1, 2), ("a", "b"))]
     for one, other in itertools.product(calls, calls):
@@ -89,7 +90,7 @@ def test_what_the_backend_counts_between_calls_moves_the_place(monkeypatch: pyte
 
 
 def test_a_value_fits_on_a_page() -> None:
-    """The longest value comes from a plan of many parts, and from ranks that have run for years."""
+    """A value is longest if the plan has many parts and the ranks have run for years. Such a value must fit, too."""
     from overlap_inductor.facts.exchange import ExchangePlan
 
     with fake_group(2) as group:

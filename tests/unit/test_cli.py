@@ -35,7 +35,8 @@ def python(*arguments: str, base: ForkBase | None = None, **environment: str) ->
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["report", "/nonexistent"]])
 def test_commands_that_need_no_torch_import_none(arguments: list[str]) -> None:
-    """Catches an import of torch at the top of a module that every command loads: --help would take seconds."""
+    """No module that every command loads may import torch at its top. With such an import, --help would take
+    seconds."""
     script = (
         "import sys\nfrom overlap_inductor.cli.main import main\n"
         "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
@@ -122,7 +123,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_a_missing_module_of_our_own_is_not_reported_as_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches advice to install a missing package if the installation of overlap_inductor itself is broken."""
+    """If a module of overlap_inductor is missing, its installation is broken. Advice to install another package would
+    mislead the user."""
 
     def missing(as_json: bool) -> int:
         raise ModuleNotFoundError("No module named 'overlap_inductor.x'", name="overlap_inductor.x")

@@ -96,7 +96,8 @@ def test_mode_aliases(value: str, mode: str) -> None:
 
 
 def test_every_field_is_read_from_its_variable() -> None:
-    """Catches a new field without a variable, or with a variable of another name."""
+    """Each field must have a variable. With every variable set, only ``tune`` keeps its default, because ``tune`` has
+    no other allowed value."""
     environment = {
         "OVERLAP_INDUCTOR": "report",
         "OVERLAP_INDUCTOR_SCHEDULE": "ring",

@@ -93,8 +93,9 @@ def test_parts_hide_more() -> None:
 
 
 def test_fewest_sub_chunks() -> None:
-    """With 2 shards and equal times of matmul and transfer, 2 sub-chunks expose an eighth of the transfer more than 4
-    sub-chunks. With 8 shards, or if one side is much shorter, the difference is too small to matter."""
+    """With 2 shards and equal times of matmul and transfer, a quarter of the transfer is exposed with 2 sub-chunks, and
+    an eighth with 4. So 4 are chosen. With 8 shards, or if one side is much shorter, the gain from 4 is too small. If
+    each step costs much, 1 is chosen."""
     two = dataclasses.replace(BALANCED, world_size=2)
     assert ring_cost.fewest_parts(two, FREE, 4) == 4
     assert ring_cost.fewest_parts(BALANCED, FREE, 4) == 2
@@ -229,8 +230,8 @@ MEASURED_AT_8 = {
 
 @pytest.mark.parametrize("pattern", MEASURED_AT_8)
 def test_chunks_of_eight_ranks_are_taken_where_they_gained(pattern: str) -> None:
-    """Each leg of a transfer costs more with more peers. At 1024 tokens, chunks were slower than the plain graph, so
-    chunks must not be taken there. Chunks must be taken where they gained more than 10 %."""
+    """At 1024 tokens, chunks were slower than the plain graph, so chunks must not be taken there. Chunks must be taken
+    where they gained more than 10 %."""
     machine = machine_for("cuda")
     for tokens, (keep, chunked) in MEASURED_AT_8[pattern].items():
         sizes = dataclasses.replace(mlp(pattern, tokens, 8), replays=True)
@@ -269,7 +270,7 @@ def test_estimates_of_chunks_agree_with_measurements_and_count_the_hosts_time() 
     ), "each of four matmuls computes a quarter of the tiles"
 
 
-# Layers with short matmuls on 2 H200s (bench/results/operators.jsonl). Each call is one launch.
+# Layers with short matmuls on 2 H200s (bench/results/operators.jsonl). A call's launches are replayed as one.
 # {(pattern, hidden, wide): {tokens: (keep, chunked)}} in microseconds.
 SHORT = {
     ("all_gather_matmul", 8192, 28672): {512: (215, 198), 1024: (360, 355), 1536: (547, 483)},
@@ -312,7 +313,8 @@ def test_chunks_of_short_matmuls_are_taken_where_they_gained(pattern: str, hidde
         )
 
 
-# One rank of a group of 4 or 8. ``bench.mirrored`` played this rank on 2 H200s (bench/results/mirrored.jsonl).
+# Times of one rank of a group of 4 or 8, measured on 2 H200s by ``bench.mirrored`` (bench/results/mirrored.jsonl).
+# Each GPU played one rank, and all peers of the other GPU's rank.
 # {(pattern, world size): {tokens: (fused, chunked)}} in microseconds.
 LARGER_GROUPS = {
     ("all_gather_matmul", 4): {

@@ -228,7 +228,7 @@ def test_demo_shows_the_failing_ranks_traceback(
 
 
 def test_progress_prints_the_lines_that_are_not_its_own() -> None:
-    """Catches a rank's own output that is swallowed or taken for a result."""
+    """If a rank prints a line that is no message of the demo, the line must be shown and not counted as a result."""
     stream = io.StringIO()
     progress = Progress(stream)
     for line in ('{"step": "one"}', "a warning", "[1, 2]", '{"part": "block"}', '{"step": "two"}'):
@@ -272,7 +272,7 @@ def test_a_rank_that_raises_stops_the_others_and_is_shown(tmp_path: Path) -> Non
 
 
 def test_hung_ranks_are_stopped(tmp_path: Path) -> None:
-    """Ranks that do not finish in time are killed, even if they ignore SIGTERM. Catches a demo that never ends."""
+    """Ranks that do not finish in time are killed, even if they ignore SIGTERM."""
     script = (
         f"import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(os.path.join({str(tmp_path)!r},"
         " 'pid' + os.environ['RANK']), 'w').write(str(os.getpid()))\ntime.sleep(120)"

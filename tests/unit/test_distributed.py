@@ -10,7 +10,8 @@ from overlap_inductor.torch_compat.distributed import why_no_send
 
 
 def test_gloo_does_not_send_from_gpus() -> None:
-    """Gloo groups can run plain collectives on GPU tensors. But a send of a GPU tensor over gloo ends the process."""
+    """A send of a GPU tensor over gloo ends the process. So ``why_no_send`` must refuse GPU tensors, although
+    gloo groups can run plain collectives on them."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         name = dist.group.WORLD.group_name  # type: ignore[union-attr]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks compare the program by which a stretch divides its tokens. The text of a device must not make ranks differ."""
+"""Ranks compare a hash of each stretch's ops and numbers. Each rank has a GPU with another index. This index must not
+make the hashes differ."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ aten = torch.ops.aten
 
 
 def program(device: torch.device, value: float = 0.0) -> str:
-    """The program of a stretch that adds a constant, made on ``device``, to its rows."""
+    """The hash of a stretch that adds a constant to its rows. The constant is on ``device`` and holds ``value``."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     made = graph.call_function(aten.full.default, ([8], value), {"device": device})

@@ -48,8 +48,8 @@ def test_pictures_were_drawn_from_the_rows(path: Path) -> None:
 
 
 def test_pictures_of_the_pages_are_pictures() -> None:
-    """Catches an image file that no browser can show, for example a file that holds only the path to which a symbolic
-    link pointed."""
+    """Catches a file that is no image. For example, a symbolic link to an image may be stored as a text file that holds
+    only the link's target."""
     found = {
         (path.parent / name).resolve()
         for path in (make_docs.README, *pages.pages())

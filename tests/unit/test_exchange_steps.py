@@ -54,7 +54,8 @@ def _line(made: HandGraph, result: Any) -> str:
 
 
 def test_symbols_of_reordered_dims_are_named_alike() -> None:
-    """Catches sizes of a transposed result that are written in the symbols of the rank's own graph."""
+    """Ranks' graphs may number their symbols differently. So the text must name the sizes of a transposed result
+    without the graph's own symbols."""
     lines = []
     with fake_group(2):
         for others in (0, 2):

@@ -157,7 +157,7 @@ def test_threads_make_a_state_once_and_the_states_of_two_devices_at_the_same_tim
 
 def test_exchanges_of_a_destroyed_group_are_not_those_of_the_next_one() -> None:
     """The ops of a graph find an exchange by the address of its buffer. A buffer of the next group may have the
-    address of a buffer of the destroyed group."""
+    address of a buffer of the destroyed group. The ops must not find the destroyed group's exchange then."""
     buffer = torch.zeros(2, 4)
 
     def opened(group: dist.ProcessGroup) -> exchange.Exchange:

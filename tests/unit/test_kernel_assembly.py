@@ -28,7 +28,7 @@ from overlap_inductor.kernels.wave_groups import wait_for_group
 
 @triton.jit
 def everything(flag, peer_flag, stop, mine, theirs, value, patience):
-    # Waits and additions are called twice, because the labels of two calls must not clash.
+    # The assembly has labels, and the labels of two calls must not clash. So waits and additions are called twice.
     for i in range(value):
         signals.wait_at_least(flag, i, stop, patience, 1, 0)
         signals.load_fence()

@@ -62,8 +62,8 @@ def regrouped(draw: st.DrawFn, shape: list[int]) -> list[int]:
 @many
 @given(st.data(), shards, world_sizes)
 def test_chains_of_views_and_permutes(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """Catches a reshape after a permute that maps dims to the wrong atoms. A site would then multiply rows of another
-    rank."""
+    """A reshape after a permute must map each dim to the right atoms. With wrong atoms, a site would multiply rows of
+    another rank."""
     raw = Layout.gathered(shard, world_size)
     layout, array = raw, arange(raw)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -130,8 +130,8 @@ def test_scatter_mirrors_gather(data: st.DataObject, shard: list[int], world_siz
 @many
 @given(shards, world_sizes)
 def test_without_rank_is_the_shard(shard: list[int], world_size: int) -> None:
-    """The layout of a piece has the shape of the shard. If the caller gives the size of a sub-chunk for an atom, this
-    size takes the place of the atom's size."""
+    """Without its rank atom, a layout has the shape of the shard. ``shape`` can replace the size of an atom, for
+    example by the size of a sub-chunk."""
     raw = Layout.gathered(shard, world_size)
     own = raw.without_rank()
     assert own.shape() == shard and own.rank_dim() is None
@@ -170,7 +170,7 @@ def test_reshapes_that_cannot_be_followed(shape: list[int]) -> None:
 
 
 def test_move_rank_needs_the_rank_in_front() -> None:
-    """Pieces of a permuted tensor are not the ranks' shards."""
+    """After a permute, the pieces along dim 0 are not the ranks' shards. So ``move_rank`` must raise an error."""
     with pytest.raises(LayoutError, match="not the ranks' shards"):
         Layout.gathered([3, 4], 2).permute([1, 0]).move_rank(0, 1)
     with pytest.raises(LayoutError, match="no sharded dim"):

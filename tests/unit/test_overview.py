@@ -41,7 +41,8 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_as(base: ForkBase, folder: Path, rank: int, layers: str, **variables: str) -> None:
-    """Write reports in a separate process. The process is started as a launcher starts the process of ``rank``."""
+    """Write reports of ``rank`` in a separate process. ``variables`` are added to the environment of the process, for
+    example the variables that a launcher sets."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
     base.run("-c", WRITE, str(folder), str(rank), layers, env=environment).check_returncode()
 
@@ -178,8 +179,8 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "2
 
 
 def test_ranks_of_one_launch_have_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a key that depends on the rank. Ranks of one host share a parent process. Ranks of different hosts
-    do not."""
+    """All ranks of a run must have the same key. So the key may depend on the parent process only if all ranks run on
+    one host."""
     whole = {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}
     half = {**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}
     key, key_of_two_hosts = runs.launch_key({**whole, "RANK": "0"}), runs.launch_key({**half, "RANK": "0"})

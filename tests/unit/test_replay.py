@@ -448,7 +448,7 @@ def test_the_key_of_a_fused_exchange_holds_all_that_the_call_depends_on(calls: l
             assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
             out = contraction.contracted_all_to_all_matmul(a, b, LAUNCH, parameters, bias, flag)
             assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
-    # (The result of a later call may have the address of the result of an earlier call.)
+    # (Results of two calls may have the same address. So the keys must differ even without the results' addresses.)
     assert len({what[:-1] for what, _ in calls}) == len(calls) == 12 and not any(copies)
     fused.all_to_all_matmuls(a, [b], LAUNCH, FusedParameters(2, copies_from=a.nbytes // LAUNCH.world_size), [bias])
     assert copies.pop() == [a.data_ptr()], "copy engines read all slices"

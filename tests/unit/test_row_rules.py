@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules of the sequence-parallel rewrite (``passes/sequence``), tested for one op at a time. An op is *held* if
 each rank computes it on its own rows. A held op must give the same values as the op on all rows. The rules must refuse
-any other op with a reason. ``x`` is the result of an all-reduce, ``[2, 7, 6]``. Its 14 tokens are divided evenly among
-2 ranks, and unevenly among 3."""
+any other op with a reason. ``x`` has the shape ``[2, 7, 6]`` and is computed from an all-reduce. Its 14 tokens are
+divided evenly among 2 ranks, and unevenly among 3."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ REFUSED: dict[str, tuple[str, Op]] = {
         "concatenates tensors with different tokens",
         lambda g, x: g.op("cat.default", [g.view(x, B * S, H), g.op("select.int", g.tokens(B * S, 3, 2), 2, 0)], 1),
     ),
-    # The part of the features that the op takes may depend on the rank. The ranks' graphs then differ only in the
-    # number that says where the part starts.
+    # Such an op is refused, because each rank may take another part of the features. The ranks' graphs would then
+    # differ only in the number that says where the part starts.
     "one of 3 equal slices": ("the rank's own", lambda g, x: g.op("slice.Tensor", x, 2, 2, 4)),
     "one of 3 equal splits": ("the rank's own", lambda g, x: g.call(getitem, g.op("split.Tensor", x, 2, 2), 1)),
     "one of 3 groups": ("the rank's own", lambda g, x: g.op("select.int", g.view(x, B, S, 3, 2), 2, 1)),
@@ -260,7 +260,7 @@ def test_a_sum_that_rows_read_is_combined_where_it_stands() -> None:
 
 
 def test_an_operand_may_have_the_tokens_in_two_ways() -> None:
-    """``positions`` has the shape ``[S, H]``. One stretch broadcasts ``positions`` over the batch. In another
+    """``positions`` has the shape ``[6, H]``. One stretch broadcasts ``positions`` over the batch. In another
     stretch, the rows of ``positions`` are the tokens."""
     with fake_group(2):
         made = TokenGraph()

@@ -27,7 +27,8 @@ def test_a_digest_tells_values_shape_and_dtype() -> None:
 
 
 def test_the_storage_can_be_resized_afterwards() -> None:
-    """FSDP2 frees a gathered parameter by resizing its storage."""
+    """FSDP2 frees a gathered parameter by resizing its storage. This must still work after ``digest`` has read the
+    parameter."""
     x = torch.arange(6.0)
     digest(x)
     x.untyped_storage().resize_(0)

@@ -154,7 +154,7 @@ def test_bars_end_at_an_estimate_below_the_matmul_alone() -> None:
 
 @pytest.mark.parametrize("keep, unit", [(9700.0, "us"), (10400.0, "ms"), (1.2e6, "s")])
 def test_the_axis_has_the_unit_of_the_numbers_beside_it(keep: float, unit: str) -> None:
-    """Catches two units in one figure if the longest time is near the value at which the unit changes."""
+    """All times of a figure must have one unit, even if the longest time is near the value at which units change."""
     estimate = {"keep": keep, "matmul": 0.4 * keep, "collective": 0.6 * keep, "ring": 0.8 * keep}
     piece = PlanPiece("ring", "p2p", parameters={"sub_chunks": 4, "route": "owner"}, estimate_us=estimate)
     report = samples.empty(sites=[samples.planned("matmul_all_reduce", "all_reduce", piece, "m")])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workspace that a rank holds for a group. Plans that fit get slots, and other plans get none. A call that
-fails after it has begun is also ended."""
+"""The workspace that a rank holds for a group. Plans that fit get slots, and other plans get none. If a call fails
+after it has begun, the call must still be ended."""
 
 from __future__ import annotations
 

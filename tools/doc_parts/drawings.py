@@ -141,11 +141,11 @@ PICTURES = {
     "wave_groups": [[lambda: reduce_as_written("all-reduce", REDUCE), wave_groups]],
     "small_message": [[small_as_written, small_message]],
 }
-"""The pictures of each schedule. Each picture shows the work as written and with the schedule."""
+"""For each schedule, its drawings. For each drawing, the functions that make the two timelines."""
 
 
 def picture(schedule: str) -> str:
-    """The pictures of one schedule."""
+    """The drawings of one schedule, as SVG."""
     drawn = []
     for makers in PICTURES[schedule]:
         timelines = [make() for make in makers]

@@ -13,7 +13,7 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts import names
 
 NAMES = {"schedule": names.SCHEDULES, "transport": names.TRANSPORTS, "patterns": names.PATTERNS}
-"""For each field whose values are names: the names that the field accepts. A registry adds these names."""
+"""For each field whose values are names: the names that the field accepts."""
 
 
 def table() -> str:

@@ -60,8 +60,8 @@ class _Band:
 
     Attributes:
         rows: its rows of each slice, of the operand and of the result.
-        send: sends these rows of the slices of the other ranks.
-        wait: waits for these rows of the slices that other ranks send.
+        send: sends these rows of the slices that go to the other ranks.
+        wait: waits for these rows of the slices that come from the other ranks.
     """
 
     rows: Range

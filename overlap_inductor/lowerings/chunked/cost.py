@@ -111,7 +111,7 @@ def pays(sizes: SiteSizes, machine: Machine) -> bool:
     more time than the host or late peers may cost.
 
     A call must take at least as long on the GPU as on the host. Otherwise, a model without CUDA graphs would wait for
-    the host. If the call's launches are replayed as one, fewer tiles and a smaller gain are enough.
+    the host. If the call is replayed as one CUDA graph, fewer tiles and a smaller gain are enough.
     """
     peers, estimate = sizes.world_size - 1, seconds(sizes, machine)
     if sizes.replays:

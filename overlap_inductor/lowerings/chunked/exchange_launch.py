@@ -6,8 +6,9 @@ ranks come first, from the next rank on. This rank's own slice is multiplied las
 is one run of rows of the product. A program may make a permuted copy of the product for the exchange. This schedule
 makes no such copy.
 
-The result has the product's memory. A rank's slice is copied out of the workspace into the place of the slice that was
-sent to that rank. This copy starts after all slices have been sent, which the join with the side stream ensures.
+The result has the product's memory. The slice that came from a rank is copied out of the workspace. It takes the place
+of the slice that was sent to that rank. This copy starts after all slices have been sent, which the join with the side
+stream ensures.
 
 Launches. For W ranks and C chunks the host launches about ``2 * W + 2 * C + 5`` kernels and copies. If slices are
 columns, there are ``W`` matmuls instead of ``C + 1``.

@@ -3,14 +3,14 @@
 current stream, while a transport moves rows on the side stream.
 
 ``all_gather_matmul`` and ``all_to_all_matmul`` are the host's part of one call. At a site's first call with operands of
-a shape, they prepare every kernel of the call. (If a kernel were loaded while another one waits on the device, the
-group would stop.) Later calls only launch. (A vendor's matmul is loaded at its first launch. Loading waits for all
-earlier work on this rank. That work never waits for anything that is launched later on any rank; ``kernels.transfer``
-says why.) The same holds for ``reduce_launch`` and ``exchange_launch``.
+a shape, they prepare every Triton kernel of the call (``torch_compat.triton_launch`` says why). Later calls only
+launch. A vendor's matmul is loaded at its first launch. Loading waits for all earlier work on this rank, but this work
+never waits for anything that is launched later on any rank (``kernels.transfer``). ``reduce_launch`` and
+``exchange_launch`` prepare and launch in the same way.
 
 Order of rows. This rank's own rows are multiplied first. The rows of the other ranks are multiplied in rank order, from
 the end of the own rows on, wrapping around. So the rows that arrive first are multiplied first. A chunk is a run of
-these rows: some shards, or some parts of one shard (``chunked.sizes``). A chunk that wraps around the end of the tensor
+these rows: some shards, or some parts of shards (``chunked.sizes``). A chunk that wraps around the end of the tensor
 takes two matmuls.
 
 Launches. If copy engines send, the host launches about ``2 * W + 2 * C + 3`` kernels and copies for W ranks and C
@@ -51,8 +51,8 @@ from overlap_inductor.transports.transport import PeerCopies
 from overlap_inductor.transports.transport import Send
 
 End = Callable[[Sequence[torch.Tensor]], None]
-"""Ends a call, given the call's results. If the group was aborted, it sets the results to NaN: neither a vendor's
-matmul nor a copy looks at an abort word."""
+"""``end(results)`` ends a call. If the group was aborted, it sets ``results``, the call's results, to NaN. The vendor's
+matmuls and the copies look at no abort word, so they also run if the rows that they read have not arrived."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def multiplied(
         ``outs``: ``[rows, N]`` for each matmul.
 
     Raises:
-        UnsupportedError: ``sent`` cannot be read in place, or what ``start`` raises.
+        UnsupportedError: ``sent`` cannot be read in place, or ``start`` raises this error.
         TransferError: an earlier call of the group gave up waiting, or was aborted.
     """
     launch.faults.check()
@@ -199,8 +199,8 @@ def _gather_into(
         launch.remember(key, call)
     credits, side = credit_kernel(launch), side_stream(source.device)
     with one_call(launch, side):
-        # (The wait for credits runs before the matmul, not at the same time. A vendor's kernel may keep an SM for all
-        # its tiles. If another kernel waits on that SM, the matmul ends later by the time of that wait.)
+        # (The wait for credits runs before the matmul, not at the same time. Otherwise the wait could keep a block of
+        # the matmul from beginning, and the tiles of this block would be late.)
         credits()
         with side:
             call.send(source)

@@ -28,8 +28,8 @@ from overlap_inductor.transports.transport import Share
 TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
 """Copies of pieces of at least this many bytes take turns, because turns then gain more than they cost. The first
 number is for reductions, the second for gathers. On 8 H200s a reduction gains nothing at 4 MiB, 12 % at 8 MiB and 20 %
-at 16 MiB. In a gather all copies begin at once, and the first matmul waits for the first copy. A gather loses 7 % at 8
-MiB and gains 10 % (host time included) from 16 MiB on."""
+at 16 MiB. In a gather all copies are queued at once, and the first chunk waits for the first copy. Turns pay only for
+larger pieces there: a gather loses 7 % at 8 MiB and gains 10 % (host time included) from 16 MiB on."""
 TILE = 128, 256
 """Rows and columns of the vendor's tile, which one SM multiplies at a time."""
 Range = tuple[int, int]
@@ -68,7 +68,7 @@ class ChunkedParameters:
         turns_from: pieces of at least this many bytes take turns (``transports.transport.Share``). ``None``: the
             default for the pattern (``TURNS_FROM``).
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
-        replays: repeated calls are one launch of a CUDA graph (``runtime.replay``).
+        replays: whether a repeated call is replayed as one CUDA graph (``runtime.replay``).
 
     Raises:
         ValueError: a parameter is too small, both ``chunks`` and ``sizes`` are given, or the transport is not
@@ -158,11 +158,11 @@ def fitted(
         tiles = -(-rows // TILE[0]) * -(-columns // TILE[1])
         sizes = gather_sizes(world_size - 1, ratio, tiles / p.sms) if gathers else scatter_sizes(world_size - 1, ratio)
         if pattern == "matmul_all_reduce":
-            # (Rows that are sent early also come back early, because the second leg follows the first. So the largest
-            # chunk is first.)
+            # (With one band, the second leg begins only after the last transfer of the first leg. So the largest chunk
+            # is first, and the last transfer is short.)
             sizes = tuple(sorted(sizes, reverse=True)) if len(sizes) > 1 else even_sizes(world_size - 1, 2)
-            # With several bands, the smallest chunk is first, because the previous band is summed after the matmul of
-            # this chunk. The largest chunk may then be last: only the last transfer of the last band is exposed.
+            # (With several bands, the smallest chunk is first, because the previous band is summed after the first
+            # chunk's matmul. The largest chunk is last, but its transfer is exposed only in the last band.)
             sizes = sizes if bands == 1 else sizes[::-1]
     if sizes and sum(sizes) != world_size - 1:
         raise UnsupportedError(f"chunks of {list(sizes)} shards do not add up to the shards of {world_size - 1} peers")

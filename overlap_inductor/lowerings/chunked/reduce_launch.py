@@ -86,7 +86,7 @@ class _Band:
 def matmul_reduce_scatter(
     a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool = False
 ) -> torch.Tensor:
-    """``reduce_scatter(a @ b + bias)`` of rows, or of a sum of such products.
+    """``reduce_scatter(a @ b + bias)`` of rows. If ``matmul`` has added products, they are part of what is summed.
 
     Args:
         a: ``[world_size * rows, K]``, fp16 or bf16 (fp8 with scales).
@@ -277,8 +277,8 @@ def _prepare_band(
     """Prepare the kernels and transfers of one band.
 
     Args:
-        result_index: index of the flag of an all-reduce's second leg; ``None`` for a reduce-scatter. The rows of the
-            second leg follow those of the first leg in the workspace.
+        result_index: index of the flag for the band's second leg in an all-reduce; ``None`` for a reduce-scatter. The
+            rows of the second leg follow those of the first leg in the workspace.
         last: whether this is the last band of an all-reduce. For this band, ``add`` also sends the finished rows to all
             peers.
     """

@@ -6,14 +6,15 @@ The unit of time is the matmul of one shard's rows; ``ratio`` is the time of one
 after the other, and so do matmuls. Each rank multiplies its own shard in one matmul: first if shards are gathered, last
 if sums are scattered. ::
 
-    gather:   chunk i consists of all shards that arrive while the chunks before it are multiplied, at least one shard
+    gather:   a chunk consists of all shards that arrive while the own shard and the chunks before it are multiplied.
+              If none arrives, the chunk is the next shard.
     scatter:  the sizes are chosen from the last chunk to the first. Each is as large as possible, but the transfer of
               the chunk must end before the transfer of the next chunk has to begin. Then the sizes are evened out, if
               the last transfer still ends in time. If there is only one chunk, and its transfer would end with almost
               no time to spare, it becomes two.
 
 If a transfer takes longer than a matmul (``ratio > 1``) the link is the bottleneck, and a few even chunks keep it busy.
-This rule is our own; measurements for 4 and 8 ranks are in ``bench/results/mirrored.jsonl``.
+These rules are our own; measurements for 4 and 8 ranks are in ``bench/results/mirrored.jsonl``.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ TFLOP/s against 379 GB/s and 5 us for each piece.)"""
 
 
 def transfer_ratio(sent_itemsize: int, operand_itemsize: int, other: int) -> float:
-    """Time of a shard's transfer, divided by the time of its matmul. Item sizes in bytes. ``other``: the dimension that
-    is not sent: the columns of the right operand (gather), or K (scatter)."""
+    """Time of a shard's transfer, divided by the time of its matmul. Item sizes in bytes. ``other``: size of the
+    matmul's dim that is not sent: N in a gather, K in a scatter."""
     return sent_itemsize * FLOPS_A_BYTE * (2 / operand_itemsize) / (2 * other)
 
 
@@ -76,7 +77,7 @@ def scatter_sizes(peers: int, ratio: float) -> tuple[int, ...]:
 
 
 def last_transfer(sizes: Sequence[int], ratio: float) -> float:
-    """When the last transfer of scattered chunks of ``sizes`` shards ends, in matmuls of one shard."""
+    """The time at which a scatter's last transfer ends, in matmuls of one shard. ``sizes``: shards of each chunk."""
     multiplied, sent = 0, 0.0
     for size in sizes:
         multiplied += size

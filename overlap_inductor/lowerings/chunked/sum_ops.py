@@ -3,9 +3,9 @@
 ``one_op.ops``. If several layers read one tensor (q, k and v; gate and up), their backward has such sums.
 
 Shapes (W ranks, this rank's view): each ``lhs [W*m, K_i]`` (in an all-reduce any number of rows), ``rhs [K_i, N]``,
-fp16 or bf16; the bias belongs to the first product. A chunk's rows are multiplied by all right operands, in one vendor
-matmul after the other. Each matmul but the first adds to the result so far, which was rounded before. Inductor rounds
-at the same points when it runs ``addmm`` with the other product as its bias.
+fp16 or bf16; the bias belongs to the first product. For the rows of a chunk, one vendor matmul after the other
+multiplies each ``lhs`` by its ``rhs``. Each matmul but the first adds to the result so far, which was rounded before.
+Inductor rounds at the same points when it runs ``addmm`` with the other product as its bias.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``early_start``: the program's own exchange of keys and values runs under an attention that does not need
-its result. The exchange starts before the attention, and its wait stands behind it.
+its result. The exchange starts before the attention, and the wait for the exchange stands behind the attention.
 
 - Ops: none of its own. ``after`` of ``ring.ops`` puts the attention behind the start, and ``control_deps`` puts the
   wait behind the attention.

@@ -18,7 +18,8 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 def pays(sizes: SiteSizes, machine: Machine, margin: float) -> bool:
     """Whether the site is estimated to be more than ``margin`` times as fast as ``keep``. Both estimates count the keys
     that a causal mask excludes. So they are the same for a causal block and for a block that a rank sees as a whole. In
-    a causal ring, one rank may have only causal blocks and another only whole blocks, and both must decide alike."""
+    a causal ring, one rank may have only causal blocks and another only whole blocks, and both ranks must decide
+    alike."""
     attention = matmul_seconds(sizes, machine)
     return _overlapped(attention, sizes, machine) * margin < attention + collective_seconds(sizes, machine)
 

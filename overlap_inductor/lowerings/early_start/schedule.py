@@ -81,7 +81,7 @@ class EarlyStart:
         return None
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Does nothing: a site adds few nodes."""
+        """Does nothing: a rewrite adds so few nodes that the graph's budget need not limit it."""
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> None:
         return None

@@ -61,7 +61,7 @@ def all_gather_matmuls(
         a: this rank's shard, ``[rows, K]``, fp16 or bf16, contiguous and aligned to 16 bytes.
         rhs: 1 to ``MOST_WEIGHTS`` weights ``[K, N]``, all row-major or all transposed (``in_one_launch`` chooses them).
         biases: for each weight, ``[N]`` or ``None``.
-        keep: the call does not end with the kernel; ``gathered`` may be read on the same stream until ``end``.
+        keep: the kernel does not end the call. Until ``end`` does, ``gathered`` may be read on the same stream.
 
     Returns:
         ``[world_size * rows, N]`` for each weight.
@@ -147,7 +147,7 @@ def matmul_reduce_scatter(
         ``[rows, N]``, summed over ranks in fp32.
 
     Raises:
-        UnsupportedError, TransferError: as ``all_gather_matmul``.
+        UnsupportedError, TransferError: as ``all_gather_matmuls``.
     """
     launch.faults.check()
     out = rows_like(a, a.shape[0] // launch.world_size, b.shape[1], a.dtype)
@@ -183,7 +183,7 @@ def matmul_all_to_all(
         ``[world_size * rows, width]``: a slice from each rank, in the order of ranks.
 
     Raises:
-        UnsupportedError, TransferError: as ``all_gather_matmul``.
+        UnsupportedError, TransferError: as ``all_gather_matmuls``.
     """
     launch.faults.check()
     cut = launch.world_size if by_columns else 1

@@ -39,7 +39,7 @@ def contracted_all_to_all_matmul(
     bias: torch.Tensor | None = None,
     keep: bool = False,
 ) -> torch.Tensor:
-    """``sum over sources s of received[s] @ b[s] + bias``, with ``received = all_to_all(a)``.
+    """``bias`` plus the sum of ``received[s] @ b[s]`` over all source ranks ``s``; ``received = all_to_all(a)``.
 
     Args:
         a: ``[world_size * rows, k]``, a shard for each rank, fp16 or bf16, contiguous and aligned to 16 bytes.
@@ -52,7 +52,7 @@ def contracted_all_to_all_matmul(
         ``[rows, N]``, summed in fp32 and rounded once.
 
     Raises:
-        UnsupportedError, TransferError: as ``calls.all_gather_matmul``.
+        UnsupportedError, TransferError: as ``calls.all_gather_matmuls``.
     """
     launch.faults.check()
     own = own_shard(PATTERN, a, launch)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of schedule ``fused``: measured on 2, 4 and 8 H200s (bench/results/operators.jsonl, fused.jsonl)."""
+"""Estimate the seconds of schedule ``fused``. The constants were measured on 2, 4 and 8 H200s
+(bench/results/operators.jsonl, fused.jsonl)."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ class FusedCost:
 
     Attributes:
         exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``. The kinds are a
-            gather, a scatter, an all-reduce whose matmul is longer, and one whose transfer is longer. The last was
-            measured on 2 GPUs, each in the place of one rank of 8 (``bench.mirrored``), and raised by a tenth for
-            contention. It was not measured on 8 GPUs.
+            gather, a scatter, an all-reduce whose matmul is longer, and one whose transfer is longer. The last
+            kind's fraction was measured on 2 GPUs, each in the place of one rank of 8 (``bench.mirrored``), and raised
+            by a tenth for contention. It was not measured on 8 GPUs.
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
         ranks / exchange_ranks: largest measured group, and largest group in which all-to-alls of rows were measured
-            (``bench.operators`` on 2 H100s).
+            (``bench.operators`` on 2 H100s and on 4 H200s).
     """
 
     exposed: tuple[float, float, float, float] = (0.05, 0.12, 0.16, 0.15)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of schedule ``fused``: one functional op for each site, one persistent kernel for each op.
 
-One launch multiplies a gathered tensor by some of its weights (``parameters.in_one_launch``). For the other weights,
+One launch multiplies a gathered tensor by some of the site's weights (``parameters.in_one_launch``). For the others,
 the vendor's matmul reads the gathered tensor from the workspace. Operands in a layout that no kernel reads are copied
 first.
 """
@@ -236,8 +236,9 @@ define_gather("fused", fused_plan, functools.partial(_gather, "all_gather_matmul
 define_reductions("fused", fused_plan, _reduce)
 define_exchanges("fused", fused_plan, _send, functools.partial(_gather, "all_to_all_matmul"))
 define_contracted("fused", fused_plan, _contract)
-# The same ops, followed by pointwise ops. ``epilogues``: ``epilogue_program.to_text`` of a list with the epilogue of
-# each result (``None`` for a result without one). ``extras``: the tensors that the epilogues read.
+# The all-gather and the reductions again, followed by pointwise ops. ``epilogues``: ``epilogue_program.to_text`` of a
+# list with the epilogue of each result (``None`` for a result without one). ``extras``: the tensors that the epilogues
+# read.
 define(
     "fused_all_gather_matmul_epilogue(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, bool gathered_used,"
     " Tensor[] extras, str epilogues, str settings, str group_name, str site) -> (Tensor[], Tensor)",

@@ -37,7 +37,7 @@ class FusedParameters:
             (patterns in ``GATHERS``).
         copier: name of that transport; empty for the first of ``copiers``.
         parts: largest number of bands of a shard if the whole matmul has at least ``parts_from`` rows. Otherwise a
-            shard is one band. 0: one band for each rank.
+            shard is one band. 0: at most as many bands as ranks.
         pieces: number of pieces in which a band is pushed (all-gather).
         pushers: number of blocks that push. In an all-gather they push before they multiply, in an all-reduce whenever
             something is ready. 0 (all-reduce): ``push_inner`` decides.
@@ -53,11 +53,12 @@ class FusedParameters:
         column_tiles: number of tiles across the columns of all weights of a gather. Ranks may have different numbers of
             columns, but must use the same number here. 0: count the tiles of this rank's weights.
         stagger_ns: nanoseconds between the starts of neighbouring blocks (reduce-scatter, all-to-all after a matmul).
-        early: after each of its own tiles, a block copies at most this many pieces that have arrived (all-to-all after
-            a matmul). A piece has the size of a tile. -1: one for each peer, so that the copies end with the own tiles.
-        halves: tiles are stored in two halves, which leaves shared memory for one more stage.
+        early: largest number of arrived pieces that a block copies after each tile of the rank's own slice (all-to-all
+            after a matmul). A piece has the size of a tile. -1: one for each peer. The copies then end about when the
+            tiles of the own slice end.
+        halves: whether tiles are stored in two halves, which leaves shared memory for one more stage.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
-        replays: repeated calls are one launch of a CUDA graph (``runtime.replay``).
+        replays: whether a repeated call is replayed as one CUDA graph (``runtime.replay``).
 
     Raises:
         ValueError: ``parts``, ``pushers``, ``push_inner`` or ``unit`` is too small.
@@ -126,8 +127,8 @@ GATHERS = ("all_gather_matmul", "all_to_all_matmul")
 
 
 CONTRACTED = 64
-"""A slice of a contracted dim must be a multiple of this many elements, because a block of K (``block_k`` elements)
-belongs to one source."""
+"""A slice of a contracted dim must be a multiple of this many elements (``block_k``). Then each block of K lies in
+the slice of one source rank."""
 MOST_WEIGHTS = 4
 """Largest number of weights by which one launch multiplies a gathered tensor: q, k, v and a gate. The vendor's matmul
 takes any further weights."""
@@ -173,7 +174,7 @@ def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor],
     sliced.
 
     With at most ``slices_tiles`` tiles, which all run at once, there are as many slices as planned. With more tiles
-    there are fewer slices, because the SMs multiply tiles of shards that have arrived while others are in transfer. A
+    there are fewer slices: the SMs then have tiles of arrived shards to multiply while other shards are in transfer. A
     shard that a transport of ``copiers`` sends is not sliced.
     """
     if shard.nbytes >= parameters.copies_from:
@@ -209,7 +210,8 @@ def needed(
     # (A call with fewer rows never needs more. So what the call with the most rows needs is enough for all calls.)
     parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
     if pattern in EXCHANGES:
-        # (If an all-to-all cuts K or columns, a shard has more than ``rows`` rows. So it may have all parts.)
+        # (If an all-to-all exchanges slices of K or of columns, the caller may still divide the matmul's rows by the
+        # ranks. ``rows`` is then too small to tell the number of parts, so the largest number is used.)
         parts = parameters.parts or world_size
     if pattern in GATHERS:
         return world_size * rows * inner * itemsize, parts * parameters.slices

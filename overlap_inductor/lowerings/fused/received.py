@@ -34,12 +34,12 @@ class Received(NamedTuple):
     """A call. All tensors are fp16 or bf16.
 
     Attributes:
-        name: one of ``parameters.GATHERS``. The kernel of contractions has a name of its own, ``contraction``.
+        name: one of ``parameters.GATHERS``, or ``contraction`` if the matmul contracts the exchanged dim.
         a: what is sent: ``own`` itself in an all-gather; ``[world_size * rows, K]``, a shard for each rank, in an
             all-to-all.
         own: the shard ``[rows, K]`` that this rank multiplies itself (``own_shard``).
         rhs, biases, results: for each weight the right operand, ``[N]`` or ``None``, and the tensor to write.
-        keep: the call does not end with the kernel; ``gathered`` may be read on the same stream until ``calls.end``.
+        keep: the kernel does not end the call. Until ``calls.end`` does, ``gathered`` may be read on the same stream.
         tail: the epilogues of the results.
         banded: copies send a shard in bands (``parameters.band_rows``), not as a whole.
     """
@@ -107,9 +107,9 @@ def _with_copies(call: Received, launch: Launch, p: FusedParameters, kernel: Ker
     """A transport of ``copiers`` sends the shard; in an all-to-all, it sends each peer's shard. In the meantime,
     ``kernel`` multiplies the rows that have arrived.
 
-    The kernel occupies every SM, so nothing that the copies wait for may need an SM while it runs. The wait for
-    permission to write therefore ends before the kernel starts, on the current stream, and the flags are written by
-    copies, too. So a rank's shard is sent whatever its kernel waits for.
+    The kernel occupies every SM, so nothing that the copies wait for may need an SM while the kernel runs. Therefore
+    the wait for permission to write ends before the kernel starts, on the current stream. The flags are written by
+    copies, too. So the copies send a rank's shard even while the rank's kernel waits for its peers.
     """
     a, own, rank = call.a, call.own, launch.rank
     rows = len(own)

@@ -58,7 +58,8 @@ class FusedSchedule(TableSchedule):
         if site.facts.pattern not in GATHERS:
             return settings
         # The number of slices in which a shard is pushed depends on the tiles of all weights. A rank's weights may have
-        # more or fewer columns than its peers' weights. So the plan's number of tiles is computed from rounded sizes.
+        # more or fewer columns than its peers' weights. So the plan's number of tiles is computed from rounded
+        # sizes, which usually agree.
         rights = [right for _, right in operands(served(site))]
         columns = [rounded(int(rights[i].shape[1])) for i in in_one_launch(rights)]
         return {**settings, "column_tiles": column_tiles(columns, parameters_of(json.dumps(settings), 1))}

@@ -2,10 +2,10 @@
 """Schedule ``fused`` launches one kernel for lookups in tables and the all-to-all that follows, on the current stream.
 
 A kernel cannot take the addresses of hundreds of tensors as arguments, so it reads them from a tensor of ``facts`` on
-the device (``kernels.layout.TABLE_FACTS``). If the facts differ from those of the site's previous call, a call copies
-them there from pinned memory before it launches the kernel. In a captured CUDA graph the facts have memory of their own
-in the graph's pool, and the copy is a node of the graph. The pinned memory that it reads is never written again, nor
-freed. The call waits for nothing on the device.
+the device (``kernels.layout.TABLE_FACTS``). If a call's facts differ from those of the site's previous call, the
+call first copies its facts from pinned memory to that tensor. In a captured CUDA graph, the facts have
+memory of their own in the graph's pool, and the copy is a node of the graph. The pinned memory from which the graph
+copies is never written again, and never freed. The host does not wait for the device in a call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from overlap_inductor.transports.call_arguments import call_arguments
 
 @dataclass(frozen=True)
 class Lookups:
-    """The lookups of one call. All lists of tensors that are not empty have the same length.
+    """The lookups of one call. A list of tensors has one tensor for each table, or is empty.
 
     Attributes:
         tables: ``[rows, width]``, contiguous and aligned to 16 bytes.
@@ -40,7 +40,7 @@ class Lookups:
         offsets: as ``indices``, of the same dtype: where each bag begins. Empty: each index is a bag.
         samples: weights of the indices, in the dtype of the tables; or empty.
         padding: the padding index of each table, or -1.
-        bags: number of bags of each table, of all ranks' slices together.
+        bags: number of bags of each table, in the slices of all ranks together.
         mean: bags are averaged, not summed.
         last_offset: ``offsets`` has one more element than there are bags.
         rows_first: a slot of the result holds the results of all tables for one bag, then for the next. Otherwise it
@@ -99,7 +99,8 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 _CAPTURED: list[torch.Tensor] = []
-"""The host memory from which captured graphs copy their facts. A graph may be replayed as long as the process lives."""
+"""The host memory from which captured graphs copy their facts. It is never freed, because a graph may be replayed as
+long as the process lives."""
 
 
 @dataclass
@@ -124,9 +125,9 @@ def look_up(
     """The result of the all-to-all, flat: the slice of this rank from all tables of all ranks.
 
     Args:
-        saved: for each table, two tensors of the dtype of the indices, which the kernel fills for the backward graph.
-            They are the bag of each index, and the number of rows of each bag, without padding. A tensor without
-            elements stays empty.
+        saved: for each table, two tensors that the kernel fills for the backward graph, in the dtype of the indices.
+            The first gets the bag of each index. The second gets the number of rows of each bag; rows of the padding
+            index are not counted. Nothing is stored for a tensor without elements.
 
     Raises:
         UnsupportedError: the kernel does not support a tensor, or the slot is too small.
@@ -187,13 +188,13 @@ def _on_device(values: list[int], launch: Launch) -> torch.Tensor:
         return host.to(device, non_blocking=True)
     # When this copy runs, the previous call has read its facts: the calls of a rank run one after the other.
     facts.memory.copy_(host, non_blocking=True)
-    # Only now: if the copy raises an error, the next call must copy again.
+    # Set after the copy: if the copy raises an error, the next call must copy again.
     facts.values = values
     return facts.memory
 
 
 def _as_index(facts: torch.Tensor, lookups: Lookups) -> torch.Tensor:
-    """A tensor of the dtype of the indices, from which the kernel takes the dtype."""
+    """A tensor of the dtype of the indices. The kernel uses only its dtype."""
     return facts.view(lookups.indices[0].dtype)
 
 
@@ -226,7 +227,8 @@ def _prepare(
         "BLOCK": p.copy_words,
     }
     varying = {"out": out, "facts": facts, "index": _as_index(facts, lookups)}
-    # With ``debug``, Triton compiles the kernel's asserts. Those of integer overflow are not wanted.
+    # ``debug``: otherwise Triton drops the kernel's asserts. ``sanitize_overflow=False``: otherwise ``debug`` also adds
+    # asserts against integer overflow.
     return PreparedKernel(
         embedding_all_to_all,
         p.blocks * p.blocks_an_sm,

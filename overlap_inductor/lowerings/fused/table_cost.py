@@ -16,8 +16,9 @@ from overlap_inductor.facts.machine import Machine
 from overlap_inductor.lowerings.fused.cost import COST
 
 EXPOSED = COST.exposed[1]
-"""Exposed fraction of the shorter of lookups and transfer. It is that of the fused matmul and reduce-scatter
-(bench/results/fused.jsonl). That kernel also computes the other ranks' slices first and stores them from its blocks."""
+"""Exposed fraction of the shorter of lookups and transfer. The number is that of the kernel for a matmul and a
+reduce-scatter (bench/results/fused.jsonl). Both kernels compute the other ranks' slices first, and their blocks store
+the results into the peers' memory."""
 RANKS = 2
 """The largest measured group."""
 
@@ -27,8 +28,7 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
     - the time of the lookups or of the transfer, whichever is longer
     - an exposed fraction of the shorter of the two
-    - a copy that moves what the peers have sent out of the workspace: it reads and writes as many bytes as this rank
-      sends
+    - the copy of the received results out of the workspace: it reads, and writes, as many bytes as this rank sends
     - a fixed cost
 
     The lookups are limited by memory: ``sizes.memory`` is what they read and write. One kernel serves all tables, so

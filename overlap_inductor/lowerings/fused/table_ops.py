@@ -3,8 +3,8 @@
 
 ``fused_embedding_all_to_all(...) -> (results, token)``. ``results`` begins with the result of the all-to-all, flat.
 With ``saves``, the other results of ``_embedding_bag`` follow, which the backward graph reads. For each table they are
-the bag of each index, the number of rows of each bag, and the row of each maximum. For sums and means, the row of each
-maximum is not filled.
+the bag of each index, the number of rows of each bag, and the row of each maximum. The kernel computes only sums and
+means, so it does not fill the row of each maximum.
 
 If there is no workspace left for the site, the op runs the program's own lookups and the plain all-to-all
 (``runtime.workspace`` logs that). All ranks do the same, because the workspace is the same on all.
@@ -72,7 +72,7 @@ def _saved(
             (i.new_empty(i.shape[0]), i.new_empty(o.shape[0]), i.new_empty(0))
             for i, o in zip(indices, offsets, strict=True)
         ]
-    # On other devices, the shapes of these tensors depend on the tables.
+    # On other devices, the shapes depend on the tables, so the program's own ops are run to get the shapes.
     found = _looked_up(tables, indices, offsets, samples, padding, mode, last_offset)
     return [tuple(map(torch.empty_like, results[1:])) for results in found]
 
@@ -163,8 +163,9 @@ def _embedding_all_to_all_fake(
     return [out, *(t for s in saved for t in s)], chain.new_empty(1)
 
 
-# ``offsets``: empty for plain rows. ``samples``: weights of the indices, or empty. ``padding``: a padding index or -1
-# for each table, for bags only. ``mode``: see ``MODES``. ``last_offset``, ``rows_first``: see ``table_calls.Lookups``.
+# ``offsets``: empty for plain rows. ``samples``: weights of the indices, or empty. ``padding``: for each table, the
+# padding index of its bags; -1 if there is none, and for plain rows. ``mode``: see ``MODES``. ``last_offset``,
+# ``rows_first``: see ``table_calls.Lookups``.
 define(
     "fused_embedding_all_to_all(Tensor chain, Tensor[] tables, Tensor[] indices, Tensor[] offsets, Tensor[] samples,"
     " int[] padding, str mode, bool last_offset, bool rows_first, bool saves, str settings, str group_name, str site)"

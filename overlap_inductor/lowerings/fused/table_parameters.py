@@ -13,12 +13,12 @@ import torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_WIDTH = 1024
-"""Elements of the longest row: a thread holds at most 8 sums for each bag."""
+"""The largest number of elements of a row. Each of the 128 threads of a block then holds 8 sums for each bag."""
 MOST_RANKS = 1024
 """Largest group: a slot has one flag for each source, and one counter for each receiver."""
 PIECES_A_BLOCK = 8
-"""A block claims at least this many pieces, if there are enough bags. With fewer pieces for each block, some blocks end
-long before others."""
+"""A block claims on average at least this many pieces, if there are enough bags. With fewer pieces for
+each block, some blocks end long before others."""
 
 
 @dataclass(frozen=True, eq=False)

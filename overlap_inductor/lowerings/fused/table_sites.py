@@ -37,7 +37,8 @@ BAGS = "embedding_bag"
 
 
 def why_not(nodes: PooledNodes) -> str | None:
-    """Why no fused kernel can compute the site; ``None`` if one can. The group is not checked here."""
+    """Why no fused kernel can compute the site; ``None`` if one can. Whether the group's GPUs reach each
+    other is not checked here."""
     first = nodes.lookups[0]
     dtype, width = tools.dtype(first.rhs), tools.shape(first.rhs)[1]
     sizes = [width, *nodes.wire.shape(), *(s for m in nodes.lookups for s in tools.shape(m.rhs))]
@@ -53,7 +54,7 @@ def why_not(nodes: PooledNodes) -> str | None:
         if (reason := _why_not_read(nodes, lookup, part)) is not None:
             return reason
     if _rows_first(nodes) is None:
-        return "the rows of a table are not in the order of its bags where they are sent"
+        return "in the tensor that is sent, the rows of a table are not in the order of its bags"
     return None
 
 
@@ -130,7 +131,7 @@ def _why_not_read(nodes: PooledNodes, lookup: LookupNode, part: fx.Node) -> str 
 
 
 def _results(lookup: LookupNode) -> dict[int, fx.Node]:
-    """The results of a lookup in bags that the graph reads, by number."""
+    """``{number: node}`` of the results of ``_embedding_bag`` that the graph reads. Empty for other lookups."""
     if not lookup.is_tuple:
         return {}
     return {user.args[1]: user for user in lookup.node.users if user.target is getitem}

@@ -38,7 +38,7 @@ def _is_table(site: OverlapSite) -> bool:
 
 class TableSchedule(OneOpSchedule):
     """See ``SiteSchedule``. A schedule that writes lookups and their exchange as one op, and other sites as
-    ``OneOpSchedule`` does. Batches of a dynamic size are not served."""
+    ``OneOpSchedule`` does. It does not serve lookups of a batch whose size is dynamic."""
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         if not _is_table(site):
@@ -74,7 +74,7 @@ class TableSchedule(OneOpSchedule):
         return Request(site.facts.id, *table_parameters.needed(*table_sites.sizes(nodes_of(site, PooledNodes))))
 
     def anchor(self, site: OverlapSite) -> fx.Node | None:
-        """For a site of tables, the exchange: all tables and indices are known there."""
+        """For a site of tables, the exchange: all tables and indices come before it in the graph."""
         return nodes_of(site, PooledNodes).collective.node if _is_table(site) else super().anchor(site)
 
     def exchange(self, site: OverlapSite, piece: PlanPiece) -> ExchangeTerms:

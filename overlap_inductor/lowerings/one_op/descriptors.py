@@ -9,8 +9,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from overlap_inductor.lowerings.one_op.operands import lies_transposed
 
 TILES_A_BATCH = 8
-"""After this many tiles, a thread block waits until its last store has left shared memory. The store of every other
-tile continues under the next tile's matmul."""
+"""The number of tiles of a batch. After a batch, a thread block waits until its last store has left shared memory.
+Within a batch, the store of a tile continues under the next tile's matmul."""
 
 
 def right_descriptor(b: torch.Tensor, block_n: int, block_k: int) -> tuple[TensorDescriptor, bool]:

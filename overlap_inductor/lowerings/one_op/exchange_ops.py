@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define ops, each of which runs an all-to-all of equal slices and its matmuls. Otherwise they are like the ops of
+"""Define ops, each of which runs an all-to-all of equal slices and its matmuls. In all else they are like the ops of
 ``one_op.ops``.
 
 Shapes (W ranks, this rank's view): ``sent [W*m, K]`` has a slice of rows for each rank. The product ``lhs @ rhs`` has a
-slice of rows for each rank, or a slice of columns if ``columns``. For a contraction, ``sent [W*m, k]`` has a slice for
-each rank, too, and ``rhs [W*k, N]`` has its rows in the order of ranks.
+slice of rows for each rank, or a slice of columns if ``columns``. For a contraction, ``sent [W*m, k]`` also has a slice
+of rows for each rank. Rows ``r*k`` to ``(r+1)*k - 1`` of ``rhs [W*k, N]`` are multiplied by the slice that rank ``r``
+sends.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.torch_compat.memory import token_like
 
 Send = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, bool, Launch, Any], torch.Tensor]
-"""``(lhs, rhs, bias, columns, launch, parameters) -> received [W * rows of a slice, its width]``."""
+"""``(lhs, rhs, bias, columns, launch, parameters) -> received [W * rows of a slice, width of a slice]``."""
 
 
 def define_exchanges(schedule: str, plan: SitePlan, send: Send, receive: Gather) -> None:
@@ -126,7 +127,7 @@ def _define_received(schedule: str, plan: SitePlan, receive: Gather) -> None:
 def define_contracted(schedule: str, plan: SitePlan, contract: Gather) -> None:
     """Define op ``<schedule>_contracted_all_to_all_matmul``, whose matmuls contract the dim that the ranks exchange.
 
-    Their left operand, ``operand [m, W*k]``, has the received slices side by side, in the order of ranks. The op
+    The matmuls' left operand, ``operand [m, W*k]``, has the received slices side by side, in the order of ranks. The op
     returns ``([operand @ b + bias [m, N] of each matmul ...], token)``. If ``operand_used``, the operand follows the
     results in the list. ``contract`` returns that list.
     """
@@ -143,7 +144,7 @@ def define_contracted(schedule: str, plan: SitePlan, contract: Gather) -> None:
     ) -> tuple[Tensors, torch.Tensor]:
         group, token, (all_rows, width) = resolve_group(group_name), token_like(chain), sent.shape
         ranks = group.size()
-        # (What a call needs depends on one slice, and so only on the right operand's rows for one slice.)
+        # (The workspace is planned for one slice. So ``ready`` gets only the rows of the right operand for one slice.)
         one, rows = rhs[0][:width], -(-all_rows // ranks)
         found = ready(plan, "all_to_all_matmul", rows, sent, one, sent.dtype, group, site, settings)
         if found is None:

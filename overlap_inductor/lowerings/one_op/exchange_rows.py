@@ -2,11 +2,11 @@
 """``SentRows`` and ``ReceivedRows``: an all-to-all of equal slices and its matmuls, written as one op
 (``one_op.exchange_ops``).
 
-Matmuls may contract the dim that the ranks exchange (the output projection of Ulysses attention). Then the op has the
-prefix ``contracted_``, and the left operand of the matmuls has the slices of all ranks side by side. A vendor's matmul
-of each slice would round the sum over the slices after each slice. If the sum were kept in fp32, the matmul of each
-slice would read and write the sum in memory, which takes longer than the transfer. So a schedule computes such a matmul
-in another way:
+Matmuls may contract the dim that the ranks exchange, as the output projection of Ulysses attention does. Then the op's
+name has ``contracted_`` before the pattern, and the matmuls' left operand has the slices of all ranks side by side. If
+a vendor's matmul took one slice at a time, the sum over the slices would be rounded after each slice. A sum kept in
+fp32 would avoid this, but each matmul would read and write it in memory. This takes longer than the transfer. So a
+schedule multiplies the slices in one of these ways:
 
 - A Triton kernel adds up the products of the slices in registers (``lowerings.fused.contraction``).
 - A vendor's matmul reads a band of rows of all slices (``lowerings.chunked.contracted_launch``).
@@ -50,7 +50,7 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 
 
 class SentRows(ReduceRows):
-    """See ``form.RowsForm``. A slice consists of rows of the matmul's result, or of columns."""
+    """See ``form.RowsForm``. A slice consists of rows of the matmul's result, or of its columns."""
 
     turns = False
 
@@ -88,7 +88,7 @@ class SentRows(ReduceRows):
 
 
 def _has_columns_of(nodes: SentNodes, bias: fx.Node) -> bool:
-    """Whether ``bias`` can be cut as the matmul's columns are."""
+    """Whether ``bias`` has an element for each column of the result, so that both can be cut alike."""
     return same_size(tools.shape(bias)[-1], nodes.shape[1])
 
 
@@ -96,8 +96,8 @@ class ReceivedRows(GatherRows):
     """See ``form.RowsForm``. The tensor that is sent has a slice of rows for each rank."""
 
     def served(self, site: OverlapSite) -> OverlapSite:
-        """As ``GatherRows.served``. But if the op can compute no matmul whose rows or columns are exchanged: the site
-        with only the matmuls that contract the exchanged dim."""
+        """As ``GatherRows.served``, with one exception. If the op can compute none of the matmuls whose rows or columns
+        are exchanged, the site keeps only matmuls that contract the exchanged dim."""
         nodes, rows = nodes_of(site, ReceivedNodes), super().served(site)
         if rows is not site or super().loopable(site):
             return rows
@@ -112,7 +112,7 @@ class ReceivedRows(GatherRows):
         return read == {tools.dtype(nodes.source)} and (super().loopable(site) or _all_contract(nodes))
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        """False if the operand's columns are exchanged: its rows are then not the site's tokens
+        """False if the matmuls contract the exchanged dim. The rows of their operand are then not the site's tokens
         (``SiteNodes.tokens``)."""
         return not _all_contract(nodes_of(site, ReceivedNodes))
 
@@ -200,7 +200,7 @@ def _write_contracted(
     if not used:
         return chain, replaced
     operand = emit.call(getitem, results, len(rhs))
-    # (Other matmuls then read the operand in place, e.g. that of a weight's gradient.)
+    # (Other matmuls, e.g. of a weight's gradient, then read the operand without a copy.)
     replaced |= {c.operand_node: operand for c in nodes.consumers if _is_operand(c, nodes)}
     whole = _given_from_operand(emit, nodes, operand)
     return chain, replaced | {nodes.collective.wait: whole, nodes.collective.node: whole}

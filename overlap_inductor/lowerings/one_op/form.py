@@ -32,8 +32,8 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 class RowsForm(Protocol):
     @property
     def turns(self) -> bool:
-        """Whether the op computes the transposed product if N is the dim that is cut. Then the op always cuts rows of
-        its left operand. If false, the op cuts columns."""
+        """What the op does if N is the dim that is cut. True: it computes the transposed product, so that it cuts rows
+        of its left operand. False: it cuts columns of the product."""
         ...
 
     def served(self, site: OverlapSite) -> OverlapSite:
@@ -52,8 +52,8 @@ class RowsForm(Protocol):
         ...
 
     def computed_between(self, site: OverlapSite) -> fx.Node | None:
-        """A node whose op is not element-wise, between the collective and the matmuls (``sites.row_wise``,
-        ``passes.find_region``); ``None`` if there is none."""
+        """A node that the op cannot compute, between the collective and the matmuls: an op that is not element-wise, or
+        one beside it (``sites.row_wise``, ``passes.find_region``). ``None`` if all ops there are element-wise."""
         ...
 
     def slice_sizes(self, site: OverlapSite, left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
@@ -71,8 +71,8 @@ class RowsForm(Protocol):
         ...
 
     def why_no_contraction(self, site: OverlapSite, noun: str, contracts: int) -> str | None:
-        """If a matmul of ``site`` contracts the dim that the ranks exchange: why the schedule cannot compute this
-        matmul. ``None`` if the schedule can, or if there is no such matmul. ``site`` need not be loopable.
+        """If all matmuls of ``site`` contract the dim that the ranks gather or exchange: why the schedule cannot
+        compute them. ``None`` if it can, or if a matmul does not contract this dim. ``site`` need not be loopable.
 
         Args:
             noun: ``SiteSchedule.noun``, for the text.
@@ -91,7 +91,8 @@ class RowsForm(Protocol):
         """Write the op into the graph.
 
         Args:
-            op: returns the op's overload for the prefix that precedes the pattern in its name (``lowerings.rows.Op``).
+            op: ``op(prefix)`` is the overload of the op whose name has ``prefix`` before the pattern
+                (``lowerings.rows.Op``).
             scales: the scale arguments of each matmul (``scaled.terms``); empty for plain matmuls.
             own: the schedule's own arguments, which follow the operands. The last one is the settings.
 

@@ -7,11 +7,11 @@ Which sites such an op can compute:
   with scales, a schedule may have an op ``<schedule>_scaled_<pattern>`` (``lowerings.one_op.scaled``).
 - The rows can be brought into the ranks' order (``lowerings.rows``).
 - The ranks' parts have equal sizes.
-- A reduction has one matmul. For a sum of several, a schedule may have an op ``<schedule>_sum_<pattern>``.
+- A reduction has one matmul. For a sum of several matmuls, a schedule may have an op ``<schedule>_sum_<pattern>``.
 - The matmuls do not contract the dim that is gathered or exchanged. For an all-to-all before plain matmuls that
   contract the exchanged dim, a schedule may have an op ``<schedule>_contracted_all_to_all_matmul``.
-- A gather may have several matmuls. The op computes the matmuls that ``lowerings.one_op.form.served`` selects. For the
-  other matmuls, it returns the gathered tensor.
+- A gather may have several matmuls. The op computes the matmuls that ``lowerings.one_op.form.served`` selects. The
+  other matmuls read the gathered tensor that the op returns.
 - Only the token count may be dynamic.
 
 A schedule's parameters, workspace and further limits are in its plan module, e.g. ``lowerings.fused.parameters``.

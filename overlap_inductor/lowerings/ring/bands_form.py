@@ -16,7 +16,7 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 
 
 def rewrite(emit: StepEmitter, site: OverlapSite, bands: int) -> tuple[fx.Node, Replaced]:
-    """Write the site as unrolled steps in ``bands``. Returns what ``SiteSchedule.rewrite`` returns."""
+    """Write the site as unrolled steps, cut into ``bands`` bands. Returns what ``SiteSchedule.rewrite`` returns."""
     if isinstance(site.nodes, ReduceNodes):
         return emit.chain, reduced_rows.reduced(site.nodes, unrolled_bands.rewrite_scatter(emit, site.nodes, bands))
     nodes = nodes_of(site, GatherNodes)

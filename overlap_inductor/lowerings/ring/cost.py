@@ -13,7 +13,7 @@ from overlap_inductor.facts.cost_model import written_seconds
 from overlap_inductor.facts.machine import Machine
 
 TOLERANCE = 1.05
-"""Among rings whose estimates are at most this factor slower than the fastest ring's, the ring with the fewest
+"""Among the rings whose estimated time is at most this many times the fastest ring's, the one with the fewest
 sub-chunks is chosen. The reason is that each sub-chunk adds nodes that Inductor must compile."""
 
 

@@ -34,7 +34,7 @@ def axis_of(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | Non
         if any(a is lead for a in atoms):
             found = row_pieces.position(atoms, lead)
             # A cut along a contracted dim that is not gathered would give partial sums, but each piece of the result
-            # must be complete. ``lead`` lies in such a dim if a shard has one row: its outermost dim is then its width.
+            # must be complete. If a shard has one row, ``lead`` is the shard's width, and so lies in such a dim.
             if found is None or found[0] == "cross" and consumer.matmul.role(consumer.operand, dim) == "K":
                 return None
             return found[0], dim, found[1]

@@ -76,9 +76,9 @@ class GatherRing:
 
 
 def _nodes_a_piece(consumer: GatherConsumer) -> int:
-    """Estimated number of nodes for the matmul of one piece: the matmul and one or two views. If the contraction is
-    split, more nodes cut the other operand, widen a sum that is narrower than fp32, and zero the padding of short
-    shards."""
+    """Estimated number of nodes for the matmul of one piece: the matmul and one or two views. If the gathered dim is
+    contracted, more nodes cut the other operand, widen a sum that is narrower than fp32, and zero the padding of
+    short shards."""
     narrow = consumer.role == "K" and tools.dtype(consumer.matmul.node).itemsize < 4
     short = consumer.role == "K" and consumer.sharded.short
     return {"M": 2, "N": 3, "K": 4, "B": 3}[consumer.role] + (2 if narrow else 0) + (3 if short else 0)

@@ -5,7 +5,7 @@ Contract: nodes are written at the emitter's insertion point. Pieces may come in
 comes first, as a whole. On rank r, for the shard of rank ``r + shift`` or a part of it::
 
     operand = f(piece)                       # the nodes between the collective and the matmul
-    y[r + shift][part] = operand @ w         # B, M or N gathered: ``assemble`` writes them in place
+    y[r + shift][part] = operand @ w         # B, M or N gathered: ``assemble`` joins the pieces of y
     total += operand @ w[r + shift]          # K gathered: accumulated in fp32
 """
 
@@ -208,7 +208,7 @@ class EpiloguePieces:
             whole = consumer.assemble(pieces)
             for last in self.newest:
                 # A piece lies in the memory of its assembled output, and may be read to compute a piece of another
-                # output. After the output's last reader, this memory may be freed. So the readers of this output run
+                # output. This memory may be freed after the last reader of the assembled output. So all its readers run
                 # after the newest pieces of all outputs.
                 whole = whole if last is pieces[-1].node else self.emit.call(overlap.after.default, whole, last)
             results[node] = self.emit.reshape(whole, tools.shape(node))

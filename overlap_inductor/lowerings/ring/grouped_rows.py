@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write some rows of a ``sites.grouped.GroupedMatmul``: its steps for these rows only.
+"""Write a piece of a ``sites.grouped.GroupedMatmul``, that is, some of its rows: its steps for these rows only.
 
-The rows' places are sorted. The sorted places are in the experts' order. Place ``p`` belongs to the first expert whose
-end is larger than ``p``. So in the piece, an expert's rows end at the number of places that are smaller than its end::
+A row's place is its position in the experts' order. The places of the piece's rows are sorted. This puts the piece's
+rows into the experts' order. Place ``p`` belongs to the first expert whose end is larger than ``p``. So an expert's end
+in the piece is the number of the piece's places that are smaller than the expert's end in ``ends``::
 
     ordered = sort(places[rows])
     ends'   = searchsorted(ordered, ends)
@@ -40,8 +41,8 @@ NODES = 10
 
 @dataclass(frozen=True)
 class _Shared:
-    """What all pieces read: ``places`` and ``ends`` as in ``sites.grouped``, of one dtype, and the weights of each
-    grouped matmul."""
+    """What all pieces read. ``places`` and ``ends`` are those of ``sites.grouped``; both have the same dtype.
+    ``weights``: for the right operand of each grouped matmul, the node that the pieces read instead."""
 
     places: fx.Node
     ends: fx.Node
@@ -97,8 +98,8 @@ class GroupedRows:
     def _rows_read(
         self, node: fx.Node, done: dict[fx.Node, fx.Node], ordered: fx.Node, known: Container[fx.Node]
     ) -> dict[fx.Node, fx.Node]:
-        """The rows ``ordered`` of each tensor that ``node`` reads row by row. Tensors in ``known`` are left out. If a
-        tensor is not a step, its rows are added to ``done``."""
+        """``{tensor: its rows at the places ordered}`` for each tensor that ``node`` reads row by row. Tensors in
+        ``known`` are left out. The rows of a step are in ``done`` already; other rows are added to ``done``."""
         found = {}
         for source in (n for n in node.all_input_nodes if n not in known):
             if source not in done and tools.is_tensor(source) and cut_by_rows(source, self._row_count):
@@ -135,7 +136,7 @@ def _is_computed(node: fx.Node) -> bool:
 
 
 def places_from_zero(emit: StepEmitter, matmul: GroupedMatmul) -> fx.Node:
-    """The places of a grouped matmul's rows, in the shape of these rows. None of them is negative."""
+    """The places of a grouped matmul's rows, in the shape of the leading dims of its result. No place is negative."""
     places = matmul.places
     if not matmul.counts_from_zero:
         rows = tools.shape(matmul.index.args[0])[0]

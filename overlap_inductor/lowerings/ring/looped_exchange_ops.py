@@ -93,9 +93,9 @@ def _matmul_all_to_all_fake(
     return lhs[0].new_empty(shape, dtype=dtype), chain.new_empty(1)
 
 
-# Returns ``(received [W, rows, width], next token of the chain)``. The slice for rank r is the r-th run of the rows of
-# the product, or of its columns if ``columns``. The rows of a slice consist of ``lead`` equal runs. The slice is cut
-# into ``parts`` sub-chunks of whole runs.
+# Returns ``(received [W, rows, width], next token of the chain)``. The rows of the product, or its columns if
+# ``columns``, are cut into W equal slices; slice r is for rank r. The rows of a slice consist of ``lead`` equal runs.
+# The slice is cut into ``parts`` sub-chunks, and no run is split between two sub-chunks.
 define(
     "matmul_all_to_all(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, bool columns, SymInt lead,"
     " int parts, SymInt min_rows, ScalarType dtype, str group_name, str site, str transport='') -> (Tensor, Tensor)",

@@ -11,11 +11,11 @@ computes every other rank's rows when they have arrived. It returns each piece a
 
 The op returns while the last pieces are under way. Step ``exchange_wait`` waits for them.
 
-The rows of a piece are computed in the order of their experts. Row i in this order, counted over all pieces, is row
-``index[i]`` of the rows that arrived. So the inverse of ``index`` gives the position of each arrived row in the
-experts' order. The op sorts the positions of a piece's rows, and searches for ``ends`` in the sorted positions. This
-gives where each expert's rows end in the piece. So the op needs no row counts by expert, and the host reads nothing
-from the GPU.
+The rows of a piece are computed in the order of their experts. If all arrived rows are put into this order, row i is
+the arrived row ``index[i]``, and the rows of expert e end at ``ends[e]``. So the inverse of ``index`` gives the
+position of each arrived row in the experts' order. The op sorts the positions of a piece's rows, and searches for
+``ends`` in the sorted positions. This gives where each expert's rows end in the piece. So the op needs no row counts by
+expert, and the host reads nothing from the GPU.
 """
 
 from __future__ import annotations
@@ -104,14 +104,15 @@ def _all_to_all_experts(
     arrived = x.new_empty(places[-1][-1], width)
     arrived[places[rank][0] : places[rank][-1]].copy_(x[cuts[rank][0] : cuts[rank][-1]])
     there = exchanges.open_uneven(arrived, in_elements(places, width), "direct", group, site, transport)
-    # An open exchange is found by its buffer's address. If no rows arrive and none return, both buffers have the same
-    # address. So the first exchange is removed from the open ones before the second opens. Its hops still run: this op
-    # holds it, and no other op looks for it.
+    # An open exchange is found by its buffer's address, or by its site if the buffer is empty. If no rows arrive and
+    # none return, both buffers are empty, and both exchanges have the same site. So the first exchange is removed from
+    # the open ones before the second opens. The hops of the first exchange still run: this op holds the exchange, and
+    # no other op looks for it.
     exchanges.close_exchange(arrived, group, site)
     buffer = x.new_empty(cuts[-1][-1], parsed.width, dtype=getattr(torch, parsed.dtype))
     back = exchanges.open_uneven(buffer, in_elements(cuts, parsed.width), "direct", group, site, transport)
-    # All hops of the first exchange start before any hop of the second. A transport may move the messages between two
-    # ranks in the order in which they were started.
+    # A transport may move the messages between two ranks in the order in which they were started. So every rank starts
+    # all hops of the first exchange before any hop of the second.
     for hop in range(there.hop_count):
         step, part = divmod(hop, parts)
         to = cuts[(rank + 1 + step) % world_size]

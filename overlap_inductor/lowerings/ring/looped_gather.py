@@ -73,12 +73,12 @@ def _is_plain(consumer: GatherConsumer) -> bool:
 
 
 def _gathers_operand(nodes: GatherNodes) -> bool:
-    """Whether the matmuls' operand itself can be gathered. It is the gathered tensor, or it is computed from the
-    gathered tensor and only the matmuls read it.
+    """Whether all matmuls read one operand, and this operand itself can be gathered.
 
-    In the second case, each rank computes the operand from its shard before it sends. This is refused if the operand's
-    dtype is wider than the shard's. It is also refused if another tensor takes part, because that tensor may differ
-    between ranks.
+    The operand can be gathered if it is the gathered tensor. If it is computed from the gathered tensor, each rank
+    must compute its shard of the operand before it sends. Then the gathered tensor may serve only to compute the
+    operand, and only the matmuls may read the operand. The operand's dtype must not be wider than the shard's. No other
+    tensor may take part, because it may differ between ranks.
     """
     (operand, *others) = {nodes.behind_views(c.operand_node) for c in nodes.consumers}
     wait = nodes.collective.wait
@@ -188,7 +188,7 @@ def write(
 
 def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Node:
     """This rank's shard of ``operand``, which is the gathered tensor or a node computed from it. The shard of
-    ``operand`` is computed before anything is sent. The elements are in the shard's order."""
+    ``operand`` is computed before anything is sent. Its elements are in the order of the collective's input."""
     if not nodes.layouts:
         return evaluate(emit, nodes, operand, nodes.collective.input, {})
     raw = nodes.raw.without_rank()

@@ -70,9 +70,9 @@ class Form:
         return cls(operand, role, rest == ["transposed"])
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, transposed (a view) if the slices are the right operand. ``x`` is an operand or the result of this
-        matmul. The view is an operand or the result of the transposed matmul, whose left operand consists of the
-        slices. A second call undoes the first."""
+        """``x``, or its transpose (a view) if the slices are the right operand. ``x`` is an operand or the result of
+        this matmul. The transpose belongs to the transposed matmul, which has the slices on the left. A second call
+        undoes the first."""
         return x.t() if self.operand == "rhs" else x
 
     def result_shape(self, shard: torch.Tensor, other: torch.Tensor, world_size: int) -> list[int]:
@@ -88,24 +88,24 @@ def texts(forms: Sequence[Form]) -> str:
 
 
 def forms_from(text: str, parts: int, site: str) -> list[Form]:
-    """The forms that ``texts`` wrote as ``text``. Raises ``ValueError`` if ``parts`` sub-chunks would split a
-    contraction."""
+    """The forms that ``texts`` wrote as ``text``. Raises ``ValueError`` if a matmul needs whole shards
+    (``Form.whole``) and ``parts`` is larger than 1."""
     parsed = [Form.parse(one) for one in text.split(", ")]
     if parts > 1 and any(f.whole for f in parsed):
         raise ValueError(
-            f"site {site}: {parts} sub-chunks would split the contraction of a matmul that has the ranks along its rows"
-            f" ({text}); expected 1 sub-chunk"
+            f"site {site}: {parts} sub-chunks would split the contracted dim of a matmul whose gathered dim is another"
+            f" one ({text}); expected 1 sub-chunk"
         )
     return parsed
 
 
 class Matmul:
-    """Computes one matmul's result slice by slice. This rank's own slice comes first, as a whole.
+    """Computes one matmul's result slice by slice. The first call of ``add`` must bring a whole shard.
 
     Args:
-        received: the buffer of all slices, ``[rows of all slots, k]``.
-        places: the rows of each slot in ``received``, as ``routes.places`` gives them. Slots have different sizes only
-            if no form needs equal ones (``Form.by_rows``).
+        received: the buffer of all shards, ``[rows of all slots, k]``.
+        places: the rows of each slot in ``received``, as ``routes.places`` gives them. Unless ``form.by_rows``, all
+            slots must have the same size.
     """
 
     def __init__(
@@ -228,14 +228,14 @@ def multiply_arrivals(
     sent: Callable[[int], torch.Tensor | None] = lambda hop: None,
 ) -> Tensors:
     """Multiply every shard of ``gathered [rows, k]``: first this rank's own shard, then the sub-chunks of the other
-    shards as they arrive. Returns the result of each matmul.
+    shards as they arrive. Returns the result of each matmul. At most as many hops are in flight as a shard has
+    sub-chunks.
 
     Args:
         forms, others, biases: how each matmul reads the shards, its other operand and its bias.
         places: the rows of each shard's sub-chunks in ``gathered`` (``routes.places``).
         exchange: brings the sub-chunks and is closed at the end; ``None`` if the shards have no elements.
-        sent: what a hop of the exchange sends, as ``Exchange.post`` takes it. The number of hops in flight is at most
-            the number of sub-chunks of a shard.
+        sent: what a hop of the exchange sends, as ``Exchange.post`` takes it.
     """
     world_size, rank, parts = group.size(), group.rank(), len(places[0]) - 1
     matmuls = [Matmul(f, gathered, o, b, places) for f, o, b in zip(forms, others, biases, strict=True)]

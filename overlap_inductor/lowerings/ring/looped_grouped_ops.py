@@ -2,10 +2,10 @@
 """The looping ops that reduce sums of experts' rows. They run the loops of ``looped_reduce_ops``, but a ``RowProgram``
 computes the rows.
 
-There are S rows, in the order of their experts. ``places [T, k]``: which k of the S rows each token sums. ``ends [E]``:
-where each expert's rows end. The program is given the rows ``sources[i][indices[i]]``, or those of ``sources[i]`` if
-its index is ``None``. ``indices[i]`` has S numbers. The result has T rows. (``grouped_rows`` writes the same steps into
-the graph.)
+There are S rows, in the order of their experts. ``places [T, k]``: which k of the S rows each token sums, so there are
+T sums. ``ends [E]``: where each expert's rows end. Input i of the program consists of rows of
+``sources[i][indices[i]]``, where ``indices[i]`` has S numbers. If ``indices[i]`` is ``None``, the input consists of
+rows of ``sources[i]``, which has S rows. (``grouped_rows`` writes the same steps into the graph.)
 """
 
 from __future__ import annotations

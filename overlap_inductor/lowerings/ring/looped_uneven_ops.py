@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping ops of all-to-alls whose parts have different sizes. They are the ops of ``looped_exchange_ops`` for
-parts with any numbers of rows.
+"""The looping ops of all-to-alls whose parts may have different numbers of rows. ``looped_exchange_ops`` has the ops
+for equal parts.
 
 ``sent`` and ``received`` are the numbers of rows that this rank sends to each rank and receives from each rank, as
-``all_to_all_single`` takes them. A part may be empty. The sender and the receiver of a part cut it into pieces in the
-same way. A piece without rows is not sent. An op never runs the plain collective instead: the ranks have different
-numbers of rows, so they could make different choices.
+``all_to_all_single`` takes them. A part may be empty. The sender and the receiver of a part cut it into the same
+pieces; the argument ``parts`` is the number of these pieces. A piece without rows is not sent. An op never runs the
+plain collective instead: the ranks have different numbers of rows, so they could make different choices.
 """
 
 from __future__ import annotations

@@ -324,8 +324,8 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-# A contiguous copy of a slice of symbolic size that is reshaped afterwards. Its lowering is one copy. To reshape a
-# strided view, Inductor would compare sizes to find out whether a copy is needed, and each comparison adds a guard.
+# A contiguous copy, written to memory once. A view of symbolic size is packed before it is reshaped. Otherwise Inductor
+# would compare sizes to find out whether the reshape needs a copy, and each comparison adds a guard.
 define("packed(Tensor x) -> Tensor", _packed, lambda x: x.new_empty(x.shape), FLEXIBLE)
 
 

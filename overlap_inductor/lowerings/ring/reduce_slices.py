@@ -28,7 +28,8 @@ aten = torch.ops.aten
 overlap = torch.ops.overlap_inductor
 
 Cuts = dict[int, matmuls.Slicer]
-"""By dim of the matmuls' result, or of the layout of a ``Region``: the function that cuts this dim."""
+"""For each dim that is cut, the function that cuts it. The dim is one of the matmuls' result or, with a ``Region``, one
+of ``Region.layout``."""
 
 
 class Slices:
@@ -98,7 +99,8 @@ class Slices:
                 # Without this edge Inductor may run all matmuls before the first send, or all sends last.
                 result = emit.call(overlap.after.default, result, self.after)
         elif node in nodes.through or (node.target in tools.SAME and node not in nodes.externals):
-            # A slice need not be copied: matmuls and pointwise ops compute slices in memory of their own.
+            # ``node`` is a view, or a copy that is not needed: matmuls and pointwise ops compute each slice in memory
+            # of its own.
             result = self._evaluate(nodes.through.get(node, node.args[0]), cuts, done)
         elif node in nodes.externals:
             result = self._external(node, cuts) if nodes.region is None else self._placed(node, nodes.region, cuts)

@@ -237,10 +237,10 @@ def unrolled_nodes(site: DecidedSite, parts: int | None = None) -> int | None:
 def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     """Decide which rings are unrolled, and write that into their decisions. The others become looping ops.
 
-    In graph order, a ring is unrolled if its nodes fit into what is left of the graph's ``budget`` of nodes. Rings that
-    no looping op can compute come first. A ring is not unrolled if its op chooses by the token count, or if a later
-    pass of Inductor moves nodes (``moving_pass``). A site that is not unrolled and that no looping op can compute is
-    refused.
+    A ring is unrolled if its nodes fit into what is left of the graph's ``budget`` of nodes. Rings that no looping op
+    can compute are decided first, then the others, both in graph order. A ring is not unrolled if its op chooses by the
+    token count, or if a later pass of Inductor moves nodes (``moving_pass``). A site that is not unrolled and that no
+    looping op can compute is refused.
 
     Ranks may unroll different sites in two cases. First, a looping op may be able to compute a site on some ranks only.
     Second, the ranks may have different numbers of a site's pointwise ops, and round these numbers to different

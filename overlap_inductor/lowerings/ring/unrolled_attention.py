@@ -92,8 +92,8 @@ def _shard(emit: StepEmitter, operand: GatheredOperand, buffers: Buffers, shift:
         shard = emit.narrow(emit.reshape(shard, [a.size for a in atoms]), at, cut.start, cut.left.size)
         layout = Layout(tuple((cut.left if i == at else atom,) for i, atom in enumerate(atoms)))
     rows = emit.convert(shard, layout, operand.layout.without_rank())
-    # The program may copy a permuted tensor before attention. In place of this copy, ``rows`` is a view of the shard.
-    # The op can read only rows without gaps, so a view with gaps is copied.
+    # The attention op can read only tensors whose last dim has stride 1. In the program, a copy may have given the keys
+    # or values this stride. ``rows`` is a view of the shard instead. If this view has another stride, it is copied.
     return rows if same_size(tools.value(rows).stride(-1), 1) else emit.contiguous(rows)
 
 

@@ -73,8 +73,8 @@ def rewrite_sent(emit: StepEmitter, nodes: SentNodes, parts: int) -> Replaced:
 
 
 def _place(nodes: SentNodes, start: Size, length: Size) -> tuple[Block, tuple[Size, Size] | None]:
-    """``(block of the sharded dim, rows of dim 0)`` of the sub-chunk ``start, start + 1, ...`` (``length`` of them)
-    along ``SentNodes.lead``. The rows are ``None`` if dim 0 is the sharded one."""
+    """``(block of the sharded dim, rows of dim 0)`` of a sub-chunk. The sub-chunk has ``length`` indices along
+    ``SentNodes.lead``, from ``start`` on. The rows are ``None`` if dim 0 is the sharded one."""
     sharded = nodes.sharded
     if sharded.dim:
         return Block.whole(sharded), (start, length)

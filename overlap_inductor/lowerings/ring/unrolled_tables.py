@@ -2,17 +2,17 @@
 """Write ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables`` as unrolled steps. Each step is a transfer
 from one rank to one other rank.
 
-Bags of unknown lengths are looked up one table after the other. While a group of tables is looked up, the group before
-it travels. The lookups themselves do not change::
+Without ``PooledNodes.by_rank`` (always for bags), one table is looked up after the other, for the whole batch. The
+results of one group of tables travel while the next group is looked up. The lookups themselves do not change::
 
     for each group of tables:
-        p = lookups of the group, for the whole batch                       # after the sends of the group before it
+        p = lookups of the group, for the whole batch                       # after the previous group's sends
         for i in 1 .. W-1: send p[slice r + i] to rank r + i
     received[r] = all tables[slice r]
     ...                                                                     # what the program computes before it waits
     wait; out = received
 
-Plain embeddings are looked up one rank's slice after the other, this rank's own slice last::
+With ``by_rank`` (only plain embeddings), one rank's slice is looked up after the other, this rank's own slice last::
 
     for i in 1 .. W-1, group: p = lookups of the group for slice r + i; send p to rank r + i
     received[r] = all lookups for slice r
@@ -129,7 +129,7 @@ def rewrite_pooled(emit: StepEmitter, nodes: PooledNodes, parts: int) -> Replace
 
 def _looked_up(emit: StepEmitter, nodes: PooledNodes, tables: range, shift: int, token: fx.Node | None) -> fx.Node:
     """The blocks of ``tables`` for rank ``r + shift``. That rank's slice of the indices is looked up, after the op that
-    returned ``token``. Inductor writes the result to memory, so no reader computes it again."""
+    returned ``token``. Op ``after`` makes Inductor write the blocks to memory, so no reader computes them again."""
     blocks = []
     for lookup in nodes.lookups[tables.start : tables.stop]:
         count = tools.numel(tools.shape(lookup.lhs)) // emit.world_size
@@ -141,9 +141,9 @@ def _looked_up(emit: StepEmitter, nodes: PooledNodes, tables: range, shift: int,
 
 
 def _by_rank(emit: StepEmitter, nodes: PooledNodes, parts: list[fx.Node]) -> Callable[[int], fx.Node]:
-    """A function that returns the blocks for rank ``r + shift``, given ``shift``. ``parts``: what was looked up in each
-    table of a group for the whole batch. If the group has one table, its blocks are sent from where they were computed.
-    The blocks of several tables are copied first, so that a rank's blocks follow each other."""
+    """A function of ``shift`` that returns the blocks for rank ``r + shift``. ``parts``: what was looked up for the
+    whole batch, for each table of a group. If the group has one table, its blocks are sent from where they were
+    computed. The blocks of several tables are copied first, so that a rank's blocks follow each other."""
     ranks, size, count = emit.world_size, nodes.block_size, len(parts)
     rows = behind_reshapes(parts[0])
     chunk = tools.shape(rows)[0]
@@ -162,7 +162,7 @@ def _joined(emit: StepEmitter, blocks: list[fx.Node]) -> fx.Node:
 
 def _ordered(emit: StepEmitter, nodes: PooledNodes, table: int, token: fx.Node | None) -> fx.Node:
     """``nodes.parts[table]``, with an edge that orders the table's lookup after ``token``. Without this edge, Inductor
-    may run all lookups before the first send. A lookup that stands before ``token`` in the graph stays where it is."""
+    may run all lookups before the first send. A lookup that stands before ``token`` in the graph gets no edge."""
     lookup, part = nodes.lookups[table], nodes.parts[table]
     # Inductor computes a plain lookup and what follows it in one kernel, so the edge goes to the last node before the
     # views. For bags, Inductor calls a library, so the edge goes to the result of this call.
@@ -196,8 +196,8 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
     replaced: dict[fx.Node, fx.Node] = {}
     computed: list[fx.Node] = []
     for group, (start, length) in enumerate(exchange.groups):
-        # Waits stand in the order of the groups. So if a later group is read first, this group's wait must stand before
-        # that reader, too.
+        # Waits stand in the order of the groups. So this group's wait stands before the first reader of this group or
+        # of any later group.
         later = [node for node, place in places.items() if place >= start]
         first = min((min(node.users, default=node) for node in later), default=emit.graph.output_node())
         with emit.graph.inserting_before(first):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``small_message``: one kernel all-reduces few tokens through the peers' memory, and computes the norm that
-follows.
+"""Schedule ``small_message``: one kernel all-reduces few tokens through the peers' memory. It can also compute the norm
+that follows.
 
 - Ops: ``small_message_matmul_all_reduce`` and ``small_message_matmul_all_reduce_norm`` in ``ops``.
 - Kernels: ``kernels/small_message.py``.

@@ -40,7 +40,7 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether a small message is estimated to be more than 5 % faster than ``keep``, on GPUs that reach each other's
+    """Whether a small message is estimated to be more than 5 % faster than ``keep``. The GPUs must reach each other's
     memory."""
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
     return seconds(sizes, machine) * MARGIN < keep

@@ -2,9 +2,10 @@
 """Schedule ``small_message`` launches one kernel after an ordinary matmul, on the current stream.
 
 Each function is the host's part of the kernel, or of a matmul and the kernel. At a site's first call of a shape, the
-function checks the kernel's requirements and prepares the kernel. Later calls only launch. If a call is replayed
-(``runtime.replay``), matmul and kernel are one CUDA graph. The function never waits for the device. It allocates its
-results, and the matmul's result if the call is not replayed. In a group that was aborted it launches nothing.
+function checks the kernel's limits and prepares the kernel. Later calls only check the tensors and launch. If a call is
+replayed (``runtime.replay``), matmul and kernel are one CUDA graph. The function never waits for the device. It
+allocates its results, and the matmul's result if the call is not replayed. In a group that was aborted it launches
+nothing.
 """
 
 from __future__ import annotations
@@ -142,11 +143,11 @@ def _behind_matmul(
     constant: float,
     start: Callable[[torch.Tensor], None],
 ) -> None:
-    """Run the vendor's matmul, then ``start`` with its product. ``start`` also depends on ``constant`` and
-    ``others``."""
-    # (Results are contiguous, and the operands determine their sizes. So only the addresses of results may change.)
+    """Run the vendor's matmul, then ``start`` with its product, or replay both. ``constant``, ``others``, ``results``:
+    what ``start`` also reads or writes."""
+    # The key holds only the addresses of the results. They are contiguous, and the operands determine their sizes.
     what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
-    # The only operand that is copied is a bias: it is copied into the product, to which the matmul is then added.
+    # The vendor's library copies a bias into the product, then adds the matmul. It copies no other operand.
     copied = [] if bias is None else [bias]
     launched(
         launch,

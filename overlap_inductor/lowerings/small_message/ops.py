@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of schedule ``small_message``: a vendor matmul and one kernel that sums its result over the ranks, alone or
-with the residual add and RMSNorm that follow.
+"""The ops of schedule ``small_message``: a vendor matmul, then one kernel that sums the matmul's result over the ranks.
+In one of the ops, the kernel also computes the residual add and the RMSNorm that follow.
 
-Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``residual [M, N]``, ``weight [N]``; results ``[M,
-N]``. All ops return the chain's next token last. ``settings`` is JSON text of those ``SmallParameters`` that the plan
-fixes; each call's size decides the others.
+Shapes: ``lhs [M, K]``, ``rhs [K, N]``, ``bias [N]``, ``residual [M, N]``, ``weight [N]``; results ``[M, N]``. All ops
+return the chain's next token last. ``settings`` is JSON text of those ``SmallParameters`` that the plan fixes; each
+call's size decides the others.
 
 A call runs the plain collective instead of the kernel in any of these cases:
 
@@ -12,8 +12,8 @@ A call runs the plain collective instead of the kernel in any of these cases:
 - The call is larger than a small message.
 - The group has no workspace left for the call (``runtime.workspace`` logs this).
 
-If a schedule ``beyond`` is given (only without a norm), such a call runs the op of that schedule instead of the plain
-collective. All ranks make the same choice, because rows and workspace are the same on all ranks.
+The op without a norm may be given a schedule ``beyond``. In the cases above it then runs that schedule's op instead of
+the plain collective. All ranks make the same choice, because rows and workspace are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _ready(
 ) -> tuple[Launch, SmallParameters] | None:
     """Where and how the site's kernel runs, or ``None`` if this call does not run it."""
     rows, columns = lhs.shape[0], rhs.shape[1]
-    # (A slot may be larger than its site asked for. So a call that is too large for the kernel is refused by its size,
-    # not because there is no room.)
+    # (A slot may be larger than its site asked for, so a call that is too large for the kernel may fit into the slot.
+    # Such a call is refused by its size.)
     if rows == 0 or why_not(lhs.dtype, group.size(), rows, columns) is not None:
         return None
     sizes, place = (group.size(), rows, columns, lhs.element_size()), workspace_of(group, lhs.device)

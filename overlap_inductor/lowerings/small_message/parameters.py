@@ -23,10 +23,10 @@ MOST_COLUMNS = 16384
 SHORT_ROW = 8192
 """Elements of the longest row for which blocks of four warps are used."""
 MOST_RANKS = 16
-"""Largest group: one block waits for the flags of all its ranks."""
+"""Ranks of the largest group: one block waits for the flags of all ranks."""
 BLOCKS = 128
-"""A segment is halved as long as the halves then need at most this many blocks (about one for each SM). There is a
-smallest width, below which no segment is halved. The extra blocks of a two-shot norm are not counted."""
+"""Segments are halved as long as the halves need at most this many blocks (about one for each SM), and are not narrower
+than a smallest width (``settings_for``). The extra blocks of a two-shot norm are not counted."""
 
 
 @dataclass(frozen=True, eq=False)

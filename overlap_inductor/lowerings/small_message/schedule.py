@@ -116,9 +116,9 @@ class SmallMessageSchedule:
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         most = _most_rows(site)
-        # If the number of rows is dynamic, only the largest number is estimated. If the kernel pays for that number, it
-        # also pays for fewer rows, provided that the plain collective has a larger fixed cost than the kernel. (This
-        # holds for the machine facts of this package.)
+        # If the number of rows is dynamic, only the largest small message is estimated. If the kernel pays there, it
+        # also pays for fewer rows, because the plain collective has a larger fixed cost than the kernel. (This holds
+        # for the machine facts of this package.)
         scale = 1.0 if isinstance(site.nodes.tokens, int) else most / max(hint(site.nodes.tokens), 1)
         return self.forced(site, config) if cost.pays(sizes_at(site, scale), machine_of(site, config)) else None
 

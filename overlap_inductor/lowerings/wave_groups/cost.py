@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of schedule ``wave_groups``: measured on 2 H200s without peer access
-(bench/results/operators_without_peers.jsonl)."""
+"""Estimates of schedule ``wave_groups``. The constants in ``COSTS`` were measured on 2 H200s without peer access
+(bench/results/operators_without_peers.jsonl). The defaults of ``WaveCost`` were not measured."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether groups of waves are estimated to be more than 5 % faster than ``keep`` (25 % in process groups larger
-    than those measured)."""
+    """Whether groups of waves are estimated to be more than 5 % faster than ``keep``. In process groups larger than
+    those measured, it must be more than 25 %. A matmul of fewer tiles than ``machine.least_tiles`` never pays."""
     if sizes.tiles < machine.least_tiles:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)

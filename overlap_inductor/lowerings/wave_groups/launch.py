@@ -4,10 +4,11 @@ for each group of the matmul's waves (FlashOverlap, arXiv 2504.19519).
 
 A site's first call plans the site, on all ranks of the process group together. The collective's curve (its seconds by
 bytes) is measured once for each process group, transport and kind of collective. The matmul is timed with each number
-of SMs left free. For each of these numbers, the predictor partitions the matmul's bands, and the whole call is timed.
-The fastest of these calls is kept. All ranks use the measurements of the process group's first rank. Sites share a plan
-if their matmuls have the same sizes, layouts and dtype on that rank, and if all or none of them have a bias. The inner
-size and the bias may differ on other ranks: a partition cuts rows, and all ranks have the same number of rows.
+of free SMs in ``WaveParameters.free``. For each of these numbers, the predictor partitions the matmul's bands, and the
+whole call is timed. The plan of the fastest call is kept. All ranks use the measurements of the process group's first
+rank. Sites share a plan if their matmuls have the same sizes, layouts and dtype on that rank, and if all
+or none of them have a bias. The inner size and the bias may differ on other ranks: a partition cuts rows, and all ranks
+have the same number of rows.
 
 The first call also loads every kernel before any of them waits. The reason is that loading a module waits for the
 device, which may be running a kernel that itself waits. (A matmul with another inner size or bias may need another

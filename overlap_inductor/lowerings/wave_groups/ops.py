@@ -3,8 +3,8 @@
 
 Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``bias [N]``, fp16 or bf16. The result is
 ``[M, N]``, or ``[M / W, N]`` for a reduce-scatter. The chain's next token comes last. ``settings`` is JSON text of
-``WaveParameters`` without ``blocks``. A call without rows runs the plain matmul and collective, on every rank, because
-all ranks have the same number of rows.
+``WaveParameters`` without ``blocks``. A call without rows runs the plain matmul and collective. All ranks do so in the
+same call, because all have the same number of rows.
 """
 
 from __future__ import annotations

@@ -2,17 +2,18 @@
 """The parts of schedule ``wave_groups`` that need no GPU: its parameters, and which waves of a matmul share a
 collective. This module does not import Triton.
 
-A matmul's tiles finish in waves, in bands of rows. A *group* is a run of neighbouring bands with one collective of its
-own. The predictor is FlashOverlap's (arXiv 2504.19519, algorithm 1): a group's collective starts when its tiles are
-stored and the collective before it has ended. The collective's seconds are read from a measured curve, by its bytes. ::
+A matmul's tiles finish in waves, one band of rows after the other. A *group* is a run of neighbouring bands with one
+collective of its own. The predictor is FlashOverlap's (arXiv 2504.19519, algorithm 1). A group's collective starts when
+the group's tiles are stored and the previous group's collective has ended. The collective's seconds are read from a
+measured curve, by its bytes. ::
 
     matmul        | group 0 | group 1      | group 2      |
     collectives             | bytes of 0 |   | bytes of 1 | | bytes of 2 |
 
 The paper searches all ``2 ** (T - 1)`` partitions of ``T`` waves, and prunes if ``T`` is large. Here the search is
-dynamic programming over (groups, bands) (``best_partition``). It finds the best of the partitions that ``partitions``
-lists for comparison. The reason: a collective never ends later if the one before it ends earlier. So the best partition
-of the first bands does not depend on the bands after them.
+dynamic programming over (groups, bands) (``best_partition``). It finds the best of all partitions that ``partitions``
+lists. It can, because a collective never ends later if the collective before it ends earlier. So the best partition of
+the first bands does not depend on the bands after them.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ class Waves:
     """A matmul as the predictor sees it.
 
     Attributes:
-        bands: bands of ``block_m`` rows of a shard. Bands are assumed to finish one after the other, each of them in
-            all shards.
+        bands: bands of ``block_m`` rows of a shard. Bands are assumed to finish one after the other. A band finishes
+            when its tiles in all shards are stored.
         tiles: tiles of a band in all shards.
         blocks: tiles that are multiplied at the same time.
         seconds: seconds of a wave of ``blocks`` tiles.
@@ -147,8 +148,8 @@ def predicted(partition: tuple[int, ...], waves: Waves, curve: Curve) -> float:
 
 
 def cuts(waves: Waves) -> tuple[int, ...]:
-    """Where groups may begin and end: at the last whole band of each wave. If there are more than ``MAX_UNITS`` waves,
-    several waves count as one."""
+    """Where groups may begin and end: after the last band that each wave completes. If there are more than
+    ``MAX_UNITS`` waves, several waves count as one."""
     total = -(-waves.bands * waves.tiles // waves.blocks)
     unit = -(-total // MAX_UNITS) * waves.blocks
     inside = {end // waves.tiles for end in range(unit, waves.bands * waves.tiles, unit)}

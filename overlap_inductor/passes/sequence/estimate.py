@@ -2,10 +2,10 @@
 """Estimate the time of a stretch as written and as rewritten, each with the plan that the overlap pass would choose.
 
 The rewrite alone costs time, because two collectives replace one. The rewrite pays only if the overlap pass hides these
-two. So the graph as written and the rewritten graph are planned as the overlap pass would plan them. In each graph, the
-exposed times are added up. For each stretch::
+two. So the graph as written and the rewritten graph are planned as the overlap pass would plan them. For each stretch,
+in each of the two graphs::
 
-    exposed = time of each overlapped site - its matmuls; time of every other collective
+    exposed = sum(time of an overlapped site - time of its matmuls) + sum(time of any other collective)
     pays    = matmuls + exposed as written  >  MARGIN * (matmuls + exposed rewritten)
 
 Both sides also include the token-wise work, which the rewrite reduces to 1/W (W: number of ranks). This work is
@@ -112,15 +112,16 @@ def least_seconds(stretch: Stretch, config: OverlapConfig) -> float:
 
 
 def may_pay(stretch: Stretch, factor: float, config: OverlapConfig) -> bool:
-    """Whether the all-reduces of ``factor`` times the example's tokens take longer than ``least_seconds``."""
+    """Whether the stretch's all-reduces take longer than ``least_seconds``, for ``factor`` times as many tokens as the
+    example has."""
     with sizes.at_scale(factor):
         written = sum(collective_seconds(c, config) for s in stretch.sources for c in s.collectives)
         return written > least_seconds(stretch, config)
 
 
 def pays(written: Cost, rewritten: Cost) -> bool:
-    """Whether the rewrite is estimated to pay. It cannot pay if no gather is hidden: the rewritten graph
-    moves as many bytes as the graph as written, in more steps."""
+    """Whether the rewrite is estimated to pay. It cannot pay if no gather is overlapped: the rewritten graph moves as
+    many bytes as the graph as written, with more collectives."""
     if not rewritten.hidden_gathers:
         return False
     matmuls = max(written.matmuls, rewritten.matmuls)
@@ -128,9 +129,10 @@ def pays(written: Cost, rewritten: Cost) -> bool:
 
 
 def crossover(count: int, world_size: int, pays_at: Callable[[float], bool]) -> int | None:
-    """A number of tokens from which on the rewrite pays: ``count`` is halved as long as the rewrite pays, but not below
-    ``world_size``. Numbers between the halves are not checked. ``None`` if the rewrite does not pay for ``count``
-    tokens. ``pays_at(factor)``: whether the rewrite pays for ``count * factor`` tokens."""
+    """A number of tokens from which on the rewrite is taken to pay. It is the last of ``count``, ``count / 2``,
+    ``count / 4``, ... before the first number at which the rewrite does not pay. Numbers below ``world_size``, and
+    numbers in between, are not tried. ``None`` if the rewrite does not pay for ``count`` tokens. ``pays_at(factor)``:
+    whether the rewrite pays for ``count * factor`` tokens."""
     if not pays_at(1.0):
         return None
     factor = 1.0

@@ -2,8 +2,8 @@
 """Find the stretches of a graph. A stretch consists of all-reduces and of the token-wise work after them. Each rank
 can do this work for its own rows.
 
-The walk visits each node of the graph once, in the forward and the backward part. It changes nothing. ``H`` marks nodes
-that are held as rows::
+The walk visits each node of the graph once, and changes nothing. If the graph has a backward, the walk visits it, too.
+``H`` marks nodes that are held as rows::
 
     w = wait_tensor(all_reduce(mm(...)))       H: a reduce-scatter can make the rows
     r = add(w, residual)                       H: the residual is cut to rows, or is held as rows already
@@ -70,8 +70,8 @@ class Stretch:
             (``same_values``).
         needs_whole: for each node whose rows are gathered, the users that need all rows, each with its reason.
         readers: the users in ``needs_whole`` as the walk found them. ``gather_less`` changes ``needs_whole`` later.
-        whole_too: nodes that are also computed with all rows, because gathering their inputs moves no more bytes than
-            gathering their results.
+        whole_too: nodes that are computed with all rows, because gathering their inputs moves no more bytes than
+            gathering their results. Those that are also in ``rows`` are computed both ways.
     """
 
     tokens: Tokens
@@ -174,8 +174,9 @@ class RowFinder:
 
 
 def _same_numbers(node: fx.Node, tokens: Tokens) -> None:
-    """Raise ``NotRowWise`` if a number among the arguments of ``node`` has a symbol that does not occur in the number
-    of tokens. Only the sizes of tensors that the ranks exchange are known to be the same on all ranks."""
+    """Raise ``NotRowWise`` if ``node`` has a symbolic argument with a symbol that does not occur in the number of
+    tokens. The value of such a symbol may differ between ranks. The number of tokens is known to be the same on all
+    ranks, because it is a size of tensors that the ranks exchange."""
     known = symbols_of(tokens.count)
     for value in operators.leaves((node.args, node.kwargs)):
         number = tools.value(value) if isinstance(value, fx.Node) else value
@@ -235,8 +236,8 @@ def gather_less(stretch: Stretch) -> None:
     """Gather the inputs of a node in place of its result if this moves fewer bytes, or, for a view, no more bytes. The
     node is then computed with all rows for the users that need all rows::
 
-        x (rows) -> cast to fp32 -> mm      ->   gather x, cast all rows
-        view(n), view(n), view(n) -> mm     ->   gather n once
+        c = cast(x) to fp32; mm(c, w)               ->   gather x in place of c, and cast all rows
+        three views of n, each read by a matmul     ->   gather n once, in place of the three views
 
     If then nothing reads the rows of such a node any more, the node is not computed on rows. If a size is unbacked, the
     number of bytes is not known, and no gather is moved.

@@ -172,7 +172,7 @@ class _Expand:
 
 
 class _Permute:
-    """Permutations of the features. Token dims of size 1 may move among the tokens."""
+    """Permutations of the feature dims. Token dims of size 1 may also change places with other token dims."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         source: Any = node.args[0]
@@ -246,9 +246,9 @@ _ON_DIM = {aten.slice.Tensor, aten.select.int, *tools.SPLITS}
 
 
 def _may_be_own_part(node: fx.Node, dim: int, world_size: int) -> bool:
-    """Whether ``node`` takes some of ``world_size`` equal parts of ``dim``, and some part is taken by no node. Then
-    each rank may take only its own part, to scatter features. The ranks' rows would hold different features, and could
-    not be gathered."""
+    """Whether ``node`` takes one or more of ``world_size`` equal parts of ``dim``, but at least one part is
+    read by no node. Then ``node`` may scatter features: each rank may take only its own part. The ranks' rows would
+    hold different features, and could not be gathered."""
     source: Any = node.args[0]
     size = tools.shape(source)[dim]
     if node.target in tools.SPLITS:
@@ -303,8 +303,8 @@ def reduced_dims(node: fx.Node, rank: int) -> list[int]:
 
 
 def feature_dim(node: fx.Node, dim: Any, rows: Rows) -> int:
-    """``dim``, counted from 0, of the first input of ``node``, which is held as ``rows``. Raises ``NotRowWise`` if it
-    is a token dim."""
+    """``dim`` of the first input of ``node``, counted from 0. Raises ``NotRowWise`` if ``dim`` is a token dim.
+    ``rows``: how the inputs are held."""
     source: Any = node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
     dim = int(dim or 0) % len(tools.shape(source))
     if dim < rows.lead:

@@ -8,7 +8,8 @@ tensor. If it is computed from inputs of the graph, the graph cannot prove this.
 same on all ranks, but a shard of a projection is not. So these inputs are listed, and the ranks compare their values at
 the graph's first run (``runtime.same_inputs``). A matmul's result counts as different on each rank, because its weight
 may be a shard. A value that is computed from a symbolic size also counts as different. There is one exception, a size
-of tensors that the ranks exchange: if such a size differed, the ranks' plans would differ too.
+of tensors that the ranks exchange: if such a size differed, the ranks' plans would differ, and the ranks would not
+agree.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _NAMESPACES = ("aten", "prims", "_c10d_functional", "inductor_prims", "quantized
 
 
 class SameValues:
-    """Finds, for one group, the inputs on which a tensor depends. If these inputs are the same on all ranks of the
-    group, the tensor is the same, too.
+    """Finds the graph's inputs on which a tensor depends. If these inputs are the same on all ranks of one group, the
+    tensor is the same there, too.
 
     Args:
         group_name: the group.
@@ -92,8 +93,8 @@ class SameValues:
 
     def _same_on_a_mesh(self, node: fx.Node) -> bool:
         """Whether ``node`` has equal results on the ranks of this group if its inputs are equal. For an all-reduce or
-        all-gather of another group, this is true if both groups are dims of a mesh. Then each rank of this group has
-        the same place in its own copy of the other group."""
+        all-gather of another group, this is true if both groups belong to dims of a mesh. Each rank of this group then
+        has a group of its own along the other dim. All these groups combine equal inputs."""
         other = collectives.group_of(node)
         if other is None:
             return True

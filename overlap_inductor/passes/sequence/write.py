@@ -64,7 +64,7 @@ class RowWriter:
     Attributes:
         gathered_again: the forward's gathers that the backward repeats.
         made: for each collective that was written, the number of its stretch and the node whose place it takes. That
-            node is an all-reduce, a node that is gathered, or a sum over tokens.
+            node is an all-reduce, a node that is gathered, or a reduction over tokens.
     """
 
     def __init__(self, graph: fx.Graph, held: Mapping[fx.Node, Rows], config: OverlapConfig) -> None:
@@ -120,8 +120,8 @@ class RowWriter:
         self.graph.lint()
 
     def _readers(self, node: fx.Node, users: list[tuple[fx.Node, str]]) -> list[fx.Node]:
-        """``users``, and the nodes that the rewrite wrote and that read ``node``. If ``node`` is all-reduced again, the
-        all-reduce is among ``users``, and the reduce-scatter in its place also needs all rows."""
+        """``users``, and the new nodes that read ``node``. There are such nodes if ``node`` is all-reduced again: the
+        reduce-scatter that replaces this all-reduce also reads all rows."""
         return [*(user for user, _ in users), *(user for user in node.users if user in self._written)]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -148,8 +148,8 @@ class RowWriter:
         return self.call(aten.reshape.default, node, [self.size(s) for s in shape])
 
     def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
-        # Another stretch may read the same tensor with other tokens: [S, H] is cut to rows of S tokens, or first
-        # repeated to B * S tokens.
+        # Two stretches may cut one tensor in two ways, so the key holds the dims. For S tokens, [S, H] is cut as it is.
+        # For B * S tokens, it is first repeated.
         key = node, tokens.group_name, str((ahead, dims))
         if key not in self._cuts:
             shape = tools.shape(node)
@@ -230,8 +230,8 @@ class RowWriter:
             elif first < self._gathered[local]:
                 raise RuntimeError(f"{first.name} needs all rows of {node.name} before they are gathered")
             full = self._gathered[local]
-            # A view as [B, S, H] between the cut and a user's view as [T, H] would hide the padded rows from the
-            # finders.
+            # If W does not divide T, a user that is a view to a shape reads ``full`` directly. A view as [B, S, H] in
+            # between would hide the padded rows from the finders.
             flat = [u for u in users if u.target in _TO_A_SHAPE and not tokens.even]
             whole = self.reshape(full, tools.shape(node)) if len(flat) < len(users) else full
         for user in users:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merges two graphs into one list of lines. Changed lines are marked, and runs of unchanged lines are folded. Graphs
-may have thousands of lines."""
+"""Merges two graphs into one list of lines. Changed lines are marked. Runs of unchanged lines are folded, because
+graphs may have thousands of lines."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def merge(before: str, after: str) -> list[Line]:
 
 
 def diff(before: str, after: str, anchors: Mapping[str, str]) -> Diff:
-    """The merged view. ``anchors``: ``{text (a site's id): HTML id}``. The first line with the text gets the id."""
+    """The merged view. ``anchors``: ``{site's id: HTML id}``. The first line that contains the site's id gets the HTML
+    id."""
     lines = _anchored(merge(before, after), anchors)
     removed, added = sum(x.kind == "del" for x in lines), sum(x.kind == "ins" for x in lines)
     return Diff(removed, added, len(lines) - removed - added, tuple(_fold(lines)))

@@ -36,8 +36,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class PlacedRow:
-    """A timeline of ``lanes``, each a name and its bars. ``verdict``: a box from the end of the figure's shorter row to
-    the end of its longer row, or ``None``."""
+    """A timeline of ``lanes``, each a name and its bars. ``verdict``: a box for the saved or lost time, or ``None``.
+    The box begins where the figure's shorter row ends, and ends where the longer row ends."""
 
     title: str
     total: str
@@ -62,10 +62,10 @@ class Figure:
 
 
 def figures(groups: Sequence[SiteGroup]) -> tuple[list[Figure], int]:
-    """One figure for each kind of site and each piece of its plan that is not ``keep``, up to ``MOST_FIGURES`` figures.
-    Also returns the number of figures that are left out.
+    """One figure for each group of sites and each piece of its plan that is not ``keep``, up to ``MOST_FIGURES``
+    figures. Also returns the number of figures that are left out.
 
-    Sites whose figures would be the same share one figure.
+    Groups whose figures would be the same share one figure.
     """
     alike: dict[str, list[tuple[SiteGroup, PlanPiece]]] = {}
     for group in groups:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``index.html`` of one graph: a self-contained page. It has the content of ``report.txt`` without tracebacks, the
-timelines and both graphs."""
+"""``index.html`` of one graph: a self-contained page. It shows what ``report.txt`` shows, except the tracebacks. It
+also shows the timelines, and the graph before and after the pass."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def _notices(report: OverlapReport) -> list[str]:
 
 
 def _bars(piece: PlanPiece) -> list[tuple[str, float, bool, str]]:
-    """``(schedule, length in per cent of the longest, whether it is the shortest, time)``, shortest first."""
+    """A bar for each schedule that was estimated, shortest first: ``(schedule, length in per cent of the longest bar,
+    whether the bar is the shortest, time)``."""
     values = {name: us for name, us in piece.estimate_us.items() if name not in words.PARTS}
     longest, best = max(values.values(), default=0.0), min(values.values(), default=0.0)
     return [

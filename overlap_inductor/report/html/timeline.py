@@ -11,7 +11,7 @@ steps in between follow a simple model:
 - any other piece runs matmul and transfer at the same time. If the transfer moves the matmul's result, the transfer
   does not end before the matmul. If the matmul reads the gathered tensor, the matmul does not end before the transfer.
 
-If the steps end before the estimate does, the rest is drawn as fixed costs: launches, steps, credits and waits. These
+If the steps end before the estimated time, the rest is drawn as fixed costs: launches, steps, credits and waits. These
 fixed costs include the slowdown that the estimate adds because matmul and transfer run at the same time. If the steps
 end after the estimate, the schedule's own transfer is shorter than the collective. Then the transfer is shortened until
 the steps end at the estimate. The part of a transfer during which no matmul runs is exposed.
@@ -82,7 +82,8 @@ def sketch(facts: SiteFacts, piece: PlanPiece) -> Sketch:
 
 
 def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
-    """Whether the collective runs before the matmul. A pattern's name has the two in the order in which they run."""
+    """Whether the collective runs before the matmul. A pattern's name lists collective and matmul in the order in which
+    they run."""
     if "route" in piece.parameters:
         arrives = (
             facts.pattern in ("all_to_all_matmul", "all_gather_matmul", "all_to_all_experts")
@@ -94,7 +95,7 @@ def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
 
 def _in_turn(gathers_first: bool, matmul: float, keep: float) -> list[Bar]:
     """Collective and matmul, one after the other. The collective's length is ``keep`` minus the matmul, so that the
-    bars end at ``keep``. The estimates of matmul and collective were rounded separately and may have another sum."""
+    bars end at ``keep``. The sum of the two estimates may differ from ``keep``, because each estimate was rounded."""
     between = keep - matmul if gathers_first else matmul
     first, second = ("transfer", "matmul") if gathers_first else ("matmul", "transfer")
     names = {"transfer": "collective", "matmul": "matmul"}

@@ -20,8 +20,8 @@ from overlap_inductor.torch_compat import operators
 
 
 def bands_of(seam: Seam, counts: Sequence[int]) -> list[int]:
-    """The numbers among ``counts`` that may be the seam's number of bands. In each site, a shard then has as many
-    sub-chunks as the seam has bands."""
+    """The numbers among ``counts`` that may be the seam's number of bands. With bands, a shard of either site has one
+    sub-chunk for each band."""
     plans = [s.decision.moving for s in (seam.scatter, seam.gather)]
     if any(p.schedule != "ring" or not p.parameters.get("unrolled") or "min_rows" in p.parameters for p in plans):
         return []
@@ -41,7 +41,7 @@ def bands_of(seam: Seam, counts: Sequence[int]) -> list[int]:
 
 
 def _scatters_rows(seam: Seam, rows: int) -> bool:
-    """Whether the scatter gives each rank ``rows`` consecutive rows of plain matmuls' results."""
+    """Whether the scatter gives each rank ``rows`` consecutive rows of the results of ungrouped matmuls."""
     nodes = seam.scatter.nodes
     if not isinstance(nodes, ReduceNodes) or nodes.region is not None or len(nodes.collectives) > 1:
         return False

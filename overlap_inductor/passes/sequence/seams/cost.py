@@ -76,8 +76,8 @@ class Clocks:
 
 
 def in_turn(scatter: Work, gather: Work, world_size: int, parts: Sequence[int]) -> Clocks:
-    """The gather starts when the whole scatter has arrived. ``parts``: for each site, the number of sub-chunks
-    of a shard."""
+    """The clocks after both sites, if the gather starts when the whole scatter has arrived. ``parts``: for each site,
+    the number of sub-chunks of a shard."""
     clocks, (sent, received) = Clocks(), [(world_size - 1) * n for n in parts]
     arrivals = []
     for _ in range(sent):
@@ -94,7 +94,8 @@ def in_turn(scatter: Work, gather: Work, world_size: int, parts: Sequence[int]) 
 
 
 def in_bands(scatter: Work, gather: Work, world_size: int, bands: int) -> Clocks:
-    """Each band is gathered when it has arrived from the scatter (``lowerings.ring.unrolled_bands``)."""
+    """The clocks after both sites, if each band is gathered when it has arrived from the scatter
+    (``lowerings.ring.unrolled_bands``)."""
     clocks, scattered = Clocks(), []
     for _ in range(bands):
         for _ in range(world_size - 1):
@@ -122,8 +123,8 @@ def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
     parts = [s.decision.moving.parameters["sub_chunks"] for s in sites]
     world_size = seam.scatter.facts.collective.world_size
     turn, banded = in_turn(scatters, gathers, world_size, parts), in_bands(scatters, gathers, world_size, bands)
-    # In bands, this rank's own rows are multiplied in pieces, and the scatter has a wait for each band. The gather
-    # sends each band to all ranks in one step.
+    # ``hops``: the sends that bands add to the scatter and to the gather. The gather sends a band to all ranks in one
+    # step. For each band but the first, the scatter also gets a wait, and the gather a matmul of this rank's own rows.
     hops = (world_size - 1) * (bands - parts[0]), bands - (world_size - 1) * parts[1]
     steps = hops[0] + bands - 1, hops[1] + (1 + LAUNCHES) * (bands - 1)
     added = steps[0] * machine.step_seconds, steps[1] * machine.step_seconds + copy_seconds(seam, machine)

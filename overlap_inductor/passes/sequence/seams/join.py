@@ -24,10 +24,10 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
     estimates that are shorter by what the bands save. If the schedule is forced, bands need not pay, and the estimates
     may become longer.
 
-    A seam has as many bands as each of its sites then has sub-chunks. If the sites may take several numbers of
-    sub-chunks, the seam takes the smallest number whose estimated time is close to the shortest estimated time. Both
-    sites then take that number, even if they would take fewer by themselves. Alone, a site whose matmul is short
-    needs few sub-chunks, but its seam may need more.
+    In bands, a shard of either site has one sub-chunk for each band. If several numbers of bands are possible, the seam
+    takes the smallest number whose estimated time is close to the shortest estimated time. This number may exceed the
+    number of sub-chunks in a site's own plan. Alone, a site whose matmul is short needs few sub-chunks, but its seam
+    may need more.
 
     Bands add nodes. Unrolled rings use a part of the graph's ``step_node_budget``. The seams share the rest, in graph
     order: a seam is written in bands if the nodes that its bands add fit into what is left.
@@ -59,7 +59,8 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
 def added_nodes(seam: Seam, bands: int) -> int:
     """Estimated number of FX nodes that bands add. Each band but the first adds the nodes of the region, and slices of
     the other tensors that the region reads. It also makes one more piece of this rank's own rows, and so adds the
-    gather's steps for that piece. If the sites have fewer sub-chunks than bands, their further steps count, too.
+    gather's steps for that piece. If a site's own plan has fewer sub-chunks than bands, the steps of the additional
+    sub-chunks count, too.
 
     All ranks should make the same decision, although an op of the region may exist on one rank only. So the number of
     the region's nodes and slices is rounded up to a multiple of 8."""

@@ -12,7 +12,8 @@ Before and after, for two bands (``lowerings.ring.unrolled_bands`` wrote the ste
                                                     wait 0; ...
 
 Contract: the graph computes the same numbers, because each band is computed by the rules of ``passes.sequence.rules``.
-If a step of another site stands between the two sites, the seam fails: waits of one group must keep their order.
+If a step of another site stands between the two sites, ``write`` raises an error. The seam's waits would have to move
+past that step, but waits of one group must keep their order.
 
 Source: Domino (Wang et al., arXiv:2409.15241) cuts the batch and the weights of each layer by hand. The collective of
 one part then runs under the matmuls of another part.
@@ -166,8 +167,8 @@ def _give_whole(
 
 
 def _readers(rows: fx.Node, last: fx.Node, inside: set[fx.Node], pieces: set[fx.Node]) -> list[fx.Node]:
-    """The nodes before ``last`` that are computed from ``rows``, in graph order, without those ``inside`` and without
-    ``pieces`` and the ops that send them."""
+    """In graph order, the nodes before ``last`` that are computed from ``rows``. Left out are the nodes ``inside``,
+    ``pieces``, and what is computed from ``rows`` only through ``pieces``."""
     found: list[fx.Node] = []
 
     def visit(node: fx.Node) -> bool:
