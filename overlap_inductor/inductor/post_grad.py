@@ -126,7 +126,7 @@ def without_compile_wrappers(fn: Any) -> Any:
 
 @contextmanager
 def in_place_compile_undone(fn: Any) -> Iterator[None]:
-    """In this context, modules of ``fn`` on which ``module.compile()`` was called run uncompiled.
+    """In this context, earlier calls of ``module.compile()`` on modules of ``fn`` have no effect.
 
     Otherwise, they would call their own compiled form, and Inductor would generate code for it.
     """

@@ -59,8 +59,8 @@ def all_gather_matmul_slices(
         row_vectors: 16-byte words of a row.
         slice_inner: columns of a slice, a multiple of ``BLOCK_K``.
         slice_vectors: 16-byte words of a slice's row.
-        flags: ``signal_flag(s, part * SLICES + i)`` holds the number of the call whose slice ``i`` of that part has
-            arrived from rank ``s``.
+        flags: ``signal_flag(s, part * SLICES + i)`` is the flag of slice ``i`` of part ``part`` from rank ``s``. It
+            holds the number of the last call in which this slice has arrived, counted from 1.
         queues: ``QUEUE_WORDS + WORLD * PARTS * SLICES`` words. Word 1 counts claimed tiles of all shards. Word 4 counts
             tickets.
     """

@@ -4,26 +4,27 @@ and RMSNorm that follow, in one kernel.
 
 One-shot: every rank stores its rows into every peer's workspace, and sums the rows of all ranks. Two-shot: row ``m``
 belongs to rank ``m % WORLD``, its owner. The owner gets all partial rows, sums them and stores the sum into every
-peer's workspace (with a norm into its own, too). It stores the sum and not the normed row, for two reasons. A normed
-row and a new residual would have twice the bytes of the sum. And every rank adds its own residual, whose values may
-differ from those of other ranks. Sums are in fp32, in the order of the ranks, rounded once, so all ranks get the same
-bits. There is no barrier across ranks: a block waits for the flags of its own columns or rows.
+peer's workspace. If a norm follows, it also stores the sum into its own workspace. It stores the sum and not the normed
+row, for two reasons. A normed row and a new residual would have twice the bytes of the sum. And every rank adds its own
+residual, whose values may differ from those of other ranks. Sums are in fp32, in the order of the ranks, rounded once,
+so all ranks get the same bits. There is no barrier across ranks: a block waits for the flags of its own columns or
+rows.
 
 A block has one *unit*, a segment of columns. In one-shot, it is a segment of one row. In two-shot, it is a segment of a
 group of ``WORLD`` rows, one row of each owner. A norm needs whole rows. In one-shot, the last block of a row computes
-the norm of the row. In two-shot, the blocks of the next group compute the norms of a group's rows. So there is one more
-group of blocks at the end.
+the norm of the row. In two-shot, the norms of a group's rows are computed by the blocks of the group after it. So
+there is one more group of blocks at the end.
 
 Forward progress. A block first stores its partial rows, without a wait. Then it waits for partial rows and, in
 two-shot, for sums. It waits only for blocks with its own number or a lower one. Before a block of two-shot stores a
-sum, it waits only for partial rows of blocks with its own number. Take the lowest number whose block has not ended on
-some rank. Blocks start in the order of their numbers, and all lower ones have ended on every rank. So on every rank the
-block of that number runs or has ended. All these blocks store their partial rows. So all of them get their sums, their
-other waits succeed, and they end. So one resident block on each rank is enough. CUDA does not promise that blocks start
-in the order of their numbers. GPUs keep this order, and scans depend on it as this kernel does (Merrill and Garland,
-decoupled look-back, 2016). If all blocks are resident at once, as in decode, nothing depends on the order. Blocks could
-claim their numbers from a counter instead, but a claim would cost a round trip to L2 in a kernel of 5 us. All waits are
-bounded (``signals``).
+sum, it waits only for partial rows of blocks with its own number. Each rank has a block of each number. Take the lowest
+number whose block is still to end on at least one rank. Blocks start in the order of their numbers, and all lower ones
+have ended on every rank. So on every rank the block of that number runs or has ended. All these blocks store their
+partial rows. So all of them get their sums, their other waits succeed, and they end. So one resident block on each rank
+is enough. CUDA does not promise that blocks start in the order of their numbers. GPUs keep this order, and scans depend
+on it as this kernel does (Merrill and Garland, decoupled look-back, 2016). If all blocks are resident at once, as in
+decode, nothing depends on the order. Blocks could claim their numbers from a counter instead, but a claim would cost a
+round trip to L2 in a kernel of 5 us. All waits are bounded (``signals``).
 
 Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half
 ``n % 2``. Rank ``r`` begins call ``n`` when its call ``n - 1`` has ended, because kernels of a slot run one after the
@@ -32,7 +33,7 @@ peer's partial rows, which comes even if there are none.) So each peer had begun
 ended call ``n - 2``, the last call before ``n`` that reads half ``n % 2``. This holds for any number of blocks or rows
 in each call, since halves belong to the slot and not to the call. It holds whether blocks are resident together or not,
 since the argument is about whole kernels. A peer may be one call ahead. Its flags are then larger than the value waited
-for, and its data are in the other half. The argument does not hold in a slot that calls with credits also use. So the
+for, and its data are in the other half. The argument would not hold if calls with credits used the same slot. So the
 arena gives calls with credits other slots.
 
 Aborts (``signals``). A block looks at the abort word when it loads the call number, and again after each wait. If the
@@ -43,8 +44,8 @@ because a replay of a CUDA graph cannot raise an error.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.
 Between calls: the end of a kernel before the start of the next one on the stream. CUDA graphs: the number of the call
-is read from device memory. The last block that has read the number increments it, at a time when this block would only
-wait.
+is read from device memory. Each block counts itself when it has read the number and has nothing more to send to peers.
+The last block that counts itself increments the number. After that it would only wait or end, so no peer is delayed.
 """
 
 from __future__ import annotations

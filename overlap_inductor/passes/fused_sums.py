@@ -5,7 +5,7 @@ rewrite has replaced are fused again.
 The graph before and after::
 
     take_apart   mm_plus_mm(a, b, c, d)                     -> add(mm(a, b), mm(c, d))
-    unfold       addmm(a matmul or a sum of them, a, b)     -> add(mm(a, b), bias)
+    unfold       addmm(bias, a, b), bias has a matmul       -> add(mm(a, b), bias)
     put_back     the reverse of both, unless a site's rewrite has replaced a part
 
 Inductor writes ``mm_plus_mm`` if it autotunes. Each ``add`` written here has a mark in its ``meta``. The mark holds the

@@ -8,15 +8,17 @@ frame's collective, and the collective waits for the peers, while the peers wait
     rank 1   the graph's call: waits for the plan of rank 0
 
 So each process has a watching thread. For each group (``call_state``), it looks again and again at the *caller*: the
-thread that made the group's newest call. Two looks in a row may find the caller inside a collective outside of graphs,
-at the same count of the backend. The watching thread then makes a report: it writes to the group's store which place
-the rank has reached. It does so once for each place. A report is a promise: this rank joins no call that begins before
-the reported place. A waiting rank whose call begins before that place runs its plain program. The rank that has
-reported skips such a call (``call_board.skip``).
+thread that made the group's newest call. Suppose that two looks in a row find the caller inside a collective outside of
+graphs, and that the backend has issued no further collective between the looks. Then the watching thread makes a
+report: it writes to the group's store the *place* that the rank has reached. This is the number of the group's
+collectives that the rank has issued (``call_place``). There is one report for each place. A report is a promise: this
+rank joins no call that begins before the reported place. A waiting rank whose call begins before that place runs its
+plain program. The rank that has reported skips such a call (``call_board.skip``).
 
 Two looks in a row may also find the caller inside the same collective of a call. Then the watching thread writes the
-call's number. A rank that has skipped this call, and waits for the next one, then knows that it skipped the call by
-mistake: the ranks count differently.
+call's number. Another rank may have skipped this call and wait for the next one. If it had run the skipped call
+uncompiled, the collective would have ended. So it learns that it skipped the call by mistake: the ranks count different
+numbers of collectives.
 
 One lock is held while a report is made, and while a call is counted. So after a rank has counted a call, it makes no
 report about the time before the call. The rank and its peers then decide by the same reports.
@@ -34,8 +36,8 @@ import torch.distributed as dist
 from overlap_inductor.torch_compat.distributed import group_store
 
 INTERVAL, AGAIN = 0.2, 0.01
-"""Seconds between two looks before this process makes its first report, and after it. A rank that has run a frame
-uncompiled will probably do so again, and its peers wait for each report."""
+"""Seconds between two looks: ``INTERVAL`` until this process has first reported a place, ``AGAIN`` from then on. A rank
+that has run a frame uncompiled will probably do so again, and its peers wait for each report."""
 
 
 class Watched(Protocol):

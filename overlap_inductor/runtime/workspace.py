@@ -291,9 +291,9 @@ def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit
         limit: bytes that all slots of the group may take on this rank.
 
     Returns:
-        ``None`` if every site has its slot, or if the slots do not fit under a ``limit``. Otherwise a rank could not
-        allocate or map memory, and the returned text names the rank and what it could not do. The text is the same on
-        every rank, and no rank has new slots. So all ranks make the same decision: run without overlap, or call again
+        ``None`` if every site has its slot, or if the slots do not fit under a ``limit``. If a rank failed to allocate
+        or map memory: a text that names the rank and what it failed to do. The text is the same on every rank, and no
+        rank has new slots. So all ranks make the same decision: run without overlap, or call again
         later.
 
     Raises:

@@ -4,8 +4,9 @@ out their operands and results for it.
 
 The op sees each shard as one matrix, with the elements in the collective's own order. A matmul's operand consists of
 these matrices, one for each rank, plain or transposed, joined along rows or columns. If the gathered dim has the order
-``[outer, rank, chunk]``, the op still computes in the ranks' order. A permute then changes the order of that dim: in
-the matmul's result, or in its other operand if the dim is contracted.
+``[outer, rank, chunk]``, the op still computes in the ranks' order. If the dim is contracted, that dim of the matmul's
+other operand is permuted into the ranks' order before the op. Otherwise that dim of the matmul's result is permuted
+into the tensor's own order after the op.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def write(
     how: tuple[Any, ...],
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node], fx.Node]:
     """Lay out the other operands, write ``op`` and lay out its results. Returns ``(next token of the chain, {matmul:
-    its replacement}, what the op received)``.
+    its replacement}, the op's result that holds the shards of all ranks)``.
 
     Args:
         forms: how the op reads the shards; ``None`` if it cannot compute the site.
