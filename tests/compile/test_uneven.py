@@ -5,8 +5,8 @@ the same data in the same order."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.sites.sizes import rounded
 from overlap_inductor.torch_compat import symmetric
 from tests.support.fake_group import fake_group
-from tests.support.fake_group import report_of
+from tests.support.fake_group import reports_by_fields
 from tests.support.hand_graph import HandGraph
 from tests.support.hand_graph import aten
 from tests.support.uneven_cases import cases
@@ -61,26 +61,31 @@ WITH_EVERY_BUDGET = (
 rings."""
 
 
-def _is_quick(name: str, world_size: int, budget: str) -> bool:
-    return world_size == 3 and (budget == "unrolled" or name in WITH_EVERY_BUDGET)
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size", "budget"),
-    [
-        pytest.param(*case, marks=[] if _is_quick(*case) else [pytest.mark.thorough])
-        for case in itertools.product(cases(0, 2), (2, 3), BUDGETS)
-    ],
-)
-def test_ranks_exchange_alike(name: str, world_size: int, budget: str) -> None:
-    """Bands, budgets and ids must not depend on a property of one rank only."""
-    fields = BUDGETS[budget]
+def check_exchanges(name: str, world_size: int, ranks: Iterable[int], budgets: Iterable[dict[str, Any]]) -> None:
+    """``ranks`` exchange the same with each budget."""
     found = []
-    for rank in range(world_size):
+    for rank in ranks:
         with fake_group(world_size, rank):
             function, shapes, _ = cases(rank, world_size)[name]
-            found.append(exchange(report_of(function, *(torch.randn(s) for s in shapes), **fields)))
-    assert found[0][2] and all(f == found[0] for f in found), found
+            reports = reports_by_fields(function, *(torch.randn(s) for s in shapes), several=[*budgets])
+            found.append([exchange(report) for (report,) in reports])
+    for of_ranks in zip(*found, strict=True):
+        assert of_ranks[0][2] and all(f == of_ranks[0] for f in of_ranks), of_ranks
+
+
+@pytest.mark.parametrize("name", cases(0, 2))
+def test_the_first_and_the_last_rank_exchange_alike(name: str) -> None:
+    """Bands, budgets and ids must not depend on a property of one rank only. Only rank 0 has the bias, and only the
+    last rank has the smaller shard."""
+    budgets = BUDGETS if name in WITH_EVERY_BUDGET else ("unrolled",)
+    check_exchanges(name, 3, (0, 2), [BUDGETS[b] for b in budgets])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", cases(0, 2))
+def test_all_ranks_exchange_alike(name: str, world_size: int) -> None:
+    check_exchanges(name, world_size, range(world_size), BUDGETS.values())
 
 
 def layer(inner: int, bias: bool, adds: int = 0) -> HandGraph:

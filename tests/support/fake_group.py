@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +45,40 @@ def reports_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None, 
                 torch._dynamo.mark_dynamic(arg, 0)
     defaults = {"schedule": "ring", "sequence_parallel": "off"}
     return explain(fn, *args, config=OverlapConfig(**{**defaults, **fields})).reports
+
+
+def reports_by_fields(
+    fn: Callable[..., Any], *args: Any, several: Sequence[dict[str, Any]], **fields: Any
+) -> list[list[OverlapReport]]:
+    """Like ``[reports_of(fn, *args, **fields, **one) for one in several]``, but ``fn`` is traced once: each
+    configuration rewrites a copy of the graph. The pass on the joint graph runs once, with ``fields`` only."""
+    from overlap_inductor.inductor import post_grad
+    from overlap_inductor.inductor.compile_scope import CompileScope
+    from overlap_inductor.switch.backend import compile_with
+
+    defaults = {"schedule": "ring", "sequence_parallel": "off", **fields}
+    found: list[list[OverlapReport]] = [[] for _ in several]
+
+    def compile_one(gm: torch.fx.GraphModule, example_inputs: Any, **keywords: Any) -> Any:
+        for one, reports in zip(several, found, strict=True):
+            graph = torch.fx.Graph()
+            graph.output(graph.graph_copy(gm.graph, {}))
+            copied = torch.fx.GraphModule(gm, graph)
+            copied.graph.output_node().meta.update(gm.graph.output_node().meta)
+            scope = CompileScope.of(keywords)
+            scope.pinned, scope.config = True, OverlapConfig(**{**defaults, **one})
+            post_grad.run_post_grad_passes(copied, example_inputs, scope)
+            reports.extend(scope.take_reports())
+        return post_grad.zeros_like_outputs(copied)
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        return compile_with(OverlapConfig(**defaults), gm, example_inputs, None, {}, inner_compile=compile_one)
+
+    torch._dynamo.reset()
+    with post_grad.every_graph_compiled_now():
+        torch.compile(fn, backend=backend)(*args)
+    torch._dynamo.reset()
+    return found
 
 
 def report_of(fn: Callable[..., Any], *args: Any, **fields: Any) -> OverlapReport:
