@@ -24,7 +24,7 @@ from tests.compile.readings import summary
 from tests.support.dispatched_experts import inputs
 from tests.support.fake_group import fake_group
 from tests.support.fake_group import report_of
-from tests.support.fake_group import reports_of
+from tests.support.fake_group import reports_by_fields
 from tests.support.generated_code import lines_of
 from tests.support.golden import check_golden
 from tests.support.graph_text import waste
@@ -41,25 +41,24 @@ def _scalars() -> Iterator[None]:
         yield
 
 
-def _reports(rank: int, world_size: int = 2, **fields: Any) -> list[OverlapReport]:
-    """The reports of a layer's forward and backward graph. Ranks have different numbers of tokens."""
+def _reports(rank: int, *several: dict[str, Any], world_size: int = 2) -> list[list[OverlapReport]]:
+    """The reports of a layer's forward and backward graph, with each of ``several`` settings. Ranks have different
+    numbers of tokens."""
     x, ids, scores = inputs(16 + rank, "random", rank, torch.bfloat16)
     with fake_group(world_size, rank):
         layer = DispatchedExperts(rank, world_size, shared=True)
-        return reports_of(layer, x.requires_grad_(), ids, scores.requires_grad_(), **fields)
+        return reports_by_fields(layer, x.requires_grad_(), ids, scores.requires_grad_(), several=several)
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the golden file is for torch 2.13")
-def test_golden() -> None:
-    """The forward and the backward graph are those of the golden file."""
-    check_golden("\n".join(f"{r.phase}\n{r.after}" for r in _reports(0)), "dispatched_experts.txt")
-
-
-def test_both_graphs_are_rewritten() -> None:
+def test_both_graphs_are_rewritten_unless_they_are_kept() -> None:
     """Ranks agree although they send different numbers of rows. The host reads no more numbers than in the graph
     as written. In the forward graph, the shared expert's first matmul runs before the wait for the results. In the
-    backward graph, the matmuls for the gradients of all experts' weights run before this wait."""
-    found = [_reports(rank) for rank in (0, 1)]
+    backward graph, the matmuls for the gradients of all experts' weights run before this wait.
+
+    The graphs are those of the golden file. Without the pattern, they stay as written. The planner keeps what it cannot
+    estimate."""
+    first, without_the_pattern, planned = _reports(0, {}, {"patterns": ("all_to_all_matmul",)}, {"schedule": "auto"})
+    found = [first, *_reports(1, {})]
     how = "by ring/p2p (route=direct, sub_chunks=4)"
     for reports in found:
         assert [summary(r) for r in reports] == [[SITE], [SITE]]
@@ -75,6 +74,14 @@ def test_both_graphs_are_rewritten() -> None:
         held = [_held(report) for report in reports]
         assert held == [["mm"], ["_grouped_mm"] * 3]
     assert [r.exchange for r in found[0]] == [r.exchange for r in found[1]]
+    assert len(without_the_pattern) == len(planned) == 2
+    for report in without_the_pattern:
+        assert [s.decision.reasons[0].code for s in report.sites] == ["switched_off"]
+        assert report.after == report.before
+    for report in planned:
+        assert [(s.decision.status, s.decision.reasons[0].code) for s in report.sites] == [("kept", "dynamic_shape")]
+    if torch.__version__.startswith("2.13"):
+        check_golden("\n".join(f"{r.phase}\n{r.after}" for r in first), "dispatched_experts.txt")
 
 
 def _held(report: OverlapReport) -> list[str]:
@@ -83,17 +90,6 @@ def _held(report: OverlapReport) -> list[str]:
     names = wait.split("[", 2)[2].split("]")[0].split(", ")
     lines = {line.split(":")[0].split(" =")[0]: line for line in report.after.splitlines()}
     return [lines[name].split("aten.")[1].split(".")[0] for name in names if "aten." in lines.get(name, "")]
-
-
-def test_without_the_pattern_the_graph_stays_as_written() -> None:
-    for report in _reports(0, patterns=("all_to_all_matmul",)):
-        assert [s.decision.reasons[0].code for s in report.sites] == ["switched_off"]
-        assert report.after == report.before
-
-
-def test_the_planner_keeps_what_it_cannot_estimate() -> None:
-    for report in _reports(0, schedule="auto"):
-        assert [(s.decision.status, s.decision.reasons[0].code) for s in report.sites] == [("kept", "dynamic_shape")]
 
 
 @pytest.mark.usefixtures("alone")

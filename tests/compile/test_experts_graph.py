@@ -21,6 +21,7 @@ from tests.compile.readings import summary
 from tests.support.expert_layers import inputs
 from tests.support.fake_group import fake_group
 from tests.support.fake_group import report_of
+from tests.support.fake_group import reports_by_fields
 from tests.support.generated_code import lines_of
 
 SITE = ("matmul_all_reduce", None, ["grouped_mm M", "grouped_mm M"], "overlapped")
@@ -34,11 +35,20 @@ def _report(world_size: int, rank: int, tokens: int = 32, **fields: object) -> O
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough), 8])
-@pytest.mark.parametrize("budget", [10_000, 1])
-def test_ranks_agree_although_their_graphs_hold_the_rank(world_size: int, budget: int) -> None:
+def test_ranks_agree_although_their_graphs_hold_the_rank(world_size: int) -> None:
     """A graph uses its rank's number only to select the rank's experts. Apart from this number, the graphs of all ranks
     are equal. The plans do not hold the number, and are equal."""
-    found = [_report(world_size, rank, step_node_budget=budget) for rank in (0, world_size - 1)]
+    budgets, first_and_last = (10_000, 1), []
+    for rank in (0, world_size - 1):
+        with fake_group(world_size, rank), torch.no_grad():
+            several = [{"step_node_budget": budget} for budget in budgets]
+            reports = reports_by_fields(Experts(rank, world_size), *inputs(32), several=several)
+            first_and_last.append([report for (report,) in reports])
+    for budget, *found in zip(budgets, *first_and_last, strict=True):
+        _check_agreement(found, budget)
+
+
+def _check_agreement(found: list[OverlapReport], budget: int) -> None:
     assert all(summary(r) == [SITE] and r.near_misses == [] for r in found)
     (first, last), plans = [r.before for r in found], {r.exchange for r in found}
     assert first != last and len(plans) == 1
@@ -119,21 +129,28 @@ def test_what_no_looping_op_computes() -> None:
     reduction."""
     x, w = torch.randn(32, 16).bfloat16(), torch.randn(4, 16, 16).bfloat16()
     arguments = x, w, torch.tensor([8, 8, 20, 32]).int(), torch.arange(32).flip(0)
-    assert summary(report_of(_mean, *arguments)) == [ONE]
-    torch._dynamo.reset()
-    (site,) = report_of(_mean, *arguments, step_node_budget=1).sites
+    (unrolled,), (looping,) = reports_by_fields(_mean, *arguments, several=[{}, {"step_node_budget": 1}])
+    assert summary(unrolled) == [ONE]
+    (site,) = looping.sites
     assert [r.code for r in site.decision.reasons] == ["too_many_steps"]
 
 
-@pytest.mark.parametrize("schedule", ["ring", "auto"])
-def test_a_dynamic_number_of_tokens(schedule: str) -> None:
+def test_a_dynamic_number_of_tokens() -> None:
     """One looping op serves all numbers of tokens."""
     machine = json.dumps({"link_bytes": 6.25e7, "step_seconds": 3e-6, "matmul_flops": {"2": 4e8}})
+    arguments = inputs(64)
+    for argument in arguments:
+        torch._dynamo.mark_dynamic(argument, 0)
+    several = [{"schedule": "ring", "machine": machine}, {"schedule": "auto", "machine": machine}]
     with fake_group(2), torch.no_grad():
-        report = report_of(Experts(0, 2), *inputs(64), dynamic=True, schedule=schedule, machine=machine)
-    assert summary(report) == [SITE] and "grouped_matmul_all_reduce" in report.after
-    floors = [p.parameters["min_rows"] for p in report.sites[0].decision.plan if p.schedule == "ring"]
-    assert floors == [0] if schedule == "ring" else floors[0] > 0
+        (ring,), (auto,) = reports_by_fields(Experts(0, 2), *arguments, several=several)
+    for report in (ring, auto):
+        assert summary(report) == [SITE] and "grouped_matmul_all_reduce" in report.after
+    floors, chosen = (
+        [p.parameters["min_rows"] for p in report.sites[0].decision.plan if p.schedule == "ring"]
+        for report in (ring, auto)
+    )
+    assert floors == [0] and chosen[0] > 0
 
 
 def test_the_planner_counts_own_rows_and_repeated_reads_of_weights() -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from overlap_inductor.report.report import OverlapReport
+from tests.compile.readings import summary
 from tests.support import exchange_spellings
 from tests.support import sequence_blocks
 from tests.support.fake_group import fake_group
@@ -37,8 +38,12 @@ ENDS = {2: (0, 1), 8: (0, 7)}
 So when golden files are compared, ``make test`` makes the texts of the first of 2 ranks and of the last of 8."""
 MIDDLES = {3: (1,), 64: (40,)}
 """``{number of ranks: one rank in the middle}``. Its text is only compared with the golden file."""
+OF_SITES = {**SPELLINGS, **exchange_spellings.SPELLINGS}
+SITES = {f"spelling {k}": v[2] for k, v in OF_SITES.items()}
+"""``{spelling: pattern, dim and roles}`` of each spelling in ``tests.support`` of a gather, a scatter, an all-reduce or
+an all-to-all that becomes one site."""
 GRAPHS: dict[str, tuple[Function, tuple[Make, ...]]] = {
-    **{f"spelling {k}": v[:2] for k, v in {**SPELLINGS, **exchange_spellings.SPELLINGS}.items()},
+    **{f"spelling {k}": v[:2] for k, v in OF_SITES.items()},
     **{f"spelling {k}": v for k, v in KEPT.items()},
     **STRUCTURES,
 }
@@ -73,6 +78,14 @@ def text(found: list[OverlapReport], graphs: bool) -> str:
     return "\n".join(parts)
 
 
+def check_spelling(name: str, report: OverlapReport) -> None:
+    """A spelling of a site is found as one site with the expected pattern, dim and role."""
+    assert summary(report) == [(*SITES[name], "overlapped")]
+    assert report.near_misses == [] and report.notices == []
+    collectives = re.compile("_c10d_functional|shard_dim_alltoall")
+    assert collectives.search(report.before) and not collectives.search(report.after)
+
+
 def section(world_size: int, content: str) -> str:
     return f"==== {world_size} ranks\n{content}"
 
@@ -100,9 +113,13 @@ def check_sizes(name: str, sizes: dict[int, tuple[int, ...]], every_rank: bool =
         whole = world_size == 2 or name in WHOLE
         one = pinned and not accepted and not every_rank
         of = ranks[:1] if one and world_size == 2 else ranks[-1:] if one and world_size == 8 else ranks
-        texts = {text(reports(name, world_size, rank), whole) for rank in of}
+        made = [reports(name, world_size, rank) for rank in of]
+        texts = {text(found, whole) for found in made}
         assert len(texts) == 1, f"{world_size} ranks have {len(texts)} texts"
         sections.append(section(world_size, texts.pop()))
+        if name in SITES:
+            (report,) = made[0]
+            check_spelling(name, report)
     if pinned:
         found = "\n".join(sections).rstrip() + "\n"
         check_golden(found, file_of(name), lambda file: of_sizes(file, sizes).rstrip() + "\n")
@@ -110,7 +127,8 @@ def check_sizes(name: str, sizes: dict[int, tuple[int, ...]], every_rank: bool =
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_golden(name: str) -> None:
-    """Catches any change of the sites, decisions, graphs and reports."""
+    """Catches any change of the sites, decisions, graphs and reports. On every torch version, each spelling of a site
+    is found as that site (``check_spelling``)."""
     check_sizes(name, {**ENDS, **MIDDLES} if name in WHOLE else ENDS)
 
 

@@ -45,7 +45,9 @@ def lines(base: ForkBase, folder: Path, rank: int = 0, **variables: str) -> list
     return [line for line in done.stderr.splitlines() if "graph 0_0" in line or "graph 1_0" in line]
 
 
-def test_one_line_by_default_also_from_a_cache(inductor_base: ForkBase, tmp_path: Path) -> None:
+def test_one_line_by_default_and_with_torch_logs_also_from_a_cache(inductor_base: ForkBase, tmp_path: Path) -> None:
+    """With ``TORCH_LOGS``, the line has torch's prefix, and appears once. The graph without a collective has a line,
+    too."""
     pretend_installed(tmp_path)
     (line,) = lines(inductor_base, tmp_path)
     assert line.startswith(f"overlap_inductor: {LINE}") and line.endswith("; report: set OVERLAP_INDUCTOR_DUMP=FOLDER")
@@ -54,11 +56,7 @@ def test_one_line_by_default_also_from_a_cache(inductor_base: ForkBase, tmp_path
     assert again == line.split("; report")[0] + f" [from cache]; report: {written}" and (tmp_path / written).is_file()
     assert lines(inductor_base, tmp_path, rank=1) == []
     assert lines(inductor_base, tmp_path, OVERLAP_INDUCTOR_NOTICE="off") == []
-
-
-def test_torch_logs_shows_it_once(inductor_base: ForkBase, tmp_path: Path) -> None:
-    """With ``TORCH_LOGS``, the line has torch's prefix. The graph without a collective has a line, too."""
-    pretend_installed(tmp_path)
+    # Nothing else is compiled anew: all runs have one cache.
     first, second = lines(inductor_base, tmp_path, TORCH_LOGS="overlap_inductor")
     assert f"] {LINE}" in first and "] graph 1_0 inference: 0 sites found" in second
     assert lines(inductor_base, tmp_path, TORCH_LOGS="-overlap_inductor") == []

@@ -69,16 +69,15 @@ def _with_a_size_of_the_run(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
     return y[torch.nonzero(y.sum(1) == y.sum(1)).squeeze(1)]
 
 
-PROGRAMS = [_plain, _with_a_constant, _with_a_branch, _with_a_size_of_the_run]
-DYNAMIC = (_plain, _with_a_size_of_the_run)
-"""In ``make test``, these programs run with dynamic sizes and the others with static sizes."""
+QUICK = [(_with_a_constant, False), (_with_a_branch, False), (_with_a_size_of_the_run, True)]
+"""In ``make test``, these programs run with static or dynamic sizes. Another test runs ``_plain`` with several sizes."""
 
 
 @pytest.mark.parametrize(
     ("function", "dynamic"),
     [
-        pytest.param(function, dynamic, marks=[] if dynamic == (function in DYNAMIC) else [pytest.mark.thorough])
-        for function in PROGRAMS
+        pytest.param(function, dynamic, marks=[] if (function, dynamic) in QUICK else [pytest.mark.thorough])
+        for function in (_plain, _with_a_constant, _with_a_branch, _with_a_size_of_the_run)
         for dynamic in (False, True)
     ],
 )
@@ -96,10 +95,15 @@ def test_the_plain_program_runs_the_collectives_as_written(
             reporting.forget_reports()
             found = torch.compile(function, dynamic=dynamic)(*inputs)
             reports = reporting.all_reports()
+    assert found.shape[1:] == (7,)
+    _check_plain(ranks_differ, reports)
+
+
+def _check_plain(ranks_differ: list[Any], reports: list[Any]) -> None:
     assert sum(r.counters()["sites_overlapped"] for r in reports) == 2 and all(
         r.notices == ["they differ"] for r in reports
     )
-    assert len(ranks_differ) == 1 and found.shape[1:] == (7,)
+    assert len(ranks_differ) == 1
     code = ranks_differ[0][0].source_code
     assert "all_gather_into_tensor" in code and "all_reduce" in code and "torch.ops.overlap_inductor" not in code
 
@@ -107,9 +111,11 @@ def test_the_plain_program_runs_the_collectives_as_written(
 def test_one_plain_program_serves_several_sizes(ranks_differ: list[Any]) -> None:
     inputs = [torch.randn(8, 5), torch.randn(5, 7)]
     with overlap_inductor.overlap(schedule="ring"):
+        reporting.forget_reports()
         compiled = torch.compile(_plain, dynamic=True)
-        assert [compiled(torch.randn(n, 8), *inputs).shape[0] for n in (6, 9, 20)] == [12, 18, 40]
-    assert len(ranks_differ) == 1
+        assert [tuple(compiled(torch.randn(n, 8), *inputs).shape) for n in (6, 9, 20)] == [(12, 7), (18, 7), (40, 7)]
+        reports = reporting.all_reports()
+    _check_plain(ranks_differ, reports)
 
 
 def test_a_backward_finds_what_its_forward_would_have_saved(ranks_differ: list[Any]) -> None:

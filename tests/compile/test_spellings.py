@@ -1,40 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each spelling in ``tests.support`` of a gather, a scatter, an all-reduce or an all-to-all becomes one site."""
+"""Spellings of a site that a training graph or a graph built by hand holds. ``test_golden`` checks the other
+spellings."""
 
 from __future__ import annotations
 
-import re
-
-import pytest
-
 from tests.compile.readings import summary
-from tests.support import exchange_spellings
 from tests.support.fake_group import fake_group
-from tests.support.fake_group import report_of
 from tests.support.fake_group import reports_of
 from tests.support.hand_graph import HandGraph
 from tests.support.hand_graph import c10d
 from tests.support.spellings import GATHER
 from tests.support.spellings import SCATTER
-from tests.support.spellings import SPELLINGS
 from tests.support.spellings import weight
 from tests.support.spellings import x2
 from tests.support.structures import GatherTokens
 from tests.support.structures import ScatterTokens
-
-ALL = {**SPELLINGS, **exchange_spellings.SPELLINGS}
-
-
-@pytest.mark.parametrize("spelling", ALL)
-@pytest.mark.usefixtures("two")
-def test_spelling(spelling: str) -> None:
-    """Each spelling must be found as one site with the expected pattern, dim and role."""
-    fn, arguments, expected = ALL[spelling]
-    report = report_of(fn, *[a() for a in arguments])
-    assert summary(report) == [(*expected, "overlapped")]
-    assert report.near_misses == [] and report.notices == []
-    collectives = re.compile("_c10d_functional|shard_dim_alltoall")
-    assert collectives.search(report.before) and not collectives.search(report.after)
 
 
 def test_spelling_o_backward_of_a_row_wise_layer() -> None:
