@@ -40,7 +40,15 @@ def _sites(report: object) -> list[tuple[str, str]]:
     return [(s.facts.pattern, s.facts.matmuls[0].role) for s in sites]
 
 
-@pytest.mark.parametrize(("world_size", "dynamic"), [(2, True), (8, False)])
+def test_every_exchange_of_a_block_of_a_dynamic_sequence_is_a_site() -> None:
+    with fake_group(2, 1), torch.no_grad():
+        x = torch.randn(2, 16, 32)
+        torch._dynamo.mark_dynamic(x, 1)
+        report = report_of(_block(), x, step_node_budget=10_000)
+    assert _sites(report) == FORWARD and report.near_misses == []
+
+
+@pytest.mark.parametrize(("world_size", "dynamic"), [pytest.param(2, True, marks=pytest.mark.thorough), (8, False)])
 def test_every_exchange_of_a_ulysses_block_is_a_site(world_size: int, dynamic: bool) -> None:
     """Every exchange is a site, whether the length of the sequence is known at compile time or only at run time."""
     with fake_group(world_size, world_size - 1):

@@ -35,7 +35,7 @@ def normed(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tenso
 
 
 BLOCKS = list(itertools.product(("heads", "rows"), ("halves", "pairs", ""), (False, True)))
-QUICK = [("heads", "halves", False), ("rows", "pairs", True), ("rows", "", False)]
+QUICK = [("heads", "halves", False), ("rows", "pairs", False), ("rows", "", True)]
 """Together, these three blocks cover each norm, each rotary embedding, and static and dynamic sizes. The other blocks
 are the remaining combinations."""
 

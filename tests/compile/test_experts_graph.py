@@ -34,7 +34,7 @@ def _report(world_size: int, rank: int, tokens: int = 32, **fields: object) -> O
         return report_of(Experts(rank, world_size), *inputs(tokens), **fields)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough), 8])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (4, 8))])
 def test_ranks_agree_although_their_graphs_hold_the_rank(world_size: int) -> None:
     """A graph uses its rank's number only to select the rank's experts. Apart from this number, the graphs of all ranks
     are equal. The plans do not hold the number, and are equal."""

@@ -157,20 +157,28 @@ def test_bags_of_dynamic_lengths() -> None:
         assert "only known at run time" in _refusal(layer, indices)
 
 
+def _chosen(longest: int, mine: int) -> tuple[str, dict[str, float]]:
+    """The schedule that the planner chooses for bags of up to ``longest`` rows, and its estimates."""
+    torch._dynamo.reset()
+    with fake_group(8), torch.no_grad():
+        model = DLRM(8, 64, 64, 5)
+        batch = batch_of(model, mine, longest, torch.Generator().manual_seed(1), square=True)
+        (site,) = reports_of(model, *batch.arguments(), schedule="auto", patterns=(PATTERN,))[0].sites
+    return site.decision.plan[0].schedule, site.decision.plan[0].estimate_us
+
+
+@pytest.mark.thorough
+def test_the_planner_keeps_large_bags_of_a_large_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
+    assert _chosen(64, 16384)[0] == "keep"
+
+
 def test_the_planner_chooses_by_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel runs lookups and exchange at the same time, and saves launches. It does not pay if the lookups take
     much longer than the exchange and the launches, because it then saves little."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
-    def chosen(longest: int, mine: int) -> tuple[str, dict[str, float]]:
-        torch._dynamo.reset()
-        with fake_group(8), torch.no_grad():
-            model = DLRM(8, 64, 64, 5)
-            batch = batch_of(model, mine, longest, torch.Generator().manual_seed(1), square=True)
-            (site,) = reports_of(model, *batch.arguments(), schedule="auto", patterns=(PATTERN,))[0].sites
-        return site.decision.plan[0].schedule, site.decision.plan[0].estimate_us
-
-    schedule, estimate = chosen(8, 16384)
+    schedule, estimate = _chosen(8, 16384)
     bags, itemsize, machine = 8 * 16384 * 8, 4 * 64, machine_for("cuda")
     lookups, wire = 9 * bags * itemsize / machine.memory_bytes, bags * itemsize * 7 / 8 / machine.link_bytes
     copy = 2 * bags * itemsize * 7 / 8 / machine.memory_bytes
@@ -178,4 +186,4 @@ def test_the_planner_chooses_by_estimate(monkeypatch: pytest.MonkeyPatch) -> Non
     assert schedule == "fused" and estimate["fused"] == pytest.approx(expected * 1e6, rel=1e-3)
     assert estimate["fused"] * 1.25 < estimate["keep"] == pytest.approx((lookups + wire) * 1e6 + 30 + 80, rel=1e-3)
     # Few bags: one kernel takes the place of eight. Large bags: the lookups take long, and there is little to hide.
-    assert chosen(8, 8)[0] == "fused" and chosen(64, 1024)[0] == chosen(64, 16384)[0] == "keep"
+    assert _chosen(8, 8)[0] == "fused" and _chosen(64, 1024)[0] == "keep"

@@ -79,7 +79,7 @@ def test_ranks_have_one_text(kind: str, world_size: int) -> None:
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("world_size", [2, pytest.param(8, marks=pytest.mark.thorough)])
 def test_ranks_have_one_text_when_traced(world_size: int) -> None:
     """Dynamo traces this graph. Tracing must not put the rank into the text either."""
     texts = set()

@@ -70,7 +70,7 @@ def _with_a_size_of_the_run(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
 
 
 QUICK = [(_with_a_constant, False), (_with_a_branch, False), (_with_a_size_of_the_run, True)]
-"""In ``make test``, these programs run with static or dynamic sizes. Another test runs ``_plain`` with several sizes."""
+"""Programs of ``make test``, and whether their sizes are dynamic. Another test runs ``_plain`` with several sizes."""
 
 
 @pytest.mark.parametrize(
