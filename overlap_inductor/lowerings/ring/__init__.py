@@ -12,7 +12,7 @@ loops over them.
   ``all_to_all_uneven_matmul`` are in ``looped_uneven_ops``. Attention and lookups in tables have no looping op.
 - Kernels: none. Inductor's own matmul computes each piece of an unrolled ring. The vendor's matmul computes each piece
   of a looping op.
-- Tests: ``tests/compile/test_spellings.py`` (graphs), ``tests/numerics/test_random_programs.py`` (numbers),
+- Tests: ``tests/compile/test_golden.py`` (graphs), ``tests/numerics/test_random_programs.py`` (numbers),
   ``tests/gpu/check_ring.py``. For attention, ``tests/compile/test_attention_graph.py``,
   ``tests/numerics/test_context_parallel.py`` and ``tests/gpu/check_attention.py``.
 """
