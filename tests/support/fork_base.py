@@ -4,7 +4,7 @@
 ``import torch`` takes 1.6 s of processor time, and the import of Inductor takes 3 s more. A *base* is a process that
 imports torch once. It does not import the package, nor anything that environment variables switch on. ``ForkBase.run``
 forks the base for a command line of Python, and gives the fork an environment of its own. ``ForkBase.grown`` gives a
-base that has imported Inductor, too. It is a fork of the first base, so torch is imported once for both.
+base that has imported more, for example Inductor. It is a fork of the first base, so torch is imported once for both.
 
 In the fork, ``import torch`` brings torch's modules back and does what the last lines of ``torch/__init__.py`` do: they
 read the environment and call the entry points of ``torch.backends``. Until then ``sys.modules`` has no module of torch,
@@ -41,8 +41,11 @@ HASH_SEED = "1"
 """The hash seed of all programs. The process of the tests has a seed of its own."""
 TORCH = ("torch", "torch.distributed.fsdp", "sympy")
 """torch, and what ``import torch._inductor.config`` imports besides Inductor, Dynamo and Triton."""
+DYNAMO = ("torch._dynamo",)
+"""What a base imports in addition to ``TORCH``, for programs that import Inductor's configuration themselves. That
+import would import Dynamo, too, which takes 0.8 s."""
 INDUCTOR = ("tests.support.first_compile",)
-"""What a base imports in addition to ``TORCH``, for programs that compile."""
+"""What a base imports in addition to ``DYNAMO``, for programs that compile."""
 
 
 class ForkBase:
@@ -50,7 +53,7 @@ class ForkBase:
     modules, a fork of this process imports them, and programs are forked from that fork."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
-        self.more: tuple[str, ...] = ()
+        self.more: tuple[tuple[str, ...], ...] = ()
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("OVERLAP_INDUCTOR", "TORCH_LOGS"))}
         environment |= {"PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONHASHSEED": HASH_SEED}
         # A session of its own, so that ``__exit__`` also ends a program that runs too long.
@@ -67,7 +70,7 @@ class ForkBase:
         """A base that has also imported ``modules``. The new base ends when this base ends. Programs of both bases run
         one at a time."""
         base = copy.copy(self)
-        base.more = (*self.more, *modules)
+        base.more = (*self.more, modules)
         return base
 
     def run(self, *arguments: str, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -125,7 +128,8 @@ def _serve(modules: list[str]) -> dict[str, Any]:
     grown: dict[tuple[str, ...], IO[str]] = {}
     while line := requests.readline():
         names, program = json.loads(line)
-        if more := tuple(names):
+        if names:
+            more = tuple(names[0])
             if more not in grown:
                 ours, theirs = socket.socketpair()
                 if not os.fork():
@@ -135,7 +139,7 @@ def _serve(modules: list[str]) -> dict[str, Any]:
                     continue
                 theirs.close()
                 grown[more] = ours.makefile("rw")
-            grown[more].write(json.dumps([[], program]) + "\n")
+            grown[more].write(json.dumps([names[1:], program]) + "\n")
             grown[more].flush()
             answer = grown[more].readline()
             if not answer:
