@@ -79,6 +79,16 @@ def test_golden() -> None:
         check_golden(f"before\n{report.before}\nafter\n{report.after}", "sequence/seam.txt")
 
 
+def _expanded_between(made: HandGraph, scattered: fx.Node) -> fx.Node:
+    """As in the backward of a norm: a mean is expanded to all features. Such a view is not contiguous."""
+    mean = made.call(aten.mean.dim, scattered, [-1], True)
+    return made.call(aten.mul.Tensor, scattered, made.call(aten.expand.default, mean, scattered.meta["val"].shape))
+
+
+def test_a_view_that_is_not_contiguous_is_cut() -> None:
+    assert _bands(Parts(between=_expanded_between)) == [2, 2]
+
+
 def _reduced_between(made: HandGraph, scattered: fx.Node) -> fx.Node:
     """An all-reduce stands between the scatter and the gather. No op on the scattered rows reads the all-reduce's
     result."""

@@ -75,9 +75,9 @@ def _row_wise(seam: Seam, bands: int) -> bool:
         held = held_rows(seam.scattered, seam.region, seam.scatter.facts.collective.group_name, bands)
     except NotRowWise:
         return False
-    return held[seam.gathered].lead == 1 and all(
-        tools.value(n).is_contiguous() for n in seam.region if tools.is_tensor(n)
-    )
+    # A ``cat`` of bands is contiguous, so the tensors that are joined must be. Views such as ``expand`` are only cut.
+    joined = [n for n in (*seam.joined, seam.gathered) if tools.is_tensor(n)]
+    return held[seam.gathered].lead == 1 and all(tools.value(n).is_contiguous() for n in joined)
 
 
 def _joinable(seam: Seam) -> bool:
