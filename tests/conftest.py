@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.cheap_compiles import compile_cheaply
 from tests.support.cheap_compiles import set_environment
+from tests.support.fork_base import DYNAMO
 from tests.support.fork_base import INDUCTOR
 from tests.support.fork_base import TORCH
 from tests.support.fork_base import ForkBase
@@ -57,6 +58,12 @@ def torch_base() -> Iterator[ForkBase]:
 
 
 @pytest.fixture(scope="session")
-def inductor_base(torch_base: ForkBase) -> ForkBase:
+def dynamo_base(torch_base: ForkBase) -> ForkBase:
+    """The base for programs that import Inductor's configuration after the package."""
+    return torch_base.grown(DYNAMO)
+
+
+@pytest.fixture(scope="session")
+def inductor_base(dynamo_base: ForkBase) -> ForkBase:
     """The base for programs that compile. In a new interpreter, such a program would take five seconds."""
-    return torch_base.grown(INDUCTOR)
+    return dynamo_base.grown(INDUCTOR)

@@ -72,11 +72,19 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-def parallel_block(hidden: int, mesh: DeviceMesh, dtype: torch.dtype, inner: int | None = None) -> nn.Module:
+def parallel_block(
+    hidden: int, mesh: DeviceMesh, dtype: torch.dtype, inner: int | None = None, *, values: bool = True
+) -> nn.Module:
     """The block in sequence-parallel form, its MLP ``inner`` wide (``4 * hidden`` by default). Input and output are the
-    rank's own shard of the sequence, ``[1, tokens / W, hidden]``."""
+    rank's own shard of the sequence, ``[1, tokens / W, hidden]``. Without ``values``, the weights' memory is not
+    initialized. This is enough for a program whose graphs do not run, and saves the time to draw the weights."""
     torch.manual_seed(0)
-    block = Block(hidden, inner or 4 * hidden).to(device=mesh.device_type, dtype=dtype)
+    if values:
+        block = Block(hidden, inner or 4 * hidden).to(device=mesh.device_type, dtype=dtype)
+    else:
+        with torch.device("meta"):
+            block = Block(hidden, inner or 4 * hidden).to(dtype=dtype)
+        block.to_empty(device=mesh.device_type)
     plan = {
         "norm": SequenceParallel(),
         "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),

@@ -4,7 +4,7 @@
 ``import torch`` takes 1.6 s of processor time, and the import of Inductor takes 3 s more. A *base* is a process that
 imports torch once. It does not import the package, nor anything that environment variables switch on. ``ForkBase.run``
 forks the base for a command line of Python, and gives the fork an environment of its own. ``ForkBase.grown`` gives a
-base that has imported Inductor, too. It is a fork of the first base, so torch is imported once for both.
+base that has imported more, for example Inductor. It is a fork of the first base, so torch is imported once for both.
 
 In the fork, ``import torch`` brings torch's modules back and does what the last lines of ``torch/__init__.py`` do: they
 read the environment and call the entry points of ``torch.backends``. Until then ``sys.modules`` has no module of torch,
@@ -13,6 +13,7 @@ as in a new interpreter. Other packages' modules that torch imports are there fr
 
 from __future__ import annotations
 
+import atexit
 import copy
 import gc
 import importlib
@@ -27,6 +28,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -39,8 +41,11 @@ HASH_SEED = "1"
 """The hash seed of all programs. The process of the tests has a seed of its own."""
 TORCH = ("torch", "torch.distributed.fsdp", "sympy")
 """torch, and what ``import torch._inductor.config`` imports besides Inductor, Dynamo and Triton."""
+DYNAMO = ("torch._dynamo",)
+"""What a base imports in addition to ``TORCH``, for programs that import Inductor's configuration themselves. That
+import would import Dynamo, too, which takes 0.8 s."""
 INDUCTOR = ("tests.support.first_compile",)
-"""What a base imports in addition to ``TORCH``, for programs that compile."""
+"""What a base imports in addition to ``DYNAMO``, for programs that compile."""
 
 
 class ForkBase:
@@ -48,7 +53,7 @@ class ForkBase:
     modules, a fork of this process imports them, and programs are forked from that fork."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
-        self.more: tuple[str, ...] = ()
+        self.more: tuple[tuple[str, ...], ...] = ()
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("OVERLAP_INDUCTOR", "TORCH_LOGS"))}
         environment |= {"PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONHASHSEED": HASH_SEED}
         # A session of its own, so that ``__exit__`` also ends a program that runs too long.
@@ -65,7 +70,7 @@ class ForkBase:
         """A base that has also imported ``modules``. The new base ends when this base ends. Programs of both bases run
         one at a time."""
         base = copy.copy(self)
-        base.more = (*self.more, *modules)
+        base.more = (*self.more, modules)
         return base
 
     def run(self, *arguments: str, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -123,7 +128,8 @@ def _serve(modules: list[str]) -> dict[str, Any]:
     grown: dict[tuple[str, ...], IO[str]] = {}
     while line := requests.readline():
         names, program = json.loads(line)
-        if more := tuple(names):
+        if names:
+            more = tuple(names[0])
             if more not in grown:
                 ours, theirs = socket.socketpair()
                 if not os.fork():
@@ -133,7 +139,7 @@ def _serve(modules: list[str]) -> dict[str, Any]:
                     continue
                 theirs.close()
                 grown[more] = ours.makefile("rw")
-            grown[more].write(json.dumps([[], program]) + "\n")
+            grown[more].write(json.dumps([names[1:], program]) + "\n")
             grown[more].flush()
             answer = grown[more].readline()
             if not answer:
@@ -157,7 +163,7 @@ def _load(modules: Iterable[str]) -> None:
 
 
 def _become(arguments: list[str], env: dict[str, str], cwd: str, folder: str) -> None:
-    """Run the program in this process. The interpreter then ends the process, also if the program raises."""
+    """Run the program in this process. ``_end`` then ends the process, also if the program raises."""
     for number, name in enumerate(("stdout", "stderr"), 1):
         file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
@@ -198,5 +204,30 @@ def _show_programs_frames(kind: type[BaseException], error: BaseException, trace
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
+def _end(error: BaseException | None) -> None:
+    """End this process as the interpreter would after the program raised ``error``. Objects are not freed, because
+    freeing torch's modules would take 0.2 s."""
+    status: object = 0
+    if isinstance(error, SystemExit):
+        status = error.code
+        if status is not None and not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    elif error is not None:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    os._exit(int(status or 0) & 0xFF)
+
+
 if __name__ == "__main__":
-    _become(**_serve(sys.argv[1:]))
+    request = _serve(sys.argv[1:])
+    try:
+        _become(**request)
+    except BaseException as error:  # noqa: BLE001
+        _end(error)
+    _end(None)

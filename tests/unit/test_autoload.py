@@ -59,38 +59,55 @@ print(json.dumps(dict(seconds=time.process_time() - start)))
 """
 
 IMPORT = f"""
-import sys, json
+import os, sys, json
 import torch
 names = sorted(m for m in sys.modules if m.startswith({HEAVY!r}))
 """
 AFTER_IMPORT = f"""{IMPORT}
+log = None
+if "TORCH_LOGS" in os.environ:
+    import logging
+    from torch._logging._internal import log_registry
+    level = logging.getLogger("overlap_inductor").level
+    log = dict(known=log_registry.is_log("overlap_inductor"), level=level)
 found = [f for f in sys.meta_path if type(f).__module__.startswith("overlap_inductor")]
 import torch._inductor.config as config
 slot = config.post_grad_custom_post_pass
 left = [f for f in sys.meta_path if type(f).__module__.startswith("overlap_inductor")]
 print(json.dumps(dict(found=[f.name for f in found], left=[f.name for f in left], names=names,
-    slot=type(slot).__name__)))
+    slot=type(slot).__name__, log=log)))
+"""
+WITHOUT = f"""{IMPORT}
+ours = [m for m in [*(type(f).__module__ for f in sys.meta_path), *sys.modules] if m.startswith("overlap_inductor")]
+print(json.dumps(dict(names=names, ours=ours)))
 """
 
 
 @pytest.mark.parametrize(
     "variables", [{}, pytest.param({"OVERLAP_INDUCTOR": "0"}, marks=pytest.mark.thorough), {"OVERLAP_INDUCTOR": "off"}]
 )
-def test_switched_off_it_does_nothing(torch_base: ForkBase, installed: Path, variables: dict[str, str]) -> None:
-    got = value(torch_base, AFTER_IMPORT, installed, **variables)
+def test_switched_off_it_does_nothing(dynamo_base: ForkBase, installed: Path, variables: dict[str, str]) -> None:
+    got = value(dynamo_base, AFTER_IMPORT, installed, **variables)
     assert got["found"] == [] and got["slot"] == "NoneType"
 
 
-def test_switched_on_it_waits_for_the_config_module(installed: Path) -> None:
+def test_switched_on_it_waits_for_the_config_module_and_its_log_is_known(installed: Path) -> None:
     """The pass is put into the slot as soon as Inductor's config module exists. ``autoload`` itself imports no heavy
-    module. The programs run in new interpreters. In a fork, ``ForkBase`` does the work of ``import torch``, so a fork
-    cannot show what torch itself imports and calls."""
-    got = value(None, AFTER_IMPORT, installed, OVERLAP_INDUCTOR="1")
+    module. PyTorch's own switch turns ``autoload`` off.
+
+    From torch 2.13 on, the autoload entry point registers the log's name before torch reads TORCH_LOGS. Older versions
+    find the log because they import all sub-packages of the package.
+
+    The programs run in new interpreters. In a fork, ``ForkBase`` does the work of ``import torch``, so a fork cannot
+    show what torch itself imports and calls."""
+    got = value(None, AFTER_IMPORT, installed, OVERLAP_INDUCTOR="1", TORCH_LOGS="+overlap_inductor")
     assert got["found"] == ["torch._inductor.config"]
     assert got["left"] == ["torch._inductor.compile_fx"]
     assert got["slot"] == "OverlapPass"
-    switched_off = value(None, f"{IMPORT}print(json.dumps(names))", installed)
-    assert got["names"] == switched_off, "autoload must not import a heavy module"
+    assert got["log"] == {"known": True, "level": 10}
+    without = value(None, WITHOUT, installed, OVERLAP_INDUCTOR="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert not without["ours"], "PyTorch's own switch must turn autoload off"
+    assert got["names"] == without["names"], "autoload must not import a heavy module"
 
 
 @pytest.mark.parametrize(("switch", "bound"), [("0", 0.005), ("1", 0.05)])
@@ -100,12 +117,6 @@ def test_its_cost(torch_base: ForkBase, switch: str, bound: float) -> None:
     variables = {"OVERLAP_INDUCTOR": switch, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     value(torch_base, COST, **variables)  # compiles the byte code, if there is none
     assert value(torch_base, COST, **variables)["seconds"] < bound
-
-
-def test_pytorchs_own_switch_turns_it_off(installed: Path) -> None:
-    found = "import sys, torch; print([type(f).__module__ for f in sys.meta_path], 'autoload' in str([*sys.modules]))"
-    done = run(None, found, installed, OVERLAP_INDUCTOR="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert done.returncode == 0 and "overlap_inductor" not in done.stdout, done.stderr
 
 
 COMPILE = """
@@ -148,7 +159,7 @@ TWICE = COMPILE + "torch.compile(lambda x: x @ x @ x)(torch.ones(2, 2))\n"
 @pytest.mark.parametrize(
     ("base", "first", "variables", "said"),
     [
-        ("torch", "", {}, 1),
+        ("dynamo", "", {}, 1),
         ("inductor", "", {"OVERLAP_INDUCTOR": "off"}, 0),
         ("inductor", "", {"RANK": "1"}, 0),
         ("inductor", "import torch._inductor.compile_fx, overlap_inductor; overlap_inductor.enable()", {}, 0),
@@ -156,7 +167,7 @@ TWICE = COMPILE + "torch.compile(lambda x: x @ x @ x)(torch.ones(2, 2))\n"
     ids=["alone", "switched off", "another rank", "enable"],
 )
 def test_a_dump_folder_without_overlap_is_a_warning_at_the_first_compile(
-    torch_base: ForkBase,
+    dynamo_base: ForkBase,
     inductor_base: ForkBase,
     installed: Path,
     base: str,
@@ -169,26 +180,26 @@ def test_a_dump_folder_without_overlap_is_a_warning_at_the_first_compile(
     overlap off, or if the program switches overlap on."""
     folders = {"OVERLAP_INDUCTOR_DUMP": str(tmp_path / "dump"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     done = run(
-        {"torch": torch_base, "inductor": inductor_base}[base], f"{first}\n{TWICE}", installed, **folders, **variables
+        {"dynamo": dynamo_base, "inductor": inductor_base}[base], f"{first}\n{TWICE}", installed, **folders, **variables
     )
     assert done.returncode == 0 and done.stderr.count(UNUSED) == said, done.stderr
 
 
-def test_a_dump_folder_does_not_import_compile_fx(torch_base: ForkBase, installed: Path) -> None:
-    got = value(torch_base, AFTER_IMPORT, installed, OVERLAP_INDUCTOR_DUMP="x")
+def test_a_dump_folder_does_not_import_compile_fx(dynamo_base: ForkBase, installed: Path) -> None:
+    got = value(dynamo_base, AFTER_IMPORT, installed, OVERLAP_INDUCTOR_DUMP="x")
     assert got["found"] == ["torch._inductor.compile_fx"] and got["slot"] == "NoneType"
     assert "torch._inductor.compile_fx" not in got["names"]
 
 
-def test_disable_before_inductor_is_imported(torch_base: ForkBase, installed: Path) -> None:
+def test_disable_before_inductor_is_imported(dynamo_base: ForkBase, installed: Path) -> None:
     code = (
         "import json, torch, overlap_inductor; overlap_inductor.disable()\n"
         "import torch._inductor.config as c; print(json.dumps(dict(slot=c.post_grad_custom_post_pass)))"
     )
-    assert value(torch_base, code, installed, OVERLAP_INDUCTOR="1") == {"slot": None}
+    assert value(dynamo_base, code, installed, OVERLAP_INDUCTOR="1") == {"slot": None}
 
 
-def test_an_unknown_torch_is_reported_and_left_alone(torch_base: ForkBase, installed: Path) -> None:
+def test_an_unknown_torch_is_reported_and_left_alone(dynamo_base: ForkBase, installed: Path) -> None:
     code = (
         "import overlap_inductor.torch_compat.versions as v; v.FIRST_UNKNOWN = (2, 3); v.OLDEST = (2, 2)\n"
         "import torch, torch._inductor.config as c, overlap_inductor\n"
@@ -196,7 +207,7 @@ def test_an_unknown_torch_is_reported_and_left_alone(torch_base: ForkBase, insta
         "try:\n    overlap_inductor.enable()\n"
         "except Exception as e:\n    print(type(e).__name__, e)\n"
     )
-    done = run(torch_base, code, installed, OVERLAP_INDUCTOR="1")
+    done = run(dynamo_base, code, installed, OVERLAP_INDUCTOR="1")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("overlap_inductor supports torch 2.2 to 2.2") == 1
     assert done.stdout.startswith("UnsupportedError overlap_inductor supports torch 2.2 to 2.2 and this is torch")
@@ -229,18 +240,6 @@ print(json.dumps(dict(new=sorted(m for m in set(sys.modules) - before if m.start
     assert value(torch_base, code)["new"] == []
 
 
-def test_the_log_name_is_known(installed: Path) -> None:
-    """From torch 2.13 on, the autoload entry point registers the log's name before torch reads TORCH_LOGS. Older
-    versions find the log because they import all sub-packages of the package."""
-    code = (
-        "import torch, json; from torch._logging import _internal as i, set_logs\n"
-        "import logging; print(json.dumps(dict(known=i.log_registry.is_log('overlap_inductor'),"
-        " level=logging.getLogger('overlap_inductor').level)))"
-    )
-    got = value(None, code, installed, OVERLAP_INDUCTOR="1", TORCH_LOGS="+overlap_inductor")
-    assert got == {"known": True, "level": 10}
-
-
 @pytest.mark.parametrize(
     "first",
     [
@@ -251,7 +250,7 @@ def test_the_log_name_is_known(installed: Path) -> None:
     ],
 )
 def test_the_pass_is_in_the_slot_whichever_module_is_imported_first(
-    torch_base: ForkBase, installed: Path, first: str
+    dynamo_base: ForkBase, installed: Path, first: str
 ) -> None:
     """The first module may be one of ours. It may import Inductor's configuration before the rest of its own body has
     run."""
@@ -259,15 +258,15 @@ def test_the_pass_is_in_the_slot_whichever_module_is_imported_first(
         f"import torch, importlib; importlib.import_module({first!r})\nfrom overlap_inductor.inductor import"
         " probe\nprint(int(probe.config_in_slot() is not None))"
     )
-    done = run(torch_base, code, installed, OVERLAP_INDUCTOR="1")
+    done = run(dynamo_base, code, installed, OVERLAP_INDUCTOR="1")
     assert done.returncode == 0 and done.stdout.split() == ["1"] and "could not be switched on" not in done.stderr, (
         done.stderr
     )
 
 
-def test_the_doctor_finds_the_pass_if_the_environment_asks_for_it(torch_base: ForkBase, installed: Path) -> None:
+def test_the_doctor_finds_the_pass_if_the_environment_asks_for_it(dynamo_base: ForkBase, installed: Path) -> None:
     done = run(
-        torch_base,
+        dynamo_base,
         "import sys, torch; from overlap_inductor.cli.main import main; main(['doctor', '--json'])",
         installed,
         OVERLAP_INDUCTOR="1",
@@ -278,10 +277,10 @@ def test_the_doctor_finds_the_pass_if_the_environment_asks_for_it(torch_base: Fo
     ]
 
 
-def test_after_an_early_enable_the_pass_is_in_the_slot_once_our_own_module_is_imported(torch_base: ForkBase) -> None:
+def test_after_an_early_enable_the_pass_is_in_the_slot_once_our_own_module_is_imported(dynamo_base: ForkBase) -> None:
     code = (
         "import torch, overlap_inductor; overlap_inductor.enable(); import overlap_inductor.inductor.pass_slot\nfrom"
         " overlap_inductor.inductor import probe\nprint(int(probe.config_in_slot() is not None))"
     )
-    done = run(torch_base, code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    done = run(dynamo_base, code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.returncode == 0 and done.stdout.split() == ["1"], done.stderr

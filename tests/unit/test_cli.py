@@ -206,18 +206,28 @@ def test_explain_of_a_script_that_a_launcher_starts(
     assert ("torchrun" in shown.err) == (f"explain --ranks 8 '{script}' --steps 2\n" in shown.err) == bool(variable)
 
 
-def test_the_reader_of_an_explained_script_may_go_away(tmp_path: Path) -> None:
+READER = """
+import os, runpy, sys
+reader, writer = os.pipe()
+if not (command := os.fork()):
+    os.dup2(writer, 1)
+    os.close(reader)
+    os.close(writer)
+    runpy.run_module("overlap_inductor", run_name="__main__", alter_sys=True)
+os.close(writer)
+with open(reader) as lines:
+    first = lines.readline()
+print(first, os.waitstatus_to_exitcode(os.waitpid(command, 0)[1]))
+"""
+
+
+def test_the_reader_of_an_explained_script_may_go_away(inductor_base: ForkBase, tmp_path: Path) -> None:
     """``overlap-inductor explain script.py | head -1`` ends quietly while the script itself prints."""
     script = tmp_path / "user.py"
     script.write_text("while True:\n    print('a line of the script', flush=True)\n")
-    command = [sys.executable, "-m", "overlap_inductor", "explain", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == b"a line of the script\n"
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == cli.READER_GONE
+    done = python("-c", READER, "explain", str(script), base=inductor_base)
+    assert done.stderr == ""
+    assert done.stdout == f"a line of the script\n {cli.READER_GONE}\n"
 
 
 LAUNCHED = """
@@ -267,6 +277,7 @@ def test_explain_for_another_machine(inductor_base: ForkBase, launched: Path) ->
 
 
 def test_explain_without_a_number_of_ranks_takes_the_machines(inductor_base: ForkBase, launched: Path) -> None:
+    launched.write_text(LAUNCHED.partition("def up")[0])
     done = python("-m", "overlap_inductor", "explain", "--machine", "h200", str(launched), base=inductor_base)
     assert "ranks 8 8 0\n" in done.stdout, done.stderr
 

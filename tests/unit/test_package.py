@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 BUILD = "from setuptools import build_meta; import sys; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 FOLDERS = (".ci", "bench", "docs", "examples", "overlap_inductor", "tests", "tools")
 FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "SECURITY.md")
+pytestmark = pytest.mark.xdist_group("the package is built once")
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ PACKAGE = ROOT / "overlap_inductor"
 _NAMES = re.compile(r"OVERLAP_INDUCTOR\w*(?:=(?:\w+|<\w+>))?|torch(?:\.\w+)+(?:\([^)]*\))?|\.\w+\(\)")
 
 
+@functools.cache
 def codes() -> dict[str, list[str]]:
     """Every reason code, and the files of the package that give it, both in alphabetical order."""
     found: dict[str, set[str]] = {}
