@@ -9,6 +9,7 @@ values, provided that the user states the same values on all ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from dataclasses import replace
 
 
 @dataclass(frozen=True)
@@ -50,38 +51,29 @@ class Machine:
 
 WITHOUT_PEERS = "cuda without peer access"
 
+# One H200 reaches 780 TFLOP/s of dense bf16 in large matmuls, and NCCL's send and receive about 300 GB/s each way on
+# NVLink. NCCL's kernels take SMs and memory bandwidth from the matmuls that run at the same time. So on 4 H200s, the
+# ring's ``overlapped_efficiency`` is 0.75 (bench/results/ring_nccl.jsonl).
+_CUDA = Machine(
+    name="cuda",
+    matmul_flops={8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15},
+    link_bytes=3e11,
+    step_seconds=20e-6,
+    collective_seconds=30e-6,
+    overlapped_efficiency=0.75,
+    lookup_seconds=1e-5,
+    launch_seconds=4e-5,
+    call_seconds=1.3e-4,
+)
 _MACHINES = {
     # ``memory_bytes``: one core ran embedding_bag on tables of 10000 x 64. It read 8.5e9 B/s with 8 rows for each bag,
     # and 4.2e10 B/s with 64 rows.
     "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93, memory_bytes=2e10),
-    # One H200 reaches 780 TFLOP/s of dense bf16 in large matmuls, and NCCL's send and receive about 300 GB/s each way
-    # on NVLink. NCCL's kernels take SMs and memory bandwidth from the matmuls that run at the same time. So on 4 H200s,
-    # the ring's ``overlapped_efficiency`` is 0.75 (bench/results/ring_nccl.jsonl).
-    "cuda": Machine(
-        "cuda",
-        {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15},
-        3e11,
-        20e-6,
-        30e-6,
-        0.75,
-        lookup_seconds=1e-5,
-        launch_seconds=4e-5,
-        call_seconds=1.3e-4,
-    ),  # fmt: skip
+    "cuda": _CUDA,
     # GPUs of one machine that cannot access each other's memory. With NCCL_P2P_DISABLE=1, two H200s moved 25 to 29 GB/s
     # through the host's memory at 4096 to 16384 tokens. Wave groups ran 1.34 to 1.54 times as fast as the plain graph,
     # and the ring 0.82 to 0.98 times as fast (bench/results/operators_without_peers.jsonl).
-    WITHOUT_PEERS: Machine(
-        WITHOUT_PEERS,
-        {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15},
-        2.8e10,
-        20e-6,
-        30e-6,
-        0.3,
-        lookup_seconds=1e-5,
-        launch_seconds=4e-5,
-        call_seconds=1.3e-4,
-    ),  # fmt: skip
+    WITHOUT_PEERS: replace(_CUDA, name=WITHOUT_PEERS, link_bytes=2.8e10, overlapped_efficiency=0.3),
 }
 
 

@@ -12,6 +12,7 @@ All sizes are rounded as in ``sites.sizes``, because shards of ranks may differ 
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from typing import Any
@@ -22,6 +23,8 @@ from torch.utils.flop_counter import flop_registry
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.sizes import rounded
 from overlap_inductor.torch_compat import operators
+
+log = logging.getLogger("overlap_inductor")
 
 _MATMULS = {
     **dict.fromkeys(("mm", "addmm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), "mat2"),
@@ -41,7 +44,7 @@ def flops(node: fx.Node) -> float | None:
     """The FLOPs of a node that ``is_counted``; causal attention counts as full attention.
 
     Returns ``None`` if they cannot be counted. Then a size is known at run time only, an operand has no example, or the
-    formula raises."""
+    formula raises an error, which is logged."""
     namespace, name = operators.qualified_name(node)
     if namespace == "aten" and name in _MATMULS:
         right = _sizes(operators.argument(node, _MATMULS[name]))
@@ -52,7 +55,8 @@ def flops(node: fx.Node) -> float | None:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: tools.value(n))
     try:
         return float(_formula(node)(*args, **kwargs, out_val=tools.value(node)))
-    except Exception:  # noqa: BLE001  (the formula may belong to the user; a model must compile whatever it does)
+    except Exception as error:  # noqa: BLE001  (the formula may belong to the user; a model must compile whatever it does)
+        log.info("overlap_inductor: the FLOPs of %s (%s) cannot be counted: %s", node.name, node.target, error)
         return None
 
 
