@@ -55,7 +55,8 @@ def flops(node: fx.Node) -> float | None:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: tools.value(n))
     try:
         return float(_formula(node)(*args, **kwargs, out_val=tools.value(node)))
-    except Exception as error:  # noqa: BLE001  (the formula may belong to the user; a model must compile whatever it does)
+    # The formula may belong to the user, and the model must compile whatever the formula does.
+    except Exception as error:  # noqa: BLE001
         log.info("overlap_inductor: the FLOPs of %s (%s) cannot be counted: %s", node.name, node.target, error)
         return None
 
