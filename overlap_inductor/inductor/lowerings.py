@@ -31,6 +31,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from overlap_inductor.errors import OverlapError
 from overlap_inductor.inductor.rank_symbol import rank_symbol
+from overlap_inductor.inductor.window import window
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.torch_compat.operators import argument
 from overlap_inductor.torch_compat.ordering import moved
@@ -95,6 +96,14 @@ def _narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
     start, length = _expression(start), _expression(length)
     data = x.data if isinstance(x, ir.TensorBox) else x
     return ir.TensorBox(ir.SliceView.create(data, dim, start, start + length, clamp=False))
+
+
+def _window(x: Any, dim: int, start: Any, length: Any) -> Any:
+    """Only the C++ compiler's time is worth a node for each window. The lowering of other devices is ``narrow``."""
+    rows = None
+    if x.get_device().type == "cpu":
+        rows = window(x, dim, _expression(start), _expression(length))
+    return _narrow(x, dim, start, length) if rows is None else rows
 
 
 def _packed(x: Any) -> Any:
@@ -247,6 +256,7 @@ def register_lowerings() -> None:
         (ops.agree.default, _agree),
         (ops.take.default, _take),
         (ops.narrow.default, _narrow),
+        (ops.window.default, _window),
         (ops.packed.default, _packed),
         (ops.after.default, _after),
         (ops.gather_step.default, _gather_step),

@@ -91,6 +91,12 @@ class StepEmitter:
         # aten's slice clamps to the dim. Clamping symbolic sizes would add guards.
         return self.call(overlap.narrow.default, x, dim, start, length)
 
+    def window(self, x: fx.Node, dim: int, start: Size, length: Size) -> fx.Node:
+        """Like ``narrow``. Kernels that read windows of one tensor, and differ in nothing else, are compiled once."""
+        if same_size(length, tools.shape(x)[dim]):
+            return x
+        return self.call(overlap.window.default, x, dim, start, length)
+
     def take(self, x: fx.Node, dim: int, shift: int, chunk: Size, start: Size, length: Size) -> fx.Node:
         return self.call(overlap.take.default, x, dim, shift, chunk, start, length, self.group_name)
 

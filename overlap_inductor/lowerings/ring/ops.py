@@ -319,6 +319,9 @@ def _narrow_fake(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Te
 # adds no guards. ``aten.slice`` would compare the sizes to clamp the bounds.
 define("narrow(Tensor x, int dim, SymInt start, SymInt length) -> Tensor", _narrow, _narrow_fake, FLEXIBLE)
 
+# A slice that several kernels read, each kernel at another ``start``. Its lowering lets these kernels have one text.
+define("window(Tensor x, int dim, SymInt start, SymInt length) -> Tensor", _narrow, _narrow_fake, FLEXIBLE)
+
 
 def _packed(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)

@@ -61,8 +61,8 @@ def rewrite_scatter(emit: StepEmitter, nodes: ReduceNodes, bands: int) -> fx.Nod
         hops = [step * bands + band for step in range(world_size - 1)]
         held = [*(sent[hop] for hop in hops), own]
         emit.communicate(overlap.exchange_wait.default, emit.chain, buffer, held, bounds, hops, *where)
-        mine = emit.narrow(own, 0, start, length)
-        received = emit.narrow(buffer, 1, bounds[band], bounds[band + 1] - bounds[band])
+        mine = emit.window(own, 0, start, length)
+        received = emit.window(buffer, 1, bounds[band], bounds[band + 1] - bounds[band])
         received = emit.reshape(received, [world_size - 1, *tools.shape(mine)])
         rows.append(summed(emit, mine, received, reduce_op, dtype))
     return emit.call(aten.cat.default, rows)

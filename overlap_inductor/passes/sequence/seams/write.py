@@ -114,20 +114,24 @@ def _write(steps: _Steps, parts: dict[fx.Node, list[fx.Node]], values: StepValue
     held = held_rows(steps.rows, region, steps.group_name, steps.bands)
     readers = _readers(steps.rows, steps.sends[-1], set(region), set(pieces))
     parts[steps.rows] = list(steps.rows.args[0])
-    own = [[n for n in _range(*pair) if matmuls.parse(n) is not None] for pair in pairwise(steps.sends)]
+    own = [_results(_range(*pair)) for pair in pairwise(steps.sends)]
+    kept = [n for n in region if not {*region, *pieces}.issuperset(n.users)]
     for band, (send, piece) in enumerate(zip(steps.sends, pieces, strict=True)):
         before = steps.start if band == 0 else send
         if band:
             wait = steps.waits[band]
             for node in steps.sums(band):
                 before.prepend(node)
-            # This orders the wait after the matmuls of the previous band.
+            # This orders the wait after the matmuls of the previous band, and after the epilogue that reads them.
             wait.args = (*wait.args, own[band - 1])
             mark(wait)
         writer = _BandWriter(steps, band, parts, values)
         with steps.graph.inserting_before(before):
             for node in region:
-                parts.setdefault(node, []).append(writer.write(node, held))
+                part = writer.write(node, held)
+                # A part that is also read elsewhere is stored by the band's own kernel. Otherwise each kernel that
+                # reads the part may compute it anew, and so keep the band's partial sums in memory.
+                parts.setdefault(node, []).append(writer.stored(part, steps.waits[band]) if node in kept else part)
         piece.replace_all_uses_with(parts[gathered][band])
         steps.graph.erase_node(piece)
         mark(send)
@@ -191,6 +195,15 @@ def _range(first: fx.Node, end: fx.Node) -> list[fx.Node]:
     return found
 
 
+def _results(nodes: list[fx.Node]) -> list[fx.Node]:
+    """The matmuls among ``nodes`` and what ``nodes`` compute from them, without what other ``nodes`` read."""
+    computed: set[fx.Node] = set()
+    for node in nodes:
+        if matmuls.parse(node) is not None or not computed.isdisjoint(node.all_input_nodes):
+            computed.add(node)
+    return [n for n in nodes if n in computed and computed.isdisjoint(n.users)]
+
+
 def _call(graph: fx.Graph, like: fx.Node, values: StepValues, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """Write a node with the metadata of ``like``."""
     node = graph.call_function(target, args, kwargs)
@@ -217,6 +230,10 @@ class _BandWriter:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return _call(self._graph, self._like, self._values, target, *args, **kwargs)
 
+    def stored(self, part: fx.Node, wait: fx.Node) -> fx.Node:
+        """``part``, written to memory once, by the kernel that computes it after ``wait``."""
+        return self.call(overlap.after.default, part, wait)
+
     def rows(self, node: fx.Node) -> fx.Node:
         return self._parts[node][self._band]
 
@@ -236,4 +253,4 @@ class _BandWriter:
             node = self.call(aten.expand.default, node, [*dims, *shape[ahead:]])
         flat = self.reshape(node, [tokens.count, *shape[ahead:]])
         start = self._band * tokens.shard
-        return self.call(aten.slice.Tensor, flat, 0, start, start + tokens.shard)
+        return self.call(overlap.window.default, flat, 0, start, tokens.shard)
