@@ -76,17 +76,19 @@ def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, bands: int) -> tuple[f
     gathered = emit.communicate(
         overlap.exchange_start.default, emit.chain, shape, steps.bounds, dtype, *where, *emit.transport
     )
+    computed: list[fx.Node] = []
     for band, (start, length) in enumerate(steps.cuts):
         piece = emit.narrow(shard, 0, start, length)
         emit.communicate(overlap.exchange_send.default, emit.chain, gathered, piece, steps.bounds, band, *where)
         steps.multiply(gathered, 0, band)
+        computed += steps.epilogue.newest
     for band in range(bands):
-        computed = [steps.epilogue.newest] if steps.epilogue.newest else []
-        emit.communicate(
-            overlap.exchange_wait.default, emit.chain, gathered, [], steps.bounds, [band], *where, *computed
-        )
+        before = [computed] if computed else []
+        emit.communicate(overlap.exchange_wait.default, emit.chain, gathered, [], steps.bounds, [band], *where, *before)
+        computed = []
         for distance in range(1, emit.world_size):
             steps.multiply(gathered, -distance, band)
+            computed += steps.epilogue.newest
     return gathered, steps.finish()
 
 
