@@ -37,6 +37,7 @@ from overlap_inductor.passes.sequence.seams.find import between
 from overlap_inductor.passes.sequence.seams.find import held_rows
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import matmuls
+from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.step_values import NOT_COPIED
 from overlap_inductor.torch_compat.step_values import StepValues
 from overlap_inductor.torch_compat.step_values import mark
@@ -115,7 +116,7 @@ def _write(steps: _Steps, parts: dict[fx.Node, list[fx.Node]], values: StepValue
     readers = _readers(steps.rows, steps.sends[-1], set(region), set(pieces))
     parts[steps.rows] = list(steps.rows.args[0])
     own = [_results(_range(*pair)) for pair in pairwise(steps.sends)]
-    kept = [n for n in region if not {*region, *pieces}.issuperset(n.users)]
+    kept = [n for n in (steps.rows, *region) if not {*region, *pieces}.issuperset(n.users)]
     for band, (send, piece) in enumerate(zip(steps.sends, pieces, strict=True)):
         before = steps.start if band == 0 else send
         if band:
@@ -125,16 +126,19 @@ def _write(steps: _Steps, parts: dict[fx.Node, list[fx.Node]], values: StepValue
             # This orders the wait after the matmuls of the previous band, and after the epilogue that reads them.
             wait.args = (*wait.args, own[band - 1])
             mark(wait)
-        writer = _BandWriter(steps, band, parts, values)
+        writer = _BandWriter(steps, band, parts, values, {*region})
+        # A part that is also read elsewhere is stored by the band's own kernel. Otherwise each kernel that reads the
+        # part may compute it anew, and so keep the band's partial sums in memory.
         with steps.graph.inserting_before(before):
+            if steps.rows in kept:
+                parts[steps.rows][band] = writer.stored(parts[steps.rows][band], steps.waits[band])
             for node in region:
                 part = writer.write(node, held)
-                # A part that is also read elsewhere is stored by the band's own kernel. Otherwise each kernel that
-                # reads the part may compute it anew, and so keep the band's partial sums in memory.
                 parts.setdefault(node, []).append(writer.stored(part, steps.waits[band]) if node in kept else part)
         piece.replace_all_uses_with(parts[gathered][band])
         steps.graph.erase_node(piece)
         mark(send)
+    steps.rows.args = (parts[steps.rows],)
     _give_whole(steps, region, readers, parts, values)
 
 
@@ -204,6 +208,17 @@ def _results(nodes: list[fx.Node]) -> list[fx.Node]:
     return [n for n in nodes if n in computed and computed.isdisjoint(n.users)]
 
 
+def _only_source(node: fx.Node) -> fx.Node | None:
+    """The only tensor that ``node`` reads, if ``node`` is elementwise and this tensor has its shape. ``None`` if
+    ``node`` is computed otherwise, or draws random numbers."""
+    sources = node.all_input_nodes
+    random = operators.has_tag(node, torch.Tag.nondeterministic_seeded)
+    if len(sources) != 1 or random or not tools.is_pointwise(node) or sources[0] not in node.args:
+        return None
+    same = tools.is_tensor(sources[0]) and tools.shape(sources[0]) == tools.shape(node)
+    return sources[0] if same else None
+
+
 def _call(graph: fx.Graph, like: fx.Node, values: StepValues, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """Write a node with the metadata of ``like``."""
     node = graph.call_function(target, args, kwargs)
@@ -214,12 +229,19 @@ def _call(graph: fx.Graph, like: fx.Node, values: StepValues, target: Any, *args
 
 class _BandWriter:
     """Writes the token-wise work of one band. Implements ``rules.Writer``. ``parts``: the bands of each tensor that was
-    written in bands, also in earlier seams."""
+    written in bands, also in earlier seams. ``inside``: the nodes that are computed in bands."""
 
-    def __init__(self, steps: _Steps, band: int, parts: Mapping[fx.Node, list[fx.Node]], values: StepValues) -> None:
+    def __init__(
+        self,
+        steps: _Steps,
+        band: int,
+        parts: Mapping[fx.Node, list[fx.Node]],
+        values: StepValues,
+        inside: set[fx.Node],
+    ) -> None:
         self._graph, self._band, self._bands = steps.graph, band, steps.bands
         self._parts, self._values = parts, values
-        self._like = steps.rows
+        self._like, self._inside = steps.rows, inside
 
     def write(self, node: fx.Node, held: Mapping[fx.Node, Rows]) -> fx.Node:
         rule = rule_of(node)
@@ -248,6 +270,11 @@ class _BandWriter:
         shape = tools.shape(node)
         if len(known) == self._bands and tools.shape(known[self._band]) == [tokens.shard, *shape[ahead:]]:
             return known[self._band]
+        if self._inside.issuperset(node.users) and (source := _only_source(node)) is not None:
+            # Only bands read ``node``, so the op runs on the band of its input. Its kernel reads a window of the input.
+            self._inside.add(node)
+            part = self.cut(source, tokens, ahead, dims)
+            return self.call(node.target, *(part if a is source else a for a in node.args), **node.kwargs)
         if tools.numel(shape[:ahead]) != tokens.count:
             node = self.reshape(node, [*[1] * (len(dims) - ahead), *shape])
             node = self.call(aten.expand.default, node, [*dims, *shape[ahead:]])
