@@ -3,10 +3,9 @@
 rows with all peers.
 
 Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` runs after the waits for what it
-reads. Its last block signals what all blocks have stored to peers. Each block stores, passes a barrier and does an
-acquire-release add, so the last block's releases are cumulative over all of these stores. ``receive_rows`` does not
-wait: a kernel before it waits for the rows. ``receive_rows`` fills the GPU. If it waited, a kernel on this rank's other
-stream might never start, and a peer may be waiting for that kernel.
+reads. Its last block signals what all blocks have stored to peers (``count_and_signal_all``). ``receive_rows`` fills
+the GPU, so it must not wait: a kernel before it waits for the rows. Otherwise a kernel on this rank's other stream
+might never start, and a peer may need that kernel.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def sum_partials(
         result = (total * scale).to(out.dtype.element_ty)
         tl.store(out + at, result, mask=inside)
         if BROADCAST:
-            # If the wait for credits, which ran before this kernel, was given up, nothing is stored to peers.
+            # If an earlier kernel's wait for credits was given up, nothing is stored to peers.
             allowed = inside & may_store(stop)
             for step in tl.static_range(1, WORLD):
                 to = (
@@ -65,11 +64,11 @@ def receive_rows(
     out, finished, rank, vectors,
     WORLD: tl.constexpr, STRIPES: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy every peer's finished shard from the workspace to ``out``. ``finished`` and ``out`` are
-    ``[WORLD, vectors * VECTOR]``. Grid: ``(WORLD - 1) * STRIPES``.
+    """Copy every peer's finished shard from the workspace to ``out``. ``finished`` and ``out`` are ``[WORLD, vectors *
+    VECTOR]``. Grid: ``(WORLD - 1) * STRIPES``.
 
-    A shard is cut into ``STRIPES`` interleaved stripes. Neighbouring blocks copy different shards. The shard of
-    ``rank + 1`` comes first.
+    A shard is cut into ``STRIPES`` interleaved stripes. Neighbouring blocks copy different shards, that of ``rank + 1``
+    first.
     """
     source = (rank + 1 + tl.program_id(0) % (WORLD - 1)) % WORLD
     elements = vectors * VECTOR
