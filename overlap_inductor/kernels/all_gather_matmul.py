@@ -13,15 +13,15 @@ Blocks claim work from three queues: pieces to send, own tiles, and tiles of pee
 
 Without ``SENDS`` no block pushes: a transport that needs no SM sends the shard (``copy_engine``).
 
-Forward progress. Before a block waits for a peer's part, every outgoing piece of its own rank has been claimed, or the
-part has arrived. A push waits only for a peer's credit, which depends only on the previous call. So one resident block
-on each rank is enough, in whatever order blocks start. All waits are bounded (``signals``).
+Forward progress. Before a block waits for a peer's part, every outgoing piece of its own rank has been claimed. A push
+waits only for a peer's credit, which depends only on the previous call. So one resident block on each rank is enough.
+All waits are bounded (``signals``).
 
 Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``). The last piece of
-a part sets the receiver's flag of this part to the number of the call. The receiver waits for that flag and then runs
-``load_fence``, because it reads by bulk loads. A peer writes into this rank's workspace again only after this rank's
-credit. The last block gives the credit when all blocks have finished, and resets the queues. With ``KEEP``, a later
-kernel gives the credit: ``signals.end_call`` or ``transfer.end_call_and_spoil``.
+a part sets the part's flag. The receiver waits for the flag and then runs ``load_fence``, because it reads by bulk
+loads. A peer writes into this rank's workspace again only after this rank's credit. The last block gives the credit
+when all blocks have finished, and resets the queues. With ``KEEP``, a later kernel gives the credit:
+``signals.end_call`` or ``transfer.end_call_and_spoil``.
 
 CUDA graphs. The number of the call is read from device memory (``calls``). The kernel that gives the credit increments
 it.
@@ -299,8 +299,7 @@ def _store(
     HALVES: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """Store one tile of the result, with its epilogue. Rows after the shard's end are left out: they belong to another
-    shard."""
+    """Store one tile of the result, with its epilogue, up to the end of its shard."""
     at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     tile = total.to(c.dtype.element_ty)

@@ -3,15 +3,15 @@
 waves. A tile waits for one slice of K after the other.
 
 A shard arrives in slices of its columns. A tile continues with each slice of K as soon as it is there, so the tile's
-own matmul hides the transfer. Each wait drains the pipeline of loads. With more waves, these waits cost more time than
+own matmul hides the transfer. Each wait drains the pipeline of loads. With more waves, these waits would cost more than
 the slices save.
 
-The ``PUSHERS`` blocks that begin first store this rank's shard into the peers' workspace. They store the first slice to
-all peers before the second (``push.push_slice``). Then they multiply.
+Each block takes a ticket when it starts. The ``PUSHERS`` blocks with the first tickets store this rank's shard into the
+peers' workspace, the first slice to all peers before the second (``push.push_slice``). Then they multiply.
 
-Forward progress. If a block that does not push runs, all pushing blocks run or have ended. A pushing block waits only
-for credits, which depend only on the previous call. It multiplies when every piece of its rank has been claimed. So a
-rank sends its shard whatever its tiles wait for, even with one resident block. All waits are bounded (``signals``).
+Forward progress. When any other block runs, all pushing blocks run or have ended. A pushing block waits only for
+credits, which depend only on the previous call. It multiplies when every piece of its rank has been claimed. So a rank
+sends its shard whatever its tiles wait for, even with one resident block. All waits are bounded (``signals``).
 
 Memory ordering, CUDA graphs: as in ``all_gather_matmul``. A slice has a flag of its own, and each wait for a slice is
 followed by a ``load_fence``.
@@ -71,8 +71,7 @@ def all_gather_matmul_slices(
     for w in tl.static_range(COUNT):
         tiles_n += tl.cdiv(weights[w][4], BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
-    # A block's ticket, not its program id, decides whether it pushes. If ids decided, waiting blocks could fill the GPU
-    # before a pushing block starts.
+    # If program ids decided who pushes, waiting blocks could fill the GPU before a pushing block starts.
     sending = tl.atomic_add(queues + 4, 1, sem="relaxed") < PUSHERS
     while sending:
         # Sizes are multiples of four, so the compiler knows that no mask ends inside a 16-byte word.

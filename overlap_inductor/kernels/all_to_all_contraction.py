@@ -3,15 +3,14 @@
 example is the output projection of Ulysses attention: each peer sends its own heads of this rank's tokens.
 
 A tile of the result is a sum over the sources, in fp32, rounded once. This rank's own part of K comes first and is read
-in place. Then come the parts of ranks ``rank + 1``, ``rank + 2``, ... The rows are cut into bands. All ranks send, and
-multiply, band after band. So later bands arrive while the tiles of earlier bands are multiplied.
+in place. Then come the parts of ranks ``rank + 1``, ``rank + 2``, ... All ranks send, and multiply, one band of rows
+after the other. So later bands arrive while earlier bands are multiplied.
 
-The first ``PUSHERS`` blocks push before they multiply (``push``). A block whose next rows have not arrived pushes
-instead of waiting, if pieces are left. Without ``SENDS`` no block pushes: a transport that needs no SM sends the rows
-(``copy_engine``).
+The first ``PUSHERS`` blocks push before they multiply (``push``). If a block's next rows have not arrived, it pushes
+pieces that are left. Without ``SENDS`` no block pushes: a transport that needs no SM sends the rows (``copy_engine``).
 
-A wait interrupts the pipelined loads of a loop. So only a block's first tile of a band has a loop for each source. When
-the block's other tiles of the band begin, all sources have arrived, and one loop reads the parts of all peers.
+A wait interrupts the pipelined loads of a loop. So only a block's first tile of a band has a loop for each source. For
+its other tiles of the band, all sources have arrived, and one loop reads the parts of all peers.
 
 Forward progress, memory ordering, CUDA graphs: as in ``all_gather_matmul``. A ``load_fence`` follows each wait. The
 fences of the first tile of a band also precede the loads of the block's other tiles of this band.

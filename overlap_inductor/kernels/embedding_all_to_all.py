@@ -12,24 +12,23 @@ A *slice* is the part of the batch that belongs to one rank. A *piece* is some b
 
 So the last transfer runs under the lookups of the own slice.
 
-Numbers. A bag is summed in fp32, in the order of its indices, starting from 0, and rounded once. Rows of the padding
-index count as 0. A mean is the sum divided by the number of rows that are not padding; the mean of an empty bag is 0.
-Torch's kernel for GPUs gives the same bits, unless samples have weights. With weights, the last bit may differ, because
-a compiler may fuse multiplication and addition. Torch's kernel for CPUs sums in another order. Plain rows (``BAGGED``
-is False) are copied exactly.
+Numbers. A bag is summed in fp32, in the order of its indices, and rounded once. Rows of the padding index count as 0. A
+mean is the sum divided by the number of rows that are not padding; the mean of an empty bag is 0. Torch's kernel for
+GPUs gives the same bits. If samples have weights, the last bit may differ, because a compiler may fuse multiplication
+and addition. Plain rows (``BAGGED`` is False) are copied exactly.
 
 Errors. A ``tl.device_assert`` fails if an index is not in its table, or if a bag ends before it begins or outside the
 indices. It fails before the bag's result is stored or signalled, and nothing outside a table is read. CUDA then reports
-``device-side assert triggered``, and the context is lost. The peers wait for the failed rank until their patience is
-over. Launch with ``debug=True``, so that Triton keeps asserts, and ``sanitize_overflow=False``, so that it adds no
-asserts against overflow.
+``device-side assert triggered``, and the context is lost. The peers wait until their patience is over. Launch with
+``debug=True``, so that Triton keeps asserts, and ``sanitize_overflow=False``, so that it adds no asserts against
+overflow.
 
 Memory ordering (``signals``). ``count_and_signal`` follows the ordinary stores of a piece. The receiver waits for the
 flag before it copies (``receive``). ``last_block_ends`` gives the credits after the last copy out of the workspace.
 
-Forward progress. A piece waits only for its peer's credit, which depends only on the previous call. A copy waits for
-pieces of another rank. A block claims a copy only after running blocks have claimed all pieces of its rank. So all
-pieces end, and then all copies, even with one resident block on each rank. All waits are bounded.
+Forward progress. A piece waits only for its peer's credit, which depends only on the previous call. A block claims a
+copy only after running blocks have claimed all pieces of its rank. So all pieces end, and then all copies, even with
+one resident block on each rank. All waits are bounded.
 
 Aborts. If the abort word is set, nothing is stored to peers or signalled, and copied words become NaN.
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the Triton function that computes an epilogue on a tile, from the epilogue's program
-(``sites.epilogue_program`` defines programs).
+(``sites.epilogue_program``).
 
 The function is a compile-time argument of a kernel, so each program leads to a kernel of its own. All values are fp32.
 ``x`` is a part of a tile: a quarter of its columns (``by_quarters``), or some of its rows (``matmul_all_reduce``). Of
@@ -9,8 +9,8 @@ an extra tensor, the function loads what this part needs: a tile, a row, a colum
 Memory ordering: none is needed, because extra tensors are inputs of the whole launch. Forward progress: the function
 waits for nothing. CUDA graphs: the function holds no address.
 
-A program comes from the text of an op's argument, and becomes code. So ``source_of`` accepts only names that it knows
-and finite numbers, and checks the syntax tree of the text that it writes.
+A program comes from the text of an op's argument, and becomes code. So ``source_of`` accepts only known names and
+finite numbers, and checks the syntax tree of its text.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def by_quarters(
     EPILOGUE: tl.constexpr, tile, weight, at_m, inside_m, column, columns, extra0, extra1, dtype: tl.constexpr
 ):
     """``tile`` with its epilogue, in ``dtype``. The epilogue is computed for one quarter of the columns after the
-    other. On the whole accumulator, the result of an op would take as many registers as the accumulator."""
+    other. On the whole tile, each op's result would take as many registers as the accumulator."""
     QUARTER: tl.constexpr = tile.shape[1] // 4
     left, right = _halves(tile)
     a, b = _halves(left)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals to all ranks of a group at once, and waits for many flags at once: one thread for each flag.
-
-A release waits until the peers acknowledge the earlier stores, and a wait reads memory. Each takes a microsecond, a
-large part of a small all-reduce. So the threads of one block wait side by side.
+"""Signals to all ranks of a group at once, and waits for many flags at once: one thread for each flag. A single thread
+would need a microsecond for each flag, too much for a small all-reduce.
 
 Memory ordering: as in ``signals``. A signal is ``bar.red``, after which each of several threads runs its own
 ``st.release.sys``. The barrier orders the block's stores before these releases. In a wait, each of several threads
@@ -10,7 +8,7 @@ repeats ``ld.acquire.sys`` until its own flag has the value, and ``bar.sync`` fo
 acquired is visible to the later loads of the whole block. Forward progress, aborts and CUDA graphs: as in ``signals``.
 
 A thread that has seen the abort word set may have left out stores. ``bar.red`` tells every thread whether any thread of
-the block has seen the word set. If one has, no thread signals. This costs no more than a plain barrier.
+the block has seen the word set. If one has, no thread signals.
 """
 
 from __future__ import annotations
@@ -133,11 +131,10 @@ else:
 """``signal_ranks(peer_flags, word, value, left_out, looked, WORLD)``: sets int32 word number ``word`` in the flags of
 every rank but ``left_out`` (``-1``: of all ranks) to ``value``. A thread that acquires the value also sees the block's
 earlier stores. ``looked``: what each thread got from ``signals.look``. If it is not 0 in some thread of the block,
-nothing is signalled. ``peer_flags``: int64 ``[WORLD]``, the addresses of the ranks' flags. The block has at least
-``WORLD`` threads.
+nothing is signalled. The block has at least ``WORLD`` threads.
 
 ``wait_for_all(first, target, sources, each, stride, left_out, stop, patience_ns, code, peer)``: waits until the flags
-of all sources but ``left_out`` have reached ``target``. There are ``sources`` sources. A source has ``each`` flags,
-``FLAG_WORDS`` words apart. ``first``: the first flag of source 0. ``stride``: int32 words from source to source. A
-fault record names source ``s`` as ``peer + s``. The block has at least ``sources * each`` threads.
+of all ``sources`` but ``left_out`` have reached ``target``. A source has ``each`` flags, ``FLAG_WORDS`` words apart.
+``first``: the first flag of source 0. ``stride``: int32 words from source to source. A fault record names source ``s``
+as ``peer + s``. The block has at least ``sources * each`` threads.
 """

@@ -2,9 +2,9 @@
 """Schedule ``fused``: ``all_reduce(a @ b)`` in one persistent kernel. Some blocks send and sum what the others
 multiply.
 
-If a block sent its own tiles (``matmul_reduce_scatter``), less than one of the all-reduce's two legs would be hidden.
-Here a block stores each tile to this rank's ``product``, in the collective's dtype, and other blocks send it. There are
-four kinds of work. Each has a queue, in the order of bands: ::
+If a block sent its own tiles (``matmul_reduce_scatter``), the link would hold up its next loads. Here a block stores
+each tile to this rank's ``product``, in the collective's dtype, and other blocks send it. There are four kinds of work.
+Each has a queue, in the order of bands: ::
 
     tile    multiply a tile of any rank's shard into ``product``; in a band the peers' shards come first, the own last
     push    copy ``UNIT`` neighbouring tiles of a peer's shard from ``product`` to that peer's workspace;
@@ -36,16 +36,15 @@ Forward progress, with any number of resident blocks. All waits are bounded (``s
 Memory ordering. A block stores a tile by bulk stores. Then come ``store_fence``, a barrier, and one thread's releasing
 add to a word of ``ready``, at GPU scope. A block that sends or sums the tile acquires that word, clears it, and loads
 the tile past L1. Stores to peers are ordinary stores, followed by ``count_and_signal``. The workspace is written again
-only after the credits that the last block gives. ``product`` is written again only by the next call on the stream.
+only after the credits that the last block gives.
 
 If shards are whole tiles, ``product`` may be the same memory as ``out``:
 
-* A copy overwrites partial sums of a peer's tile. The peer has set its flag of the finished band before, so it has
-  received all these partial sums.
+* A copy overwrites partial sums of a peer's tile. It has waited for the peer's finished band, so the peer has received
+  all these partial sums.
 * A sum overwrites an own tile. The threads that store the sum have read this tile before.
 
-CUDA graphs: flags are compared with the number of the call, which is read from device memory. The last block increments
-the number.
+CUDA graphs: the number of the call is read from device memory. The last block increments it.
 """
 
 from __future__ import annotations
@@ -245,12 +244,11 @@ def matmul_all_reduce(
             is written.
         out: this rank's result, all shards ``[limit, columns]``.
         rows, limit: rows of a shard, and of all shards together. The last shards may be short.
-        staging: this rank's workspace, in the dtype of ``out``: first the partial sums from each source, ``[WORLD,
-            padded, columns]``, then the finished shards in the same shape.
+        staging: this rank's workspace, in the dtype of ``out``: partial sums from each source, ``[WORLD, padded,
+            columns]``, then the finished shards in the same shape.
         flags: ``signal_flag(s, i)``: partial sums of band ``i`` from source ``s``. ``signal_flag(s, parts + i)``:
             finished band ``i`` of rank ``s``.
-        part_rows: rows of a band, a multiple of ``BLOCK_M``.
-        parts: bands of a shard. Not a compile-time constant, because it changes with dynamic sizes.
+        part_rows, parts: rows of a band, a multiple of ``BLOCK_M``; bands of a shard.
         queues: ``[QUEUE_WORDS + (WORLD + 1) * parts]``. Words 0 to 4: tiles claimed, blocks that have finished, pushes,
             sums and copies claimed. Word 6: ``NOTHING_QUEUE``. From word ``QUEUE_WORDS`` on: pushes counted for each
             rank and band, then sums of each band.
@@ -451,8 +449,8 @@ def matmul_all_reduce(
                     TRANSPOSED,
                     BIAS,
                 )
-                # A pushing block claims no tile here. It may get other work first, and other blocks would wait for the
-                # tile.
+                # A pushing block claims no further tile here. It may do other work first, while other blocks wait for
+                # the tile.
                 following = claim(queues + tl.where(pushes_first, NOTHING_QUEUE, 0), THREADS)
                 store_tile(
                     product_desc, shard * padded + m * BLOCK_M, n * BLOCK_N, total.to(out.dtype.element_ty), HALVES

@@ -13,23 +13,20 @@ With ``EXCHANGES``, the kernel computes an all-to-all. An own tile is stored int
 is copied from the workspace into the result (``receive``): some pieces after each own tile, the rest at the end.
 
 A bulk store sends a tile out of shared memory, under the next tile's matmul. When the store is done, the tile is
-counted (``_flush``). Each block starts ``STAGGER`` ns after the block before it. Otherwise all blocks would send at the
-same moments, and loads would queue behind these stores in each SM's copy unit.
+counted (``_flush``). Each block starts ``STAGGER`` ns after the block before it, so that blocks do not send, and delay
+loads, at the same moments.
 
 Forward progress, with any number of resident blocks. All waits are bounded (``signals``), and they end:
 
-* All ranks claim tiles in the order above. A block may hold one later turn besides its current one (``claim``).
 * Credits depend only on the previous call.
-* Before a block sums an own tile of band ``p``, it waits for the partial sums of band ``p`` from all peers. In a peer's
-  queue, these tiles come before the peer's own tiles. So no wait depends on itself.
+* An own tile of band ``p`` waits for the partial sums of band ``p`` from all peers. In a peer's queue, these tiles come
+  before the peer's own tiles. So no wait depends on itself.
 * In an all-to-all, a block claims a copy only after an own tile, or when no tile is left. By then, running blocks have
-  claimed all tiles that the rank sends, and this block has counted those that it sent. If the block holds a turn while
-  it waits, the turn's tile is an own tile, which no peer needs.
+  claimed all tiles that the rank sends, and this block has counted those that it sent. So no peer waits for this block.
 
-Memory ordering. Bulk stores are followed by ``store_fence``, then by ``count_and_signal``. The last tile of a band sets
-the flag to the number of the call. The receiver waits and loads by ordinary loads that bypass L1. The workspace is
-written again after the credits that the last block gives. CUDA graphs: the number of the call is read from device
-memory. The last block increments it.
+Memory ordering. Bulk stores are followed by ``store_fence``, then by ``count_and_signal``. The receiver waits for the
+flag and loads by ordinary loads that bypass L1. The workspace is written again after the credits that the last block
+gives. CUDA graphs: the number of the call is read from device memory. The last block increments it.
 """
 
 from __future__ import annotations
@@ -158,13 +155,12 @@ def matmul_reduce_scatter(
             rows, columns]``.
         rows, columns: sizes of a shard.
         EPILOGUE: is applied only to this rank's reduced result.
-        staging: this rank's workspace ``[WORLD, padded, columns]`` of ``out``'s dtype: what has arrived from each
-            source. ``padded`` is ``rows`` rounded up to whole tiles.
+        staging: this rank's workspace ``[WORLD, padded, columns]`` of ``out``'s dtype. ``padded`` is ``rows`` rounded
+            up to whole tiles.
         flags: ``signal_flag(s, i)`` is the flag of band ``i`` from source ``s``.
         queues: ``[QUEUE_WORDS + WORLD * parts]``. Words 0, 1 and 2 count tiles claimed, blocks that have finished, and
             copies claimed. Words from ``QUEUE_WORDS`` on count tiles stored.
-        part_rows: rows of a band, a multiple of ``BLOCK_M``.
-        parts: bands of a shard.
+        part_rows, parts: rows of a band, a multiple of ``BLOCK_M``; bands of a shard.
         BY_COLUMNS: with ``EXCHANGES``, a shard consists of columns of the product ``[rows, WORLD * columns]``.
         copies: with ``EXCHANGES``, pieces in which a band of one peer is copied, ``COPY`` int32 words at a time.
         EARLY: with ``EXCHANGES``, largest number of pieces that a block copies after each own tile.

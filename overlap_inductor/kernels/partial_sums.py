@@ -3,9 +3,8 @@
 rows with all peers.
 
 Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` runs after the waits for what it
-reads. Its last block signals what all blocks have stored to peers (``count_and_signal_all``). ``receive_rows`` fills
-the GPU, so it must not wait: a kernel before it waits for the rows. Otherwise a kernel on this rank's other stream
-might never start, and a peer may need that kernel.
+reads. Its last block signals what all blocks have stored (``count_and_signal_all``). ``receive_rows`` fills the GPU, so
+an earlier kernel waits for its rows. If ``receive_rows`` waited, a kernel that a peer needs might find no room.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ def sum_partials(
     own, out, staging, peer_data, peer_flags, queues, calls, stop, rank, index, signals, vectors, gathered, scale,
     WORLD: tl.constexpr, VECTOR: tl.constexpr, BROADCAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``out = scale * (own + sum of staging[source] over all other sources)``, in fp32, rounded once. Grid: any number
-    of blocks.
-
-    Sources are added in the order ``rank + 1, rank + 2, ...``, so a rank's result is the same in every run.
+    """``out = scale * (own + sum of staging[source] over all other sources)``, in fp32, rounded once. Sources are added
+    in the order ``rank + 1, rank + 2, ...`` Grid: any number of blocks.
 
     Args:
         own, out: ``[vectors * VECTOR]`` elements of one dtype; a vector is 16 bytes.
@@ -65,11 +62,8 @@ def receive_rows(
     WORLD: tl.constexpr, STRIPES: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy every peer's finished shard from the workspace to ``out``. ``finished`` and ``out`` are ``[WORLD, vectors *
-    VECTOR]``. Grid: ``(WORLD - 1) * STRIPES``.
-
-    A shard is cut into ``STRIPES`` interleaved stripes. Neighbouring blocks copy different shards, that of ``rank + 1``
-    first.
-    """
+    VECTOR]``. Neighbouring blocks copy different shards, each in ``STRIPES`` interleaved stripes. Grid: ``(WORLD - 1) *
+    STRIPES``."""
     source = (rank + 1 + tl.program_id(0) % (WORLD - 1)) % WORLD
     elements = vectors * VECTOR
     skipped = tl.cast(source, tl.int64) * vectors * VECTOR

@@ -66,8 +66,8 @@ def push_piece(
     if there:
         part = i // (PIECES * RECEIVERS)
         rest = i % (PIECES * RECEIVERS)
-        # A part goes to one peer after the other, so that the first peer has it soon. Peer ``rank - 1`` comes first,
-        # because it multiplies this rank's shard first (``tile_order.arriving``).
+        # Peer ``rank - 1`` gets each part first, because it multiplies this rank's shard first
+        # (``tile_order.arriving``).
         peer = (rank + WORLD - 1 - rest // PIECES) % WORLD
         piece = rest % PIECES
         if peer != rank:
@@ -142,11 +142,11 @@ def push_slice(
     SCATTERED: tl.constexpr,
 ):
     """As ``push_piece``, but a part is sent in slices of its columns. All peers get a slice before the next slice
-    begins. So a matmul can begin with the first columns of the first part of each shard.
+    begins, so a matmul can begin with the first columns.
 
     The shard is ``[rows, row_words]``. A slice of a part is ``part_rows`` rows of ``slice_words`` words, in ``PIECES``
-    pieces of rows, stored ``[ROWS, COLUMNS]`` words at a time. Signal ``part * SLICES + slice``: that slice has
-    arrived. Words ``QUEUE_WORDS + (peer * PARTS + part) * SLICES + slice`` of ``queues`` count stored pieces.
+    pieces of rows, stored ``[ROWS, COLUMNS]`` words at a time. It has signal ``part * SLICES + slice``, and word
+    ``QUEUE_WORDS + (peer * PARTS + part) * SLICES + slice`` of ``queues``.
     """
     i = tl.atomic_add(queues, 1, sem="relaxed")
     RECEIVERS: tl.constexpr = WORLD if KEEP else WORLD - 1

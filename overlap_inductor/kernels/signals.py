@@ -10,8 +10,7 @@ Memory ordering (PTX memory model, section 8).
 * A signal is ``bar.sync``, then one thread's ``st.release.sys`` or ``red.release.sys``. The barrier orders the block's
   stores before the release. Release is cumulative, so a thread that acquires the value sees all of these stores.
 * A wait is one thread's ``ld.acquire.sys``, repeated until the value is there, then ``bar.sync``. The block's later
-  loads come after the barrier.
-* These barriers are explicit, because Triton 3.6 puts none around atomics.
+  loads come after the barrier. (Triton 3.6 puts no barriers around atomics, so these are explicit.)
 * Bulk loads and stores belong to another proxy, which barriers and releases do not order. So ``store_fence`` goes
   between bulk stores and their signal, and ``load_fence`` goes between a wait and bulk loads.
 * After a descriptor's bulk store, Triton puts no proxy fence, and some versions do not wait until the tile is written.
@@ -21,13 +20,12 @@ Forward progress. A wait ends when the value is there, when the rank's abort wor
 A thread whose patience is over gives up:
 
 1. It sets its rank's abort word by compare-and-swap. Only the first thread of the rank finds zero there and goes on.
-2. It writes the rank's record on the group's board.
-3. It marks on the board that there is a record.
-4. It sets the abort words of the other ranks, unless each rank has a board of its own.
+2. It writes the rank's record on the group's board, and marks on the board that there is a record.
+3. It sets the abort words of the other ranks, unless each rank has a board of its own.
 
-The thread writes in this order, by releases. So a rank that is stopped by a peer finds the peer's record. From then on,
-waits of the stopped ranks return at once, and kernels run to their ends. The host finds the record and rejects their
-results. No barrier is inside a branch on the outcome of a wait.
+It writes in this order, by releases. So a rank that is stopped by a peer finds the peer's record. From then on, waits
+of the stopped ranks return at once, and kernels run to their ends. The host finds the record and rejects their results.
+No barrier is inside a branch on the outcome of a wait.
 
 Aborts. After an abort, a rank's kernels signal nothing to peers, and store to a peer only with a permission from before
 the abort. (For copy engines, see ``transports.copy_engine``.)
@@ -40,8 +38,7 @@ the abort. (For copy engines, see ``transports.copy_engine``.)
   (``group_signals.signal_ranks``).
 
 The abort word is in the GPU's own memory, because a waiting block must not read the host's memory. On an H100, 108
-blocks that did so in every 64th iteration slowed a matmul on other SMs from 75 us to 3700 us. A wait first looks at the
-abort word in its 64th iteration, so a wait that ends at once never looks.
+blocks that did so in every 64th iteration slowed a matmul on other SMs from 75 us to 3700 us.
 
 CUDA graphs. The arguments of a captured kernel never change. So kernels read the number of the call, from which they
 compute the values of flags, from device memory.

@@ -4,7 +4,7 @@
 
 * One-shot: every rank stores its rows into every peer's workspace, and sums the rows of all ranks.
 * Two-shot: rank ``m % WORLD`` owns row ``m``. The owner gets all partial rows, sums them, and stores the sum into every
-  peer's workspace. It does not send the normed row, because ranks may have different residuals.
+  peer's workspace.
 
 Sums are in fp32, in the order of the ranks, rounded once. So all ranks get the same bits.
 
@@ -21,22 +21,18 @@ Forward progress. One resident block on each rank is enough, if blocks start in 
   of this number runs or has ended. So all these blocks store their partial rows, get their sums, and end.
 
 CUDA does not promise this order of starts. GPUs keep it, and scans depend on it (Merrill and Garland, decoupled
-look-back, 2016). If all blocks are resident at once, as in decode, the order does not matter. All waits are bounded
-(``signals``).
+look-back, 2016). If all blocks are resident at once, as in decode, the order does not matter.
 
 Workspace. Two halves suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half ``n % 2``. When
 rank ``r`` begins call ``n``, no peer reads this half any more:
 
 * Call ``n - 1`` of ``r`` has ended, because kernels of a slot run one after the other.
-* In call ``n - 1``, ``r`` has waited for a signal of each peer. In two-shot, a peer signals its partial rows even if it
-  has none. So each peer had begun its call ``n - 1``.
+* In call ``n - 1``, ``r`` has waited for a signal of each peer. So each peer had begun its call ``n - 1``.
 * So each peer had ended its call ``n - 2``, the last call before ``n`` that reads half ``n % 2``.
-
-Calls with credits would break this argument, so the arena gives them other slots.
 
 Aborts (``signals``). A block looks at the abort word when it loads the call number, and after each wait. If the word is
 set, the block stores and signals nothing more to peers. Otherwise it could overwrite data that a peer still reads. Its
-sums then become NaN, because a replay of a CUDA graph cannot raise an error.
+sums then become NaN.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.
 CUDA graphs: the number of the call is read from device memory (``count_call``).

@@ -103,8 +103,8 @@ def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr,
     """As ``arriving``, for tiles that are sent. At any time, about equally many tiles are in transfer to each rank. In
     the order of ``arriving``, two ranks could share one receiver's link for a whole part.
 
-    In a part, about ``GROUP_M`` rows of tiles are taken together, equally many of each shard and at least one. They are
-    taken tile column by tile column. In a column, neighbouring turns belong to different shards.
+    In a part, about ``GROUP_M`` rows of tiles are taken together, tile column by tile column. Equally many are of each
+    shard, at least one. In a column, neighbouring turns belong to different shards.
     """
     GROUP: tl.constexpr = GROUP_M // (WORLD - 1) if GROUP_M >= WORLD else 1
     whole = tiles_part * tiles_n * (WORLD - 1)

@@ -19,7 +19,6 @@ Forward progress. All waits are bounded (``signals``), and they end:
   (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
 * In a send, a part waits only for its turn: for a part of lower number in the same send of another rank.
 * Waiting blocks never fill the GPU: each has one warp and no shared memory, and there is one for each part.
-* A kernel that needs shared memory may be unable to start on an SM with a waiting block. It then starts on another SM.
 
 CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes.
 In a graph, sends, waits for peers and waits for turns are three branches without an order between them. So a captured
@@ -67,10 +66,10 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
     """Wait until every peer has finished the calls before this one, then ``announce``. Grid: one block.
 
     Launched on the stream of the matmuls. On another stream, a vendor's kernel that keeps its SMs could delay this
-    kernel. (4 H200s, a gather of 8192 tokens, calls one after the other: 240 us in every second call.)
+    kernel.
 
     The wait may end without a credit: if this rank's patience is over, or if another rank has stopped this rank. Then
-    this kernel sets the abort words of all ranks. The words are set when the kernel ends, before any later copy starts
+    this kernel sets the abort words of all ranks. They are set when the kernel ends, before any later copy starts
     (``spoil``).
     """
     call = tl.load(calls)
@@ -122,8 +121,7 @@ def end_call_and_spoil(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``signals.end_call``, and ``spoil`` of the call's results (``None``: no result). The look at the abort word comes
-    before the credits are given. Grid: one block."""
+    """``signals.end_call``, and ``spoil`` of the call's results (``None``: no result). Grid: one block."""
     aborted = look(stop)
     finish_call(calls, peer_flags, tl.load(calls), rank, stop, WORLD)
     if one is not None:
@@ -190,10 +188,7 @@ def push_parts(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store parts ``first .. first + count - 1`` into the peers' workspace, one after the other, and signal each part
-    when it is stored. Grid: any number of blocks.
-
-    A block stores to peers several times as fast as it loads from them. A part is cut into ``PIECES``, so that all
-    blocks work on it. No block waits.
+    when it is stored. All blocks work on one part, in ``PIECES``. Grid: any number of blocks.
 
     Args:
         source: any 16-byte aligned tensor, read as int32 words. From ``origin`` on it holds the shard that goes to

@@ -4,16 +4,16 @@ waits for one group (FlashOverlap, arXiv 2504.19519). An ordinary collective fol
 (``lowerings.wave_groups.launch``).
 
 A *group* is some neighbouring bands of ``BLOCK_M`` rows of each shard. The matmul computes one group after the other,
-and stores the rows of a group contiguously. So a collective reads one contiguous range. (In the paper, tiles end in any
-order and are stored permuted.) The layout for groups of 2 bands and of 1 band, first with one shard (all-reduce, in the
-result), then with two shards (reduce-scatter, in staging): ::
+and stores the rows of a group contiguously. So a collective reads one contiguous range. The layout for groups of 2
+bands and of 1 band, first with one shard (all-reduce, in the result), then with two shards (reduce-scatter, in
+staging): ::
 
     | band 0  band 1 | band 2 |
     | shard 0: bands 0, 1   shard 1: bands 0, 1 | shard 0: band 2   shard 1: band 2 |
 
 Counting. A block counts its tiles of a group in one addition, when its next tile belongs to a later group. Until then
-its bulk stores continue under the next matmul. The waiting kernel sets the group's counter back to zero. It ends before
-the next call begins, because both streams are joined.
+its bulk stores continue under the next matmul. The waiting kernel sets the group's counter back to zero, before the
+next call begins.
 
 Forward progress. The matmul waits for nothing, so it ends. The waiting kernel is launched after the matmul, so it
 cannot hold up the matmul even if both share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). It needs room for one
@@ -26,11 +26,10 @@ are one release sequence. The collective's kernel starts when the waiting kernel
 
 Aborts (``signals``). An ordinary collective sends the group's rows in any case. So after a wait that was given up, and
 in all later calls, the waiting kernel overwrites the group's rows with NaN. The collective's sum carries the NaN to
-every rank, even to a rank on another machine whose abort word is not set. A tile that the matmul stores after the NaN
-replaces it. This rank's host still finds the abort on the board. Counters may keep any value.
+every rank, even to one whose abort word is not set. A tile that the matmul stores after the NaN replaces it. This
+rank's host still finds the abort on the board.
 
-CUDA graphs. Counters and queue are zero between calls, and a group's number of tiles depends only on the shapes. No
-argument changes from replay to replay.
+CUDA graphs. Counters and queue are zero between calls, and a group's number of tiles depends only on the shapes.
 """
 
 from __future__ import annotations
@@ -65,13 +64,13 @@ def matmul_in_groups(
     Args:
         a_desc: ``[shards * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
         b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
-        c: ``[shards * rows, columns]``, fp16 or bf16.
-        c_desc: ``c`` in blocks ``[BLOCK_M, BLOCK_N]``, or half as wide with ``HALVES``.
+        c, c_desc: ``[shards * rows, columns]``, fp16 or bf16, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide with
+            ``HALVES``.
         partition: int32 ``[groups + 1]``: the first band of each group, then the number of bands of a shard.
         counters: int32, ``FLAG_WORDS`` apart: tiles stored of each group, zero before the call.
         queue: int32 ``[2]``, zero between calls: tiles claimed, blocks that have finished.
         scale: fp32, factor of the product before it is rounded.
-        BATCH: after this many tiles, a block waits until its last store has left shared memory.
+        BATCH: see ``kernels``.
     """
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles_band = shards * tiles_n
