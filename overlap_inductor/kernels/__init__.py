@@ -13,4 +13,7 @@ Arguments with one meaning in all kernels:
     scale: factor of a sum over ranks (1, or 1 / WORLD for an average)
     BATCH: after this many tiles, a block waits until its last store has left shared memory
     EPILOGUE: None, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``
+
+CUDA graphs: no argument of a captured kernel changes. So kernels read the number of the call from ``calls``, and the
+last kernel of a call increments it.
 """

@@ -23,8 +23,7 @@ loads. A peer writes into this rank's workspace again only after this rank's cre
 when all blocks have finished, and resets the queues. With ``KEEP``, a later kernel gives the credit:
 ``signals.end_call`` or ``transfer.end_call_and_spoil``.
 
-CUDA graphs. The number of the call is read from device memory (``calls``). The kernel that gives the credit increments
-it.
+CUDA graphs: as in ``kernels``.
 """
 
 from __future__ import annotations

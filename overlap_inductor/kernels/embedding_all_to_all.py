@@ -18,10 +18,9 @@ GPUs gives the same bits. If samples have weights, the last bit may differ, beca
 and addition. Plain rows (``BAGGED`` is False) are copied exactly.
 
 Errors. A ``tl.device_assert`` fails if an index is not in its table, or if a bag ends before it begins or outside the
-indices. It fails before the bag's result is stored or signalled, and nothing outside a table is read. CUDA then reports
-``device-side assert triggered``, and the context is lost. The peers wait until their patience is over. Launch with
-``debug=True``, so that Triton keeps asserts, and ``sanitize_overflow=False``, so that it adds no asserts against
-overflow.
+indices. It fails before the bag's result is stored or signalled. CUDA then reports ``device-side assert triggered``,
+and the context is lost. The peers wait until their patience is over. Launch with ``debug=True``, so that Triton keeps
+asserts, and ``sanitize_overflow=False``, so that it adds no asserts against overflow.
 
 Memory ordering (``signals``). ``count_and_signal`` follows the ordinary stores of a piece. The receiver waits for the
 flag before it copies (``receive``). ``last_block_ends`` gives the credits after the last copy out of the workspace.
@@ -32,9 +31,8 @@ one resident block on each rank. All waits are bounded.
 
 Aborts. If the abort word is set, nothing is stored to peers or signalled, and copied words become NaN.
 
-CUDA graphs. The number of the call is read from device memory. Addresses of tensors and numbers of indices are read
-from ``facts``. In a captured graph, an earlier node writes ``facts`` from host memory that is never changed or freed
-(``lowerings.fused.table_calls``).
+CUDA graphs. Addresses of tensors and numbers of indices are read from ``facts``. In a captured graph, an earlier node
+writes ``facts`` from host memory that is never changed or freed (``lowerings.fused.table_calls``).
 """
 
 from __future__ import annotations

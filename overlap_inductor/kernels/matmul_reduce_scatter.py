@@ -26,7 +26,7 @@ Forward progress, with any number of resident blocks. All waits are bounded (``s
 
 Memory ordering. Bulk stores are followed by ``store_fence``, then by ``count_and_signal``. The receiver waits for the
 flag and loads by ordinary loads that bypass L1. The workspace is written again after the credits that the last block
-gives. CUDA graphs: the number of the call is read from device memory. The last block increments it.
+gives. CUDA graphs: as in ``kernels``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ which blocks claim from a queue. A part (in ``push_slice``: a slice of a part) i
 stored.
 
 Memory ordering: ordinary stores, then ``count_and_signal``. Forward progress: a piece waits only for the peer's credit,
-which depends only on the previous call. CUDA graphs: ``call`` is read from device memory by the calling kernel.
+which depends only on the previous call. CUDA graphs: as in ``kernels``.
 """
 
 from __future__ import annotations

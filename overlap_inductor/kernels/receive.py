@@ -9,8 +9,7 @@ Memory ordering: the block waits for the part's flag by an acquire, a barrier fo
 Forward progress: a block claims a piece here only when running blocks have claimed everything that its rank sends. The
 block has also counted its own stores. So no peer waits for this block while it waits for a peer.
 
-CUDA graphs: ``call`` is read from device memory by the calling kernel. Aborts: copied words become -1, which is NaN in
-every float format.
+CUDA graphs: as in ``kernels``. Aborts: copied words become -1, which is NaN in every float format.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def receive_piece(
         queue: the word that counts claimed pieces.
         parts, part_words: parts of a slot, and words of a part. The last part may be shorter.
         copies: pieces of a part.
-        BLOCK: words that a block copies at once.
+        BLOCK: words that are copied at once.
     """
     i = tl.atomic_add(queue, 1, sem="relaxed")
     there = i < (WORLD - 1) * parts * copies

@@ -40,11 +40,10 @@ the abort. (For copy engines, see ``transports.copy_engine``.)
 The abort word is in the GPU's own memory, because a waiting block must not read the host's memory. On an H100, 108
 blocks that did so in every 64th iteration slowed a matmul on other SMs from 75 us to 3700 us.
 
-CUDA graphs. The arguments of a captured kernel never change. So kernels read the number of the call, from which they
-compute the values of flags, from device memory.
+CUDA graphs. Values of flags depend on the number of the call, which kernels read from device memory.
 
 Triton's interpreter (``TRITON_INTERPRET=1``) has no inline assembly. For it, this module has twins (``_wait_twin`` ...)
-that use atomics. Their waits have no clock: one iteration counts as 1000 ns.
+that use atomics. In their waits, one iteration counts as 1000 ns.
 """
 
 from __future__ import annotations
@@ -68,11 +67,8 @@ WAIT_TILES = tl.constexpr(layout.WAIT_TILES)
 
 
 def give_up(stop: str, code: str, peer: str, target: str) -> str:
-    """Assembly that a thread runs when its patience is over. It continues at the label ``LEAVE``.
-
-    Registers: ``abort``, ``seen``, ``turns`` (32 bits), ``start``, ``now`` (64 bits). Predicates: ``stopped``,
-    ``early``. The arguments name operands.
-    """
+    """Assembly that a thread runs when its patience is over. It continues at the label ``LEAVE``. The arguments name
+    operands. The caller declares the registers and predicates."""
     return f"""
 atom.relaxed.sys.global.cas.b32 abort, [{stop}], 0, 1;
 setp.ne.s32 stopped, abort, 0;
@@ -259,8 +255,8 @@ def signal_flag(flags, source, index, signals, WORLD: tl.constexpr):
 
 @triton.jit
 def has_come(flag, target):
-    """Whether a flag has reached ``target``, with the same answer for all threads: an atomic's result is broadcast to
-    the block. This orders nothing: a block that uses the data must still wait for the flag."""
+    """Whether a flag has reached ``target``, with the same answer for all threads. This orders nothing: a block that
+    uses the data must still wait for the flag."""
     return reached(tl.atomic_add(flag, 0, sem="relaxed", scope="sys"), target)
 
 
@@ -311,7 +307,7 @@ def count_and_signal(counter, target, flag, value, stop):
 
     Ordering: the block's stores, a barrier, one thread's acquire-release add at GPU scope. The thread that adds last
     has acquired all adds before it. Its release at system scope is cumulative over them. It looks at the abort word
-    after its add. So if a counted block left out stores because of an abort, this thread sees the abort.
+    after its add, so it sees an abort because of which a counted block left out stores.
     """
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
@@ -321,8 +317,7 @@ def count_and_signal(counter, target, flag, value, stop):
 
 @triton.jit
 def count_and_signal_all(counter, target, peer_flags, rank, index, signals, value, stop, WORLD: tl.constexpr):
-    """As ``count_and_signal``, for flag ``index`` of this rank at every peer (``signal_flag``). ``peer_flags``: int64
-    ``[WORLD]``, the addresses of the peers' flags."""
+    """As ``count_and_signal``, for flag ``index`` of this rank at every peer (``signal_flag``)."""
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
         tl.store(counter, 0)

@@ -17,8 +17,8 @@ Forward progress. One resident block on each rank is enough, if blocks start in 
 * A block stores its partial rows before it waits.
 * A block waits only for blocks with its own number or a lower one. Before it stores a sum, it waits only for partial
   rows of blocks with its own number.
-* Take the lowest number whose block has not ended on every rank. All lower blocks have ended, so on each rank the block
-  of this number runs or has ended. So all these blocks store their partial rows, get their sums, and end.
+* Take the lowest number whose block has not ended on every rank. On each rank, this block runs or has ended. So all
+  blocks of this number store their partial rows, get their sums, and end.
 
 CUDA does not promise this order of starts. GPUs keep it, and scans depend on it (Merrill and Garland, decoupled
 look-back, 2016). If all blocks are resident at once, as in decode, the order does not matter.
@@ -31,11 +31,10 @@ rank ``r`` begins call ``n``, no peer reads this half any more:
 * So each peer had ended its call ``n - 2``, the last call before ``n`` that reads half ``n % 2``.
 
 Aborts (``signals``). A block looks at the abort word when it loads the call number, and after each wait. If the word is
-set, the block stores and signals nothing more to peers. Otherwise it could overwrite data that a peer still reads. Its
-sums then become NaN.
+set, the block stores and signals nothing more to peers, because they may still read the old data. Its sums become NaN.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.
-CUDA graphs: the number of the call is read from device memory (``count_call``).
+CUDA graphs: see ``count_call``.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ def flag_word(source, index, signals, WORLD: tl.constexpr):
 
 @triton.jit
 def count_call(calls, queues, call, SEM: tl.constexpr):
-    """Count this block as done with ``calls``. The last block of the grid increments ``calls``. Called when all threads
-    of the block have read ``calls`` and have then passed a barrier.
+    """Count this block as done with ``calls``. The last block of the grid increments ``calls``. Called after a barrier
+    that follows the block's reads of ``calls``.
 
     ``SEM``: ``acq_rel`` orders the read of ``calls`` before the add. ``relaxed`` is enough if the block has sent data
     to addresses that depend on the number. A relaxed add does not wait until the data have arrived.

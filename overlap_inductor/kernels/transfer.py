@@ -20,10 +20,9 @@ Forward progress. All waits are bounded (``signals``), and they end:
 * In a send, a part waits only for its turn: for a part of lower number in the same send of another rank.
 * Waiting blocks never fill the GPU: each has one warp and no shared memory, and there is one for each part.
 
-CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes.
-In a graph, sends, waits for peers and waits for turns are three branches without an order between them. So a captured
-graph needs three hardware queues, or two if copies take no turns (``runtime.replay``, ``transports.copy_engine``). A
-user who captures a graph must provide them.
+CUDA graphs. In a graph, sends, waits for peers and waits for turns are three branches without an order between them. So
+a captured graph needs three hardware queues, or two if copies take no turns (``runtime.replay``,
+``transports.copy_engine``). A user who captures a graph must provide them.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ NOBODY = tl.constexpr(-(2**30))
 
 @triton.jit
 def announce(calls, announced, stop):
-    """Set ``announced`` to the number of the call. Copy engines copy this word into flags. After an abort, set it to a
+    """Set ``announced``, which copy engines copy into flags, to the number of the call. After an abort, set it to a
     number that no rank waits for, because queued copies still run. Grid: one block."""
     tl.store(announced, tl.load(calls) + tl.where(may_store(stop), 1, NOBODY))
 
@@ -98,10 +97,9 @@ def spoil(result, words, stop, BLOCK: tl.constexpr):
     """Set ``result`` (``words`` of 4 bytes) to NaN, in every float format, if the group has been aborted. Grid: any
     number of blocks, on the stream after everything that reads the workspace.
 
-    This is for results of vendors' matmuls and copies, which do not look at the abort word. It also covers rows that
-    were overwritten before they were read. A rank without a credit starts its copies only after its
-    ``wait_for_credits`` has set this rank's abort word. So a call that has read an overwritten row finds the word set
-    here.
+    This is for vendors' matmuls and copies, which do not look at the abort word. It also covers rows that were
+    overwritten too early. A rank without a credit copies only after its ``wait_for_credits`` has set this rank's abort
+    word. So a call that has read such a row finds the word set here.
     """
     _spoil(result, words, look(stop), BLOCK)
 
@@ -149,10 +147,7 @@ def wait_for_parts(
     KIND: tl.constexpr,
 ):
     """Wait until parts ``first, first + 1, ...`` of this call have arrived. Part ``u`` comes from the rank ``DIRECTION
-    * (u // PARTS + 1)`` steps away. Grid: one block per part.
-
-    ``flags``: this rank's flags. ``KIND``: the kind of wait, for the fault record.
-    """
+    * (u // PARTS + 1)`` steps away. ``KIND``: the kind of wait, for the fault record. Grid: one block per part."""
     part = first + tl.program_id(0)
     source = _peer(rank, DIRECTION * (part // PARTS + 1), WORLD)
     flag = signal_flag(flags, source, index + part % PARTS, signals, WORLD)
@@ -162,11 +157,8 @@ def wait_for_parts(
 @triton.jit(do_not_specialize=["site", "receiver", "sender", "index", "signals"])
 def wait_for_turn(peer_flags, calls, stop, patience, site, receiver, sender, index, signals, WORLD: tl.constexpr):
     """Wait until ``receiver`` has got part ``index`` of this call from ``sender``. The flag is read in the receiver's
-    memory. Grid: one block.
-
-    No data are read after this wait. It keeps two ranks from sending to one receiver at the same time
-    (``transports.copy_engine``).
-    """
+    memory, and no data are read after the wait. So two ranks do not send to one receiver at the same time
+    (``transports.copy_engine``). Grid: one block."""
     flag = tl.load(peer_flags + receiver).to(tl.pointer_type(tl.int32))
     wait_at_least(
         signal_flag(flag, sender, index, signals, WORLD),

@@ -135,9 +135,8 @@ def matmul_in_groups(
 
 @triton.jit(do_not_specialize=["group", "tiles", "site", "rank", "first", "elements"])
 def wait_for_group(counters, c, stop, patience, group, tiles, site, rank, first, elements, BLOCK: tl.constexpr):
-    """Wait until ``tiles`` tiles of a group are stored, and set the group's counter back to zero. If the process group
-    has been aborted, set the group's rows to NaN: ``elements`` elements of ``c`` from ``first`` on. Grid: one block of
-    one warp."""
+    """Wait until ``tiles`` tiles of a group are stored, and set the group's counter back to zero. After an abort, set
+    the group's rows to NaN: ``elements`` elements of ``c`` from ``first`` on. Grid: one block of one warp."""
     counter = counters + group * FLAG_WORDS
     wait_at_least(counter, tiles, stop, patience, site * WAIT_KINDS + WAIT_TILES, rank)
     tl.store(counter, 0)

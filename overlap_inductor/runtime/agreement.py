@@ -11,10 +11,10 @@ comparison. Each rank counts its calls of graphs that hold a collective of the g
               equal -> run the overlap ops
               else  -> run the plain program at this call, and also at all later calls if the plan was never agreed
 
-Each round passes a rejection on to the other groups of a rank. A graph with one group has one round. A graph with
-several groups has one round for each group, and a last round for late ranks. There, a late rank reads the verdict of
-ranks whose wait for it timed out. So all ranks that the groups connect reach one result. If a plan was rejected at an
-earlier call, its rank publishes a refusal, so no rank waits for its verdicts.
+A round passes a rejection on to the other groups of a rank. A graph with one group has one round. A graph with several
+groups has one round for each group, and a last round for late ranks. There, a late rank reads the verdict of ranks
+whose wait for it timed out. So all ranks that the groups connect reach one result. A rank whose plan was rejected at an
+earlier call publishes a refusal, so no rank waits for its verdicts.
 
 A rank that reaches Dynamo's recompile limit runs a frame uncompiled. It makes no call where the others make one. So
 ranks publish the place of each call in the sequence of the group's collectives (``call_place``), and report their own
@@ -85,8 +85,8 @@ class Comparison:
         self.withdrawn = False
         """True if this rank runs the plain program without comparing. All ranks of the groups set it together."""
         self.settled: list[tuple[GroupState, str, int]] | None = None
-        """What ``count`` needs, or ``None`` if ``call`` must decide about the next call. For each group: its state, the
-        constant part of the values published for it, and the number of the plan's collectives in it."""
+        """What ``count`` needs for each group: its state, the constant part of its values, and the number of the plan's
+        collectives in it. ``None`` if ``call`` must decide about the next call."""
         self.tied = False
         """True if a settled plan is compared at every call. Such a plan has one group."""
         self._states: list[GroupState] = []
@@ -118,7 +118,7 @@ class Comparison:
 
     def call(self) -> Outcome:
         """Count one call, unless ``count`` has counted it or the plan is ``withdrawn``. If needed, compare its plan
-        with the plans of the other ranks.
+        with the other ranks' plans.
 
         Raises:
             AgreementError: a rank has another version, died, gave no verdict in time, or is inside the transfers of an
@@ -244,8 +244,8 @@ _parsed = functools.lru_cache(maxsize=4096)(ExchangePlan.from_json)
 
 
 def require(group: dist.ProcessGroup, text: str) -> None:
-    """Raise unless the ranks agree upon the plan. Inductor's own callable compares the call before the graph begins.
-    For other callables the plan is compared here.
+    """Raise unless the ranks agree upon the plan. Inductor's own callable has compared the plan before the graph
+    begins. For other callables the plan is compared here.
 
     Args:
         text: an ``ExchangePlan`` as JSON.
@@ -274,7 +274,7 @@ def accept(group: dist.ProcessGroup, plan: ExchangePlan) -> None:
 
 def plans_waiting(group: dist.ProcessGroup) -> str:
     """A sentence that names the peers that run another plan, or ``""``. It is part of the error of a transfer whose
-    partner did not come: the partner may have recompiled alone."""
+    partner did not come, because the partner may have recompiled alone."""
     state = STATES.known(group)
     if state is None or state.newest is None:
         return ""

@@ -73,13 +73,11 @@ class Slot:
     Attributes:
         nbytes, signals: number of bytes of ``data``, and number of signals that each rank can send in a call.
         data: uint8 ``[nbytes]`` on every rank.
-        flags: int32 on every rank, see ``credit_flag`` and ``signal_flag`` of ``kernels.signals``. ``calls``,
-            ``queues`` and ``tiles`` follow the flags in the same allocation, because the ranks must agree on the
-            success of each allocation.
+        flags: int32 on every rank (``kernels.layout``). ``calls``, ``queues`` and ``tiles`` follow in the same
+            allocation, because the ranks must agree on each allocation.
         calls: int32 ``[1]`` on the device, number of this rank's calls that have used the slot.
-        queues: int32 on the device: words in which the blocks of a kernel count claimed and finished work.
-            ``QUEUE_WORDS`` words, then one word per rank and signal. All words but ``ANNOUNCED`` are zero between
-            calls.
+        queues: int32 on the device: words in which the blocks of a kernel count work. ``QUEUE_WORDS`` words, then one
+            word per rank and signal. All words but ``ANNOUNCED`` are zero between calls.
         tiles: int32 on the device: words with which blocks signal finished tiles to each other, one for each
             ``TILE_BYTES`` of ``nbytes``. All are zero between calls.
         protocol: ``CREDITS`` or ``HALVES``.
@@ -170,7 +168,7 @@ class WorkspaceArena:
 
         Raises:
             OverlapError: memory would have to be allocated while a CUDA graph is captured, or beyond the limit.
-            NotOnAllRanks: a rank has no memory left (raised by ``allocate``).
+            NotOnAllRanks: a rank has no memory left.
         """
         slots, of_site = list(self.slots), dict(self._of_site)
         try:
@@ -254,7 +252,6 @@ class WorkspaceArena:
         return _suffices(self._of_site.get((request.site, request.protocol)), request)
 
     def knows(self, site: str, protocol: str = CREDITS) -> bool:
-        """Whether the site has a slot."""
         return (site, protocol) in self._of_site
 
     def slot(self, site: str, protocol: str = CREDITS) -> Slot:

@@ -56,7 +56,7 @@ EQUAL, ONCE = "1", "2"
 _LONGEST_PAUSE = 0.25
 """Longest pause between two reads of the other ranks' values, in seconds."""
 _SHORT = 2e-3
-"""Seconds. If pauses are longer, a rank also looks at every other rank's key and at the ``apart`` key."""
+"""Seconds. If pauses are longer, a rank also looks at every other rank's key and at key ``apart``."""
 _LOOKS = 20
 """Number of reads of a page in a row before a rank yields its time slice."""
 _SPIN = 2e-4
@@ -82,8 +82,8 @@ def timeout(group: dist.ProcessGroup) -> float:
 
 
 def constant(state: GroupState, plan: ExchangePlan) -> str:
-    """The part that the values of all calls of ``plan`` share: the plan's digest, the number of this group among the
-    plan's groups, and the number of this group's collectives in the plan."""
+    """The part that the values of all calls of ``plan`` share. It holds the plan's digest, the number of this group
+    among the plan's groups, and the number of this group's collectives in the plan."""
     alias, count = plan.alias(state.group.group_name), plan.count_in(state.group.group_name)
     text = f"{plan.digest}:{alias}:{count}"
     if len(text) <= MOST_CHARACTERS - _COUNTS_CHARACTERS:
@@ -126,7 +126,7 @@ def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = Fa
 
 def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> None:
     """Publish that this rank ran the newest call of the others uncompiled, and go on to the next number. The others run
-    their plain programs in the skipped call. ``found``: values that other ranks published for it."""
+    their plain programs in this call. ``found``: values that other ranks published for it."""
     state.skipped = dict(found)
     state.mark = SKIPPED
     state.publish(value(state, plan).text)
@@ -137,8 +137,8 @@ def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> Non
 
 
 def catch_up(states: Sequence[GroupState], plan: ExchangePlan) -> None:
-    """Before a call that is not compared, skip the calls of other ranks that this rank ran uncompiled. Does not wait. A
-    skipped call that no rank has published yet is found before a later call."""
+    """Before a call that is not compared, skip the calls of other ranks that this rank ran uncompiled. Does not wait:
+    it skips only calls that a rank has published."""
     for state in states:
         # A rank without collectives between its calls ran nothing uncompiled.
         while state.between and (found := _earlier(state, plan, peers(state.group))):
@@ -324,7 +324,7 @@ def plans_now(state: GroupState, mine: ExchangePlan) -> dict[int, ExchangePlan]:
 
 def say(state: GroupState, number: int, text: str, kind: str = "") -> None:
     """Publish this rank's verdict ``text`` in round ``number`` of this call. ``kind`` names a further series of rounds
-    of the call. Such rounds, and rounds that have no place on the page, go through the store."""
+    of the call, which goes through the store."""
     if kind or state.page is None or number >= MOST_ROUNDS:
         state.store.say(state.label, f"{kind}{number}", text)
         return

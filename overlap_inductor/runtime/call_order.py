@@ -3,12 +3,12 @@
 in which this process makes them, whatever their streams, threads, sites and groups are.
 
 Why. A kernel that waits for its peers may fill the GPU. If two such kernels on two streams start in different orders on
-two ranks, they wait for each other until their waits time out. Calls that share a slot of the workspace also need the
-same count on all ranks. The hosts of all ranks make their calls in one order. This module makes the GPUs keep it.
+two ranks, they wait for each other until their waits time out. The hosts of all ranks make their calls in one order.
+This module makes the GPUs keep it. So all ranks also have one count of the calls of a slot.
 
 How. ``with call_order(device):`` encloses all launches of a call. The new call waits for the *end* of the previous
-call: an event that is recorded after the previous call's last launch. Work that was queued later on the previous call's
-stream may wait for a peer that waits for the new call. So the new call does not wait for it. ::
+call: an event that is recorded after the previous call's last launch. It does not wait for later work on that call's
+stream, which may wait for a peer that waits for the new call. ::
 
     rank 0:  A on S1, recv on S1, B on S2             B waits for A, not for recv
     rank 1:  A on S1, B on S2, send after B on S1
@@ -18,10 +18,10 @@ also guards what calls on the device share: side streams, prepared kernels, and 
 time, the program must ensure one order on all ranks, as with NCCL.
 
 Captures. CUDA refuses a wait in a capture for an event from outside it, and the reverse. So each capture has its own
-event. If a ``torch.cuda.CUDAGraph`` holds calls, each of its replays counts as one call. In any other capture, and in a
-capture that began before the first ``CallOrder``, a call is refused. Its replays would not be noticed, and could use a
-slot at the same time as another call. If a program launches the ``raw_cuda_graph_exec`` of a graph, it must ensure the
-order itself.
+event. If a ``torch.cuda.CUDAGraph`` holds calls, each of its replays counts as one call. A call is refused in any other
+capture, and in a capture that began before the first ``CallOrder``. This module would not notice the replays of such a
+capture, and two calls could use a slot at once. If a program launches the ``raw_cuda_graph_exec`` of a graph, it must
+ensure the order itself.
 
 A graph of ``runtime.replay`` is launched inside a call, so it needs no order of its own.
 """
@@ -58,7 +58,6 @@ class _Last:
     event: Any = None
 
     def ended(self, raw: int, stream: Any) -> None:
-        """Record the end of a call on its stream."""
         if self.event is None:
             self.event = torch.cuda.Event()
         self.event.record(stream)
@@ -214,5 +213,4 @@ def call_order(device: torch.device) -> CallOrder | nullcontext[None]:
 
 
 def orders() -> tuple[CallOrder, ...]:
-    """The orders that ``call_order`` has made."""
     return tuple(_ORDERS.values())

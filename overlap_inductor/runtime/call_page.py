@@ -14,9 +14,8 @@ millisecond.
     entry                               CRC-32 of the rest, call, length of the text, text
 
 Memory ordering: a reader accepts an entry only if its checksum fits. So an entry that is half written, or whose stores
-arrive out of order, counts as not written yet. An entry is overwritten ``CALLS`` calls later. Only a rank that does not
-wait for the others can be that far ahead, because it overlaps nothing or its plan is compared at the first run only.
-The reader then raises ``Overwritten``.
+arrive out of order, counts as not written yet. An entry is overwritten ``CALLS`` calls later. A rank that does not wait
+for the others may be that far ahead. The reader then raises ``Overwritten``.
 """
 
 from __future__ import annotations
@@ -143,8 +142,7 @@ def shared_page(group: dist.ProcessGroup, key: str) -> CallPage:
         key: key in the group's store, used once. The first rank writes the name of the page's file under this key.
 
     Raises:
-        NotOnAllRanks: on all ranks, if a rank cannot make or map the file: the ranks do not share one ``/dev/shm``, or
-            ``/dev/shm`` is full.
+        NotOnAllRanks: on all ranks, if a rank cannot make or map the file in ``/dev/shm``.
     """
     store, rank, size = group_store(group), group.rank(), group.size()
     path = shared_file.path_of(shared_file.new_number())

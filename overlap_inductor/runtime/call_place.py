@@ -2,10 +2,10 @@
 """``CallPlace``: the place of a rank's call in the sequence of a group's collectives. It tells whether calls of two
 ranks are the same call.
 
-The n-th call of one rank need not be the n-th call of another: one rank may run a frame uncompiled, or a graph may be
-broken into two on one rank. The collectives are issued in either case. So a call's *place* is the number of the group's
-collectives that the rank has issued before the call: those of the graphs that it called, and those that the backend
-counted between calls::
+The n-th call of one rank need not be the n-th call of another. One rank may run a frame uncompiled, or its graph may be
+broken into two. The collectives are issued in either case. So a call's *place* is the number of the group's collectives
+that the rank has issued before the call. It counts the collectives of the graphs that the rank called, and those that
+the backend counted between calls::
 
     rank 0   A: place 0   (uncompiled: one collective)   C: place 2
     rank 1   A: place 0    B: place 1                    C: place 2

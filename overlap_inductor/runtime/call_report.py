@@ -12,8 +12,8 @@ the group's newest call. It makes a report if two looks in a row find this threa
 * Outside of graphs, it reports the *place* that the rank has reached (``call_place``). The report is a promise: this
   rank joins no call that begins before this place. A waiting rank whose call begins before it runs its plain program.
   The reporting rank skips such a call (``call_board.skip``).
-* In a call, it reports the call's number. If another rank has skipped this call, it learns that it did so by mistake.
-  Had it run the call uncompiled, the collective would have ended.
+* In a call, it reports the call's number. If another rank has skipped this call, that was a mistake: had it run the
+  call uncompiled, the collective would have ended.
 
 Reports go to the group's store. One lock is held while a report is made, and while a call is counted. So once a rank
 has counted a call, it makes no report about the time before the call.
@@ -81,7 +81,7 @@ def place_of(state: Watched, rank: int) -> int:
 
 
 def call_of(state: Watched, rank: int) -> int:
-    """The number of the call inside whose collective ``rank`` has reported to be, or -1."""
+    """The number of the call that ``rank`` has reported, because it is inside a collective of this call, or -1."""
     return _number(state, "inside", rank)
 
 

@@ -2,9 +2,8 @@
 """Calls CUDA's driver through its documented API: copies by address, mapped host memory, allocations, streams that no
 other code uses, and captures.
 
-A copy by address takes about 7 us on a slow host; a slice and its ``copy_`` take 13 us. No bounds are checked here: the
-code that prepares a transfer has compared its size with the slot. A copy on a stream that is being captured becomes a
-node of the graph.
+A copy by address takes about 7 us on a slow host; a slice and its ``copy_`` take 13 us. No bounds are checked here. A
+copy on a stream that is being captured becomes a node of the graph.
 
 Captures do not use ``torch.cuda.CUDAGraph``. If such a capture fails, torch's random number generator and allocator
 behave as if it still ran, and the process ends (torch 2.11). A failed capture through the driver leaves no state
@@ -144,8 +143,8 @@ CAPTURING = 1
 
 
 def capture_number(stream: int) -> int:
-    """The driver's number of the capture to which ``stream`` (the address of a CUDA stream) belongs, unique in the
-    process. 0 if the stream is not being captured, or if its capture has failed. Raises ``RuntimeError`` if the driver
+    """The driver's number, unique in the process, of the capture to which ``stream`` (the address of a CUDA stream)
+    belongs. 0 if the stream is not being captured, or if its capture has failed. Raises ``RuntimeError`` if the driver
     refuses."""
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     call = _function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)

@@ -3,13 +3,12 @@
 also stop every waiting kernel of the group.
 
 A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's board
-(``runtime.board``). It also sets the abort words of all ranks that share the board. An abort word is in the memory of
-the GPU whose kernels read it (``kernels.signals`` says why). A host copies the words on a stream on which nothing else
-is launched, so the copies never queue behind a kernel that waits. If a host can no longer copy to any GPU, the
-watchdogs of its peers read the board and stop the waits on their own GPUs (``stop_waits``).
+(``runtime.board``). It also sets the abort words of all ranks that share the board. A host copies the words on a stream
+on which nothing else is launched, so the copies never queue behind a kernel that waits. If a host can no longer copy,
+the watchdogs of its peers read the board and stop the waits on their own GPUs (``stop_waits``).
 
-The next call on every rank that shares the board raises an error. It names the site and the rank of the first wait that
-timed out, or the rank that aborted the group.
+The next call on every rank that shares the board raises an error. It names the first wait that timed out, or the rank
+that aborted the group.
 """
 
 from __future__ import annotations
@@ -52,14 +51,10 @@ _OVER = "No result of this group is valid any more: destroy the group, or end th
 
 
 def stop_words(rank: int, board: Board, table: torch.Tensor) -> torch.Tensor:
-    """The words that follow a rank's abort word. The first is the number of abort words that a kernel sets if it gives
-    up. Then come the addresses of the rank's record, of the board and of ``table``.
+    """The words that follow a rank's abort word, int32 ``[STOP_WORDS - 1]`` (``kernels.layout``).
 
     Args:
         table: int64: addresses of abort words as this rank's GPU sees them, for all ranks or for this rank alone.
-
-    Returns:
-        int32 ``[STOP_WORDS - 1]``.
     """
     head = torch.tensor([table.numel()], dtype=torch.int32)
     addresses = torch.tensor([board.record_address(rank), board.address, table.data_ptr()])
@@ -80,8 +75,7 @@ class FaultRecord:
         ranks: global ranks of the group, in its order.
         rank: this process's index in ``ranks``.
         board: the records of all ranks.
-        stop: int32 ``[STOP_WORDS]`` on the device, an argument of every kernel that waits: the abort word, followed by
-            ``stop_words``.
+        stop: int32 ``[STOP_WORDS]`` on the device, an argument of every kernel that waits.
         table: int64 on the device: the addresses of the abort words that this rank sets, of all ranks or only its own.
         reachable: the values of ``table``, on the host.
         sites: names of this rank's sites, by the numbers under which kernels record them.
@@ -164,8 +158,7 @@ class FaultRecord:
         return number
 
     def abort(self) -> None:
-        """Make every wait of the group return at once from now on, on all ranks that share the board. The results of
-        the group's kernels are then not valid."""
+        """Make every wait of the group return at once from now on, on all ranks that share the board."""
         self.told = True
         record = self.board.record(self.rank)
         if not record[0]:

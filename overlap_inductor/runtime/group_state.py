@@ -15,9 +15,8 @@ group's things are dropped when the next thing of any kind is made::
     STATES.of(the first "tp")   OverlapError
 
 Nothing is dropped while a CUDA graph is captured, because closing a thing may wait for its GPU. ``of`` does not check
-whether the group of a held thing is alive. Ops look their group up by name at every call, which raises if the group is
-destroyed (``torch_compat.distributed.resolve_group``). The watchdog watches a destroyed group until its last call has
-ended.
+whether the group of a held thing is alive: ops look their group up by name, and this look-up does
+(``torch_compat.distributed.resolve_group``).
 """
 
 from __future__ import annotations
@@ -94,7 +93,6 @@ class Kind(Generic[Thing]):
             self._close(thing)
 
     def drop(self, owner: Owner) -> None:
-        """Remove the thing of ``owner`` from the registry."""
         self._things.pop((owner.group, owner.device), None)
 
     def _made(self, group: dist.ProcessGroup, device: torch.device | None) -> Thing:

@@ -165,8 +165,8 @@ class Recorder:
         """Number of graphs made so far."""
 
     def replay_of(self, start: Start) -> Start | None:
-        """Capture ``start``. Returns a function that launches the graph on the current stream. Returns ``None``, and
-        logs why, if the capture failed or a limit was reached."""
+        """Capture ``start``. Returns a function that launches the graph on the current stream, or ``None`` if the
+        capture failed or a limit was reached. Logs each failure, and the limit ``MOST_GRAPHS`` once."""
         if self._failed >= MOST_FAILED:
             return None
         if len(self._graphs) >= MOST_GRAPHS:

@@ -4,14 +4,13 @@
 A graph cannot show that such an input, for example a norm's weight, is the same on all ranks
 (``passes.sequence.same_values``). So each rank hashes these inputs. There are two kinds:
 
-- *Parameters and buffers* stay in their memory from call to call. Their digests are part of the plan that ranks compare
-  before they run the graph (``ExchangePlan.inputs``). A digest is taken once, when the process first sees the memory,
-  and not again after training steps.
-- *Arguments* of a call change from call to call. ``difference`` compares them in the call in which the ranks agree upon
-  a plan.
+- *Parameters and buffers*: their digests are part of the plan that ranks compare before they run the graph
+  (``ExchangePlan.inputs``). A digest is taken once, when the process first sees the memory, and not again after
+  training steps.
+- *Arguments* of a call: ``difference`` compares them in the call in which the ranks agree upon a plan.
 
 If a graph has several groups, ``difference`` also compares its parameters, once for each set of parameters
-(``were_compared``). The plan of such a graph cannot hold digests: in one of its groups, a parameter may rightly differ.
+(``were_compared``). The plan cannot hold their digests, because a parameter may rightly differ in one of the groups.
 
 An example of ``difference`` on three ranks::
 

@@ -65,8 +65,8 @@ class WaitingStream:
     """A stream for kernels that wait, beside the copies on the current stream. Call ``follow`` first. Then ``before``
     makes the next work on the current stream wait for the kernel.
 
-    On one stream, a copy starts 12 us after the end of the kernel before it. If a copy waits for an event of another
-    stream that was reached long ago, it starts at once.
+    On one stream, a copy starts 12 us after the end of a kernel. If it waits for an event of another stream that was
+    reached long ago, it starts at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -115,7 +115,7 @@ def waiting_stream(device: torch.device) -> WaitingStream | WaitingInOrder:
 @contextlib.contextmanager
 def one_call(launch: Launch, side: SideStream | InOrder) -> Iterator[None]:
     """Encloses the launches of one call, and joins the side stream after them. If a launch fails, the group is aborted,
-    because peers wait for rows that were not sent. A capture runs no work, so it aborts nothing."""
+    because peers wait for rows that were not sent. In a capture, nothing is aborted."""
     try:
         yield
     except BaseException:

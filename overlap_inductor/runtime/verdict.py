@@ -57,7 +57,7 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     """Publish this call of ``plan``, read what the other ranks published, and reach one verdict with them.
 
     Args:
-        states: the states of the plan's groups in which something moves. This call must have been counted in them.
+        states: the states of the plan's groups in which something moves. They must have counted this call.
         known: True if the plan was agreed upon before.
 
     Raises:
@@ -102,8 +102,8 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     if (
         off
         or any(silent)
-        # If a graph divides tokens, it issues other collectives than the uncompiled model. So the absent rank has
-        # counted other collectives, and its places differ from now on.
+        # A graph that divides tokens issues other collectives than the uncompiled model. So the absent rank's places
+        # differ from now on.
         or (absent and any(c.endswith(" tokens") for c in plan.collectives))
         or any(s.apart or _astray(s, plan, values) for s, values in zip(states, here, strict=True))
         or any(p.collectives != plan.collectives for plans in texts for p in plans.values())
@@ -167,8 +167,8 @@ def _share_pages(
 
 
 def _left_behind(state: GroupState) -> str:
-    """The text of the difference if a rank of the group is ``CALLS`` or more calls ahead. Such a rank either overlaps
-    nothing, or runs plans that are not compared again (``GroupState.unasked``).
+    """The text of the difference if a rank of the group is ``CALLS`` or more calls ahead. Such a rank overlaps nothing,
+    or runs plans that are not compared again (``GroupState.unasked``).
 
     Raises:
         AgreementError: the group has plans that are not compared again.
@@ -378,7 +378,6 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
 
 def seconds_to_wait(group: dist.ProcessGroup, plan: ExchangePlan, known: bool) -> float:
     """Seconds to wait for the other ranks. For a known plan: the group's timeout. For a new plan:
-    ``agreement_timeout``, but at most half of the group's timeout, so that the collectives of peers do not time out
-    first."""
+    ``agreement_timeout``, but at most half of the group's timeout, so that peers' collectives do not time out first."""
     longest = call_board.timeout(group)
     return longest if known else min(float(plan.config.get("agreement_timeout", DEFAULT_TIMEOUT)), longest / 2)

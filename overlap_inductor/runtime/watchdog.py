@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog: a daemon thread that reads the fault records of the process's groups. So a fault is reported even if no
-overlap call follows, which would raise it (``FaultRecord.check``).
+"""The watchdog: a daemon thread that reads the fault records of the process's groups. It reports a fault even if no
+later overlap call raises it (``FaultRecord.check``).
 
 A program was *told* of a fault if ``check`` has raised the error to it, or if this rank has aborted the group. A fault
 is handled in this order:
@@ -12,8 +12,8 @@ is handled in this order:
 3. Any other program is ended by SIGABRT, ``GRACE_SECONDS`` after the fault was seen. The error and the stacks of all
    threads are written to standard error. ProcessGroupNCCL's watchdog does the same on a timeout.
 4. A program that ends without having been told gets exit status 1, because it may have used results of a kernel that
-   gave up. Calls in flight at the program's end have ``EXIT_SECONDS`` to end. If they do not, the exit status is also
-   1. The exit hook ends such a process at once, so exit hooks that were registered earlier do not run.
+   gave up. Its exit status is also 1 if calls are still in flight ``EXIT_SECONDS`` after its end. The exit hook ends
+   such a process at once, so exit hooks that were registered earlier do not run.
 
 Without a fault, each check reads one word of the host's memory for each group. The only kind of CUDA call is an event
 query for a destroyed group (``runtime.driver.beside_captures``). After a fork the child watches nothing, because it
@@ -117,7 +117,6 @@ class Watchdog:
                 self._thread.start()
 
     def look(self) -> None:
-        """Check every record once."""
         for watch in tuple(self._watches):
             # Read after ``alive``, so the record of a destroyed group holds all faults from before its destruction.
             alive, error = watch.alive(), watch.faults.error()
@@ -175,7 +174,6 @@ class Watchdog:
 
     def _left(self, watch: _Watch, error: str | None) -> None:
         """Forget a destroyed group if its calls have ended without a fault, or if the program was told of the fault.
-        Otherwise keep it.
 
         A call that gives up or is stopped ends only after its fault is on the board. So the board is read again once
         all calls have ended.
@@ -194,7 +192,7 @@ _WATCHDOG = Watchdog()
 
 
 def watch(faults: Watched, alive: Callable[[], bool], in_flight: Callable[[], bool] = lambda: False) -> None:
-    """Let the process's watchdog watch a group's fault record. See ``Watchdog.watch``."""
+    """See ``Watchdog.watch``."""
     _WATCHDOG.watch(faults, alive, in_flight)
     _WATCHDOG.start()
 

@@ -2,9 +2,9 @@
 """``GroupWorkspace`` holds the objects that the sites of one process group share on this rank: the group's arena, fault
 record and patience.
 
-All ranks of the group make a workspace together, because allocating symmetric memory is a collective. They do so at the
-first run of a graph that needs the workspace, after they have agreed on the plan. The workspace lives as long as the
-group (``runtime.group_state``). Calls of a rank run one after the other on its GPU (``runtime.call_order``).
+All ranks of the group make a workspace together, at the first run of a graph that needs it. (Allocating symmetric
+memory is a collective.) The workspace lives as long as the group (``runtime.group_state``). Calls of a rank run one
+after the other on its GPU (``runtime.call_order``).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Launch:
         site: the site's number in ``faults``.
         patience_ns: how long a kernel waits for a peer, ns.
         prepared: kernels that are ready to be launched, by the caller's key.
-        kept: objects that must live as long as this one, such as device memory that kernels read, by the caller's key.
+        kept: objects that must live as long as this one, by the caller's key.
         seen: for each call that was seen once, its copies' allocations, and whether it may be captured
             (``runtime.replay``).
         replays: for each captured call, its copies' allocations, and the function that launches the graph.
@@ -123,8 +123,8 @@ class GroupWorkspace:
 
         Args:
             call: everything on which the result depends.
-            make: makes a launch and the other values that the op needs, or returns ``None`` if no kernel supports the
-                call. Several threads may each call it for a new call.
+            make: makes a launch and what else the op needs, or returns ``None`` if no kernel supports the call. Several
+                threads may call it for one ``call``.
 
         Raises:
             Exception: what ``make`` raises.
@@ -267,8 +267,8 @@ def _fault_record(group: dist.ProcessGroup, device: torch.device, together: symm
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> str | None:
-    """Give every site of a plan its slot, once. All ranks of the group call this together. If the slots do not fit
-    under some rank's ``limit``, the plan's sites run without overlap on all ranks, and the log says so.
+    """``GroupWorkspace.prepare``, once for each plan. If the slots do not fit under some rank's ``limit``, the plan's
+    sites run without overlap on all ranks, and the log says so.
 
     Args:
         requests: JSON text, ``[[site, bytes, signals], ...]`` in the plan's order, equal on all ranks. A site whose
@@ -276,8 +276,7 @@ def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit
         limit: bytes that all slots of the group may take on this rank.
 
     Returns:
-        ``None``, or, if a rank failed to allocate or map memory, a text that says so. The text is the same on every
-            rank, and no rank has new slots. So all ranks make the same decision.
+        ``None``. If a rank failed to allocate or map memory: a text that says so, equal on all ranks.
 
     Raises:
         OverlapError: memory would have to be allocated while a CUDA graph is captured.
