@@ -76,8 +76,8 @@ def _beside(left, right):
 def by_quarters(
     EPILOGUE: tl.constexpr, tile, weight, at_m, inside_m, column, columns, extra0, extra1, dtype: tl.constexpr
 ):
-    """``tile`` with its epilogue, in ``dtype``. The epilogue is computed for one quarter of the columns after the
-    other. On the whole tile, each op's result would take as many registers as the accumulator."""
+    """``tile`` with its epilogue, in ``dtype``. Each quarter of the columns is computed by itself, because an op's
+    result on the whole tile would take as many registers as the accumulator."""
     QUARTER: tl.constexpr = tile.shape[1] // 4
     left, right = _halves(tile)
     a, b = _halves(left)
@@ -217,8 +217,7 @@ def function_of(programs: tuple[Program | None, ...]) -> Any:
     """``source_of`` as a Triton function."""
     source = source_of(programs)
     name = f"<epilogue {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
-    # Triton reads a function's source by its file name. ``linecache`` never checks an entry without a modification time
-    # against a file.
+    # Triton reads a function's source by its file name. Without a modification time, ``linecache`` keeps this entry.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace = {"__name__": __name__, "tl": tl}
     exec(compile(source, name, "exec"), namespace)

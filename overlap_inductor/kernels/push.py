@@ -104,8 +104,8 @@ def push_until(
     WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
     SCATTERED: tl.constexpr,
 ):  # fmt: skip
-    """Push pieces until ``flag`` has reached ``target`` or no piece is left. This orders no memory accesses: the caller
-    must still wait for the flag. The other arguments are those of ``push_piece``."""
+    """Push pieces until ``flag`` has reached ``target`` or no piece is left. The caller must still wait for the flag.
+    The other arguments are those of ``push_piece``."""
     sending = not has_come(flag, target)
     while sending:
         sent = push_piece(

@@ -28,7 +28,7 @@ from overlap_inductor.kernels.signals import wait_at_least
 @triton.jit
 def _part_of(i, rank, copies, WORLD: tl.constexpr):
     """``(source, part)`` of piece ``i``. Part 0 of all peers comes first. Within a part, peers come in the order in
-    which they store to this rank: rank ``r`` stores to rank ``r + 1`` first."""
+    which they store to this rank."""
     whole = (WORLD - 1) * copies
     return (rank + WORLD - 1 - i % whole // copies) % WORLD, i // whole
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of tiles: which tile has which turn, how a block claims a turn, and how a tile is multiplied and stored. A
-*turn* is a number that blocks claim from a queue, one after the other."""
+"""The order of tiles: which tile has which *turn*, how a block claims a turn, and how a tile is multiplied and stored.
+Turns are numbers that blocks claim from a queue, one after the other."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ else:
 """``claimed(claim(queue, THREADS))``: the next turn of a queue. ``THREADS``: number of threads of the block.
 
 A block claims its next turn when it has multiplied a tile, and reads the answer when it has stored the tile. So the
-store hides the microsecond that memory takes to answer. A claim before the matmul would let some blocks hold two tiles
-while free blocks find none.
+store hides the microsecond that memory takes to answer. A block that claimed earlier would hold two tiles while free
+blocks find none.
 """
 
 
@@ -83,11 +83,11 @@ def own_tile(turn, tiles_shard, tiles_part, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
-    """``(shard, m, n)`` of turn ``turn`` among the tiles of the peers' shards, in the order in which their rows arrive.
+    """``(shard, m, n)`` of turn ``turn`` among the tiles of the peers' shards, in the order in which their rows arrive:
+    part 0 of shard ``rank + 1``, ``rank + 2``, ..., then part 1 of these shards, and so on.
 
-    All ranks send at once, part after part. So the order is part 0 of shard ``rank + 1``, ``rank + 2``, ..., then part
-    1 of these shards, and so on. A shard has ``tiles_shard`` rows of tiles. A part has ``tiles_part`` of them; the last
-    part may have fewer. ``m`` counts inside the shard.
+    A shard has ``tiles_shard`` rows of tiles. A part has ``tiles_part`` of them; the last part may have fewer. ``m``
+    counts inside the shard.
     """
     whole = tiles_part * tiles_n * (WORLD - 1)
     part = turn // whole
@@ -103,8 +103,8 @@ def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr,
     """As ``arriving``, for tiles that are sent. At any time, about equally many tiles are in transfer to each rank. In
     the order of ``arriving``, two ranks could share one receiver's link for a whole part.
 
-    In a part, about ``GROUP_M`` rows of tiles are taken together, tile column by tile column. Equally many are of each
-    shard, at least one. In a column, neighbouring turns belong to different shards.
+    In a part, about ``GROUP_M`` rows of tiles are taken together, tile column by tile column. In a column, neighbouring
+    turns belong to different shards.
     """
     GROUP: tl.constexpr = GROUP_M // (WORLD - 1) if GROUP_M >= WORLD else 1
     whole = tiles_part * tiles_n * (WORLD - 1)
@@ -121,8 +121,8 @@ def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr,
 
 @triton.jit
 def store_tile(desc, row, column, tile, HALVES: tl.constexpr):
-    """Start the bulk store of a tile. With ``HALVES``, each half of its columns is stored by itself, which takes half
-    the shared memory. The blocks of ``desc`` are then half a tile wide."""
+    """Start the bulk store of a tile. With ``HALVES``, it is stored in two halves of its columns, which takes half the
+    shared memory. The blocks of ``desc`` are then half a tile wide."""
     if HALVES:
         BLOCK_M: tl.constexpr = tile.shape[0]
         HALF: tl.constexpr = tile.shape[1] // 2

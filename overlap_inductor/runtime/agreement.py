@@ -121,8 +121,8 @@ class Comparison:
         with the other ranks' plans.
 
         Raises:
-            AgreementError: a rank has another version, died, gave no verdict in time, or is inside the transfers of an
-                earlier agreed plan. Or the rank that kept a group's store has died.
+            AgreementError: the ranks can neither all overlap nor all run the plain program, or a rank died or gave no
+                verdict in time.
             StrictError: in mode ``strict``, the plans differ, or overlap is disabled for a group of the plan.
         """
         try:
@@ -209,8 +209,8 @@ class Comparison:
         reject the plan.
 
         Args:
-            failure: why this rank cannot go on, or ``""``. All ranks of the group in which the failure occurred pass
-                the same text. Rounds pass the text on to the graph's other groups.
+            failure: why this rank cannot go on, or ``""``; equal on all ranks of the group in which the failure
+                occurred. Rounds pass it on to the graph's other groups.
 
         Raises:
             StrictError: a rank cannot go on, in mode ``strict``.
@@ -279,8 +279,7 @@ def plans_waiting(group: dist.ProcessGroup) -> str:
     if state is None or state.newest is None:
         return ""
     try:
-        # The call that failed is the newest one if it was counted, else the next one. Only graphs in Inductor's own
-        # callable count a call before it runs.
+        # Only Inductor's own callable has counted the call that failed. Otherwise the call that failed is the next one.
         plans = call_board.plans_now(state, state.newest)
     except RuntimeError:
         # The rank that kept the store may have died.

@@ -2,8 +2,8 @@
 """``all_or_none``: an attempt that counts only if it succeeds on every rank of a group, for example the allocation of
 memory that all ranks map.
 
-Each rank makes the attempt. The first rank of the group reads the others' results from the group's store, and writes
-its verdict there. All ranks that get the verdict do the same: all go on, or all raise one text::
+The first rank of the group reads the others' results from the group's store, and writes its verdict there. All ranks
+that get the verdict do the same: all go on, or all raise one text::
 
     rank 0                         rank 1                            rank 2
     attempt: succeeded             attempt: out of memory            attempt: succeeded
@@ -11,9 +11,8 @@ its verdict there. All ranks that get the verdict do the same: all go on, or all
     verdict: "rank 1 cannot ..."   NotOnAllRanks("rank 1 ...")       NotOnAllRanks("rank 1 ...")
 
 If a rank writes nothing within the time limit, it counts as failed. If a rank gets no verdict within twice the limit,
-it raises a text of its own. An attempt may be a collective. If one rank fails in it, the collective must end on the
-other ranks, at the latest by its own timeout. All ranks must make the same attempts in the same order. Each attempt has
-its own keys in the store.
+it raises a text of its own. All ranks must make the same attempts in the same order. If an attempt is a collective and
+fails on one rank, it must end on the other ranks, at the latest by its own timeout.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Resul
         seconds: how long the first rank waits for the others' results, at most the group's timeout.
 
     Raises:
-        NotOnAllRanks: ``attempt`` raised on a rank, a rank wrote no result in time, or the first rank wrote no verdict
-            in time.
+        NotOnAllRanks: ``attempt`` raised on a rank, or a result or the verdict did not come in time.
         OverlapError: the group was destroyed, and ``group_state`` holds nothing more for it.
     """
     keys = _KEYS.of(group)

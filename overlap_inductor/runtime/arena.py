@@ -7,7 +7,7 @@ the other (``runtime.call_order``).
 
 A rank must not write into a slot that a peer still reads. One of two protocols ensures this: the peer gives a credit
 when its call ends (``kernels.signals.credit_flag``), or calls use the two halves of the slot in turn
-(``kernels.small_message``). Calls are counted in device memory, so the count stays right when a CUDA graph is replayed.
+(``kernels.small_message``).
 
 ``prepare`` allocates a graph's slots at the graph's first run, which must be outside any capture. A site with dynamic
 sizes requests memory for a planned maximum. A call above the maximum runs without overlap. Slots are never moved, grown

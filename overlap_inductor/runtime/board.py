@@ -8,8 +8,8 @@ there what it waited for.
     word 1                   the constant 1: the source from which abort words are copied
     from ``BOARD_HEAD`` on   ``FAULT_WORDS`` words per rank: its record (``kernels.layout``), written by that rank alone
 
-The order of writes is: the record, then word 0, then the abort words of the GPUs (``kernels.signals``). So a rank whose
-kernel was stopped finds the record as soon as that kernel has ended. Before each call, a host reads word 0.
+The order of writes is: the record, then word 0, then the abort words of the GPUs (``kernels.signals``). So when a
+stopped kernel has ended, its host finds the record.
 
 Ranks of one machine share a board. If the group has ranks on other machines, or its GPUs cannot reach each other, each
 rank has a board of its own. The pages of a shared board are never freed, because kernels in captured CUDA graphs hold
@@ -98,7 +98,7 @@ def shared_board(rank: int, exchange: Exchange, together: Together) -> Board:
         together: makes an attempt on every rank, and raises on all of them if it failed on one.
 
     Raises:
-        NotOnAllRanks: on all ranks, if a rank cannot map the board (raised by ``together``).
+        NotOnAllRanks: on all ranks, if a rank cannot map the board.
     """
     device, world_size = exchange.local.device, len(exchange.peers)
     number = shared_file.new_number()

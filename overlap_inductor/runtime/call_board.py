@@ -221,7 +221,7 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
 
 def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict[int, str]) -> dict[int, str]:
     """Move the ranks that have published their value from ``waiting`` to ``found``. Returns what ``_earlier`` returns
-    for the ranks in ``waiting``. Raises ``Overwritten``."""
+    for ``waiting``. Raises ``Overwritten``."""
     for rank in list(waiting):
         text = state.published(rank)
         if text is None:
@@ -239,8 +239,8 @@ def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict
 
 
 def _skipped_by_mistake(state: GroupState, mine: ExchangePlan) -> bool:
-    """Whether a rank is still inside a collective of the call that this rank has skipped. This rank cannot have run
-    that call uncompiled, because the collective would have ended. So overlap is disabled for the group."""
+    """Whether a rank is still inside a collective of the call that this rank has skipped. If so, this rank cannot have
+    run that call uncompiled, and overlap is disabled for the group."""
     stuck = [r for r in state.skipped if state.mark == MOVED and call_report.call_of(state, r) == state.calls - 1]
     if not stuck:
         return False
@@ -267,13 +267,12 @@ def _are_beyond(state: GroupState, mine: ExchangePlan, waiting: list[int], found
 
 
 def _absent(state: GroupState, mine: ExchangePlan, place: int) -> str:
-    """A value for a rank that has reported ``place``, which is beyond this call."""
     return CallPlace(constant(state, mine), state.passed, place, SKIPPED).text
 
 
 def soon(page: CallPage, call: int, text: str) -> bool:
     """Whether all ranks publish ``text`` within ``_SOON`` seconds. The wait ends early if a rank publishes another
-    value. Each read compares the entries of all ranks at once.
+    value.
 
     A late host's entry ends the wait of the others within microseconds, so the hosts of a group stay in step.
     """

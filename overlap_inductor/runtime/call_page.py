@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``CallPage``: memory that all ranks of a group on one machine map. At each call, each rank writes there which plan it
-runs.
-
-A rank sees in about a microsecond whether all others run the same plan. So plans of such groups are compared at every
-call, even on GPUs. Groups without shared memory use the store (``call_store.CallStore``), which takes a fraction of a
-millisecond.
+runs. A rank sees in about a microsecond whether all others run the same plan. (The store takes a fraction of a
+millisecond: ``call_store.CallStore``.)
 
 ::
 
@@ -70,8 +67,7 @@ class CallPage:
         return self.watcher(call, text)()
 
     def watcher(self, call: int, text: str) -> Callable[[], bool]:
-        """A function that returns what ``all_publish`` returns, with less host time: the bytes to compare with are made
-        once."""
+        """A function that returns what ``all_publish`` returns, with less host time."""
         start, expected = self._offset(call, 0, 0), _entry(call, text) * self._size
         memory, end = self._memory, start + len(expected)
         return lambda: memory[start:end] == expected

@@ -50,7 +50,7 @@ class CallPlace:
     """The value that a rank publishes for a call.
 
     Attributes:
-        constant: what the values of all calls of a plan share. It ends in the number of the plan's collectives in the
+        constant: what the values of all calls of a plan share; it ends in the number of the plan's collectives in the
             group.
         passed: number of the group's collectives in the graphs of this rank's earlier calls.
         place: number of the group's collectives that this rank issued before the call.
@@ -73,7 +73,6 @@ class CallPlace:
 
     @classmethod
     def parsed(cls, text: str) -> CallPlace:
-        """The value from its ``text``."""
         mark = text[-1] if text[-1] in (SKIPPED, REFUSED, MOVED) else ""
         constant, passed, place = text.removesuffix(mark).rsplit(":", 2)
         return cls(constant, int(passed), int(place), mark)

@@ -121,13 +121,10 @@ def allocation(address: int) -> int:
 
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     """A new stream of ``device``, which must be the current device. The stream is never destroyed. ``priority``: -1 is
-    higher than 0.
+    higher than 0. Raises ``RuntimeError`` if the driver refuses.
 
     ``torch.cuda.Stream`` returns one of 32 streams in turn. Two users of one stream would be captured together, or
     would wait for each other.
-
-    Raises:
-        RuntimeError: the driver refuses.
     """
     # Makes the device's context current on this thread, and is allowed in a capture.
     torch.cuda.is_current_stream_capturing()
@@ -155,11 +152,8 @@ def capture_number(stream: int) -> int:
 @contextlib.contextmanager
 def beside_captures(device: torch.device) -> Iterator[None]:
     """In this context, this thread may query events of ``device`` while another thread captures a graph without these
-    events. Otherwise a capture in mode ``global``, torch's default, would fail at such a query.
-
-    Raises:
-        RuntimeError: the driver refuses.
-    """
+    events. Otherwise such a query ends a capture in mode ``global``, torch's default. Raises ``RuntimeError`` if the
+    driver refuses."""
     exchange = _function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)
     mode = ctypes.c_int(THREAD_LOCAL)
     with torch.cuda.device(device):
@@ -169,7 +163,6 @@ def beside_captures(device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            # Restore the thread's earlier mode.
             exchange(ctypes.byref(mode))
 
 

@@ -120,8 +120,7 @@ class FaultRecord:
             together: makes an attempt on every rank, and raises on all of them if it failed on one.
 
         Raises:
-            NotOnAllRanks: on all ranks, if a rank has no memory left or shares no host memory with the others (raised
-                by ``together``).
+            NotOnAllRanks: on all ranks, if a rank has no memory left or shares no host memory with the others.
         """
         memory = symmetric.allocate(layout.STOP_WORDS, torch.int32, device, group, together)
 

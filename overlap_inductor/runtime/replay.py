@@ -3,7 +3,7 @@
 same addresses.
 
 A call of schedule ``chunked`` has 10 to 80 launches. On a slow host with 4 H200s, they took 240 to 690 us of host time,
-and a replay took 13 to 62 us. A compiled model allocates in the same order at every step, so addresses soon repeat.
+and a replay took 13 to 62 us.
 
 Contract. ``launched(launch, what, tensors, start, replays, copied)``: ``start()`` launches work on the current stream,
 and on streams that it forks and joins. The work may depend on ``what``, on the layouts and addresses of ``tensors``,
@@ -15,10 +15,10 @@ and on the allocations that hold the tensors in ``copied``. It may depend on not
     allocations have changed    drop the site's graphs, then continue as for a first call
     no replay is possible       start() at every call
 
-Why this is correct. A captured graph fixes only the values in its key. Kernels read all other values at replay, such as
-the number of the call, from device memory. Kernels, slots and fault memory outlive the graph. The first call has loaded
-every kernel, so a capture waits for nothing on the device. A rank's calls run one after the other on its GPU
-(``runtime.call_order``), so graphs can share one workspace of the vendor's matmul library.
+Why this is correct. A captured graph fixes only the values in its key. Kernels read the number of the call from device
+memory. Kernels, slots and fault memory outlive the graph. The first call has loaded every kernel, so a capture waits
+for nothing on the device. A rank's calls run one after the other on its GPU (``runtime.call_order``), so graphs can
+share one workspace of the vendor's matmul library.
 
 Why allocations are compared. A copy in a graph is bound to the allocation with which it was captured. If the program
 frees this allocation, a new one may cover the same address. ``cuGraphLaunch`` then fails with

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams, beside the current one, on which a schedule's transfers and waits run. A device needs one for transfers
+"""The streams, beside the current one, on which a schedule's transfers and waits run. A device has one for transfers
 and one for waits, because its calls run one after the other (``runtime.call_order``)."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class SideStream:
     """Work launched inside ``with side:`` runs after the work that is already on the current stream, and concurrently
     with later work there. ``join`` makes the current stream wait for the side stream.
 
-    Every use ends with ``join`` before the op returns. So tensors used on the side stream may be freed on the current
-    stream, and a capture of the current stream also holds the side stream's work.
+    Every use ends with ``join`` before the op returns. So tensors used here may be freed on the current stream, and
+    captures of the current stream hold this work.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -355,8 +355,8 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
 
     Raises:
         StrictError: another rank overlaps its graph, and ``strict`` is True.
-        AgreementError: ``strict`` is False, and a rank may be inside the transfers of an agreed plan, or runs another
-            version.
+        AgreementError: ``strict`` is False, and a rank has another version, or may be inside an agreed plan's
+            transfers.
     """
     for state in states:
         try:

@@ -124,10 +124,7 @@ class GroupWorkspace:
         Args:
             call: everything on which the result depends.
             make: makes a launch and what else the op needs, or returns ``None`` if no kernel supports the call. Several
-                threads may call it for one ``call``.
-
-        Raises:
-            Exception: what ``make`` raises.
+                threads may call it for one ``call``. Its errors are passed on.
         """
         found = self._known.get(call, _UNKNOWN)
         if found is _UNKNOWN:
@@ -267,8 +264,8 @@ def _fault_record(group: dist.ProcessGroup, device: torch.device, together: symm
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> str | None:
-    """``GroupWorkspace.prepare``, once for each plan. If the slots do not fit under some rank's ``limit``, the plan's
-    sites run without overlap on all ranks, and the log says so.
+    """``GroupWorkspace.prepare``, once for each plan. If there is no room, the plan's sites run without overlap on all
+    ranks, and the log says so.
 
     Args:
         requests: JSON text, ``[[site, bytes, signals], ...]`` in the plan's order, equal on all ranks. A site whose
