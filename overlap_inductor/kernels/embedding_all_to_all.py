@@ -12,15 +12,15 @@ A *slice* is the part of the batch that belongs to one rank. A *piece* is some b
 
 So the last transfer runs under the lookups of the own slice.
 
-Numbers. A bag is summed in fp32, in the order of its indices, and rounded once. Rows of the padding index count as 0. A
-mean is the sum divided by the number of rows that are not padding; the mean of an empty bag is 0. Torch's kernel for
-GPUs gives the same bits. If samples have weights, the last bit may differ, because a compiler may fuse multiplication
-and addition. Plain rows (``BAGGED`` is False) are copied exactly.
+Numbers. A bag is summed in fp32, in the order of its indices, and rounded once. A mean is divided by the number of rows
+that are not padding. The mean of an empty bag is 0. Torch's kernel for GPUs gives the same bits. If samples have
+weights, the last bit may differ, because a compiler may fuse multiplication and addition. Plain rows (``BAGGED`` is
+False) are copied exactly.
 
 Errors. A ``tl.device_assert`` fails if an index is not in its table, or if a bag ends before it begins or outside the
 indices. It fails before the bag's result is stored or signalled. CUDA then reports ``device-side assert triggered``,
 and the context is lost. The peers wait until their patience is over. Launch with ``debug=True``, so that Triton keeps
-asserts, and ``sanitize_overflow=False``, so that it adds no asserts against overflow.
+asserts. Also launch with ``sanitize_overflow=False``, so that Triton adds no asserts against overflow.
 
 Memory ordering (``signals``). ``count_and_signal`` follows the ordinary stores of a piece. The receiver waits for the
 flag before it copies (``receive``). ``last_block_ends`` gives the credits after the last copy out of the workspace.

@@ -32,9 +32,8 @@ the abort. (For copy engines, see ``transports.copy_engine``.)
 
 * A kernel looks at the abort word (``look``) after each wait on which its results or signals depend. If it stores to
   peers without a wait of its own, it looks before it stores.
-* A wait that is given up sets the word before its barrier, so all threads of the block see the word set.
-* If another block or rank sets the word, some threads of a block may see it set and others may not. So a thread that
-  signals for its block looks after all other threads (``count_and_signal``), or asks all of them
+* A wait that is given up sets the word before its barrier. So all threads of the block see the word set.
+* A thread that signals for its block looks after all other threads (``count_and_signal``), or asks all of them
   (``group_signals.signal_ranks``).
 
 The abort word is in the GPU's own memory, because a waiting block must not read the host's memory. On an H100, 108
@@ -262,8 +261,9 @@ def has_come(flag, target):
 
 @triton.jit
 def look(stop):
-    """The abort word as this thread sees it: not 0 if the group has been aborted. The threads of a block may see
-    different values. So no branch that contains a barrier may depend on the value. Masks and ``signal`` may."""
+    """The abort word as this thread sees it: not 0 if the group has been aborted. If another block or rank sets the
+    word, the threads of a block may see different values. So no branch that contains a barrier may depend on the value.
+    Masks and ``signal`` may."""
     return tl.load(stop, cache_modifier=".cg")
 
 

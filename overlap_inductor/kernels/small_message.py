@@ -135,7 +135,6 @@ def one_shot(
             ``[WORLD, rows, columns]``.
         flags: ``signal_flag(s, u)`` is the flag of unit ``u`` from source ``s``.
         queues: one word: number of blocks that have read ``calls``.
-        SEGMENT: columns of a segment.
         ROW: a power of two, at least ``columns``.
     """
     columns = eights * 8

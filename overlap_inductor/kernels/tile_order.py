@@ -83,8 +83,8 @@ def own_tile(turn, tiles_shard, tiles_part, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
-    """``(shard, m, n)`` of turn ``turn`` among the tiles of the peers' shards, in the order in which their rows arrive:
-    part 0 of shard ``rank + 1``, ``rank + 2``, ..., then part 1 of these shards, and so on.
+    """``(shard, m, n)`` of turn ``turn`` among the tiles of the peers' shards, in the order in which their rows arrive.
+    Part 0 of shards ``rank + 1``, ``rank + 2``, ... comes first, then part 1 of these shards, and so on.
 
     A shard has ``tiles_shard`` rows of tiles. A part has ``tiles_part`` of them; the last part may have fewer. ``m``
     counts inside the shard.

@@ -64,12 +64,10 @@ def announce(calls, announced, stop):
 def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD: tl.constexpr):
     """Wait until every peer has finished the calls before this one, then ``announce``. Grid: one block.
 
-    Launched on the stream of the matmuls. On another stream, a vendor's kernel that keeps its SMs could delay this
-    kernel.
+    Launched on the stream of the matmuls. On another stream, a vendor's kernel that keeps its SMs could delay it.
 
     The wait may end without a credit: if this rank's patience is over, or if another rank has stopped this rank. Then
-    this kernel sets the abort words of all ranks. They are set when the kernel ends, before any later copy starts
-    (``spoil``).
+    this kernel sets the abort words of all ranks, before any later copy starts (``spoil``).
     """
     call = tl.load(calls)
     for step in range(1, WORLD):

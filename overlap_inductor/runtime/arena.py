@@ -54,7 +54,6 @@ class Request:
     """The workspace that one site needs.
 
     Attributes:
-        site: the site's id.
         nbytes: number of bytes that peers write.
         signals: signals that each peer sends in a call.
         protocol: ``CREDITS`` or ``HALVES``.
@@ -80,7 +79,6 @@ class Slot:
             word per rank and signal. All words but ``ANNOUNCED`` are zero between calls.
         tiles: int32 on the device: words with which blocks signal finished tiles to each other, one for each
             ``TILE_BYTES`` of ``nbytes``. All are zero between calls.
-        protocol: ``CREDITS`` or ``HALVES``.
     """
 
     nbytes: int

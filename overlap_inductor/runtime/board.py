@@ -93,7 +93,6 @@ def shared_board(rank: int, exchange: Exchange, together: Together) -> Board:
     """The board of a group, made by its first rank. All ranks call this together.
 
     Args:
-        rank: this process's rank in the group.
         exchange: at least 2 words on each rank, in which the first rank writes the number of the board's file.
         together: makes an attempt on every rank, and raises on all of them if it failed on one.
 

@@ -46,8 +46,6 @@ class CallPage:
 
     Args:
         memory: ``page_bytes(size)`` bytes, zeros at first, that all ranks map.
-        rank: this process's rank in the group.
-        size: number of ranks of the group.
     """
 
     first_pause, growth = 0.0, 1.05

@@ -14,11 +14,7 @@ because each call holds a collective, which blocks the host."""
 
 class CallStore:
     """Values and verdicts of a group's calls, by the call's label (``GroupState.label``). The interface is that of
-    ``CallPage``, apart from the label.
-
-    Args:
-        prefix: the prefix of all keys.
-    """
+    ``CallPage``, apart from the label. ``prefix``: the prefix of all keys."""
 
     first_pause, growth = 1e-4, 1.5
     looks_cheaply = False

@@ -74,7 +74,6 @@ class FaultRecord:
     Attributes:
         ranks: global ranks of the group, in its order.
         rank: this process's index in ``ranks``.
-        board: the records of all ranks.
         stop: int32 ``[STOP_WORDS]`` on the device, an argument of every kernel that waits.
         table: int64 on the device: the addresses of the abort words that this rank sets, of all ranks or only its own.
         reachable: the values of ``table``, on the host.

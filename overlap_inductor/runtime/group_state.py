@@ -43,7 +43,6 @@ class Owner:
     """The group and device for which a thing is made.
 
     Attributes:
-        group: a live process group.
         device: the thing's device; ``None`` if a group has one thing of the kind for all devices.
         incarnation: number of earlier groups of this name for which this process made a thing of this kind (on this
             device). Keys in the store hold it, so that no group uses the keys of an earlier group.

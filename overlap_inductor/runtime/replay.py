@@ -79,7 +79,6 @@ def launched(
         what: hashable; everything that the launches depend on besides ``tensors``.
         tensors: the tensors that the launches read or write, on the launch's device. ``None`` for an absent tensor.
         start: queues the launches on the current stream.
-        replays: whether the call may be replayed.
         copied: the members of ``tensors`` that copies may read or write, also copies by the vendor's matmul library.
 
     Raises:

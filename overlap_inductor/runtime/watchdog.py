@@ -82,12 +82,7 @@ def end_process(message: str) -> None:
 
 
 class Watchdog:
-    """Watches fault records. The module's docstring says what it does about a fault.
-
-    Args:
-        end: ends the process with a message.
-        clock: returns seconds, for the grace period.
-    """
+    """Watches fault records. The module's docstring says what it does about a fault."""
 
     def __init__(self, end: Callable[[str], None] = end_process, clock: Callable[[], float] = time.monotonic) -> None:
         self._end = end
