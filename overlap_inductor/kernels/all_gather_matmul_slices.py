@@ -7,7 +7,7 @@ own matmul hides the transfer. Each wait drains the pipeline of loads. With more
 the slices save.
 
 Each block takes a ticket when it starts. The ``PUSHERS`` blocks with the first tickets store this rank's shard into the
-peers' workspace, the first slice to all peers before the second (``push.push_slice``). Then they multiply.
+peers' workspace, slice after slice (``push.push_slice``). Then they multiply.
 
 Forward progress. When any other block runs, all pushing blocks run or have ended. A pushing block waits only for
 credits, which depend only on the previous call. It multiplies when every piece of its rank has been claimed. So a rank

@@ -17,10 +17,11 @@ that are not padding. The mean of an empty bag is 0. Torch's kernel for GPUs giv
 weights, the last bit may differ, because a compiler may fuse multiplication and addition. Plain rows (``BAGGED`` is
 False) are copied exactly.
 
-Errors. A ``tl.device_assert`` fails if an index is not in its table, or if a bag ends before it begins or outside the
-indices. It fails before the bag's result is stored or signalled. CUDA then reports ``device-side assert triggered``,
-and the context is lost. The peers wait until their patience is over. Launch with ``debug=True``, so that Triton keeps
-asserts. Also launch with ``sanitize_overflow=False``, so that Triton adds no asserts against overflow.
+Errors. A ``tl.device_assert`` fails if an index is not in its table. It also fails if a bag ends before it begins, or
+lies outside the indices. It fails before the bag's result is stored or signalled. CUDA then reports ``device-side
+assert triggered``, and the context is lost. The peers wait until their patience is over. Launch with ``debug=True``, so
+that Triton keeps asserts. Also launch with ``sanitize_overflow=False``, so that Triton adds no asserts against
+overflow.
 
 Memory ordering (``signals``). ``count_and_signal`` follows the ordinary stores of a piece. The receiver waits for the
 flag before it copies (``receive``). ``last_block_ends`` gives the credits after the last copy out of the workspace.
@@ -80,8 +81,8 @@ def _look_up(
 ):  # fmt: skip
     """The results ``[BAGS, SPAN]`` of ``bags`` in one table, in the dtype of ``out``.
 
-    ``fact``: the table's facts. ``SAVES``: also store, for the backward graph, the bag of each index and the number of
-    rows of each bag that are not padding.
+    ``fact``: the table's facts. ``SAVES``: also store, for the backward graph, the bag of each index and each bag's
+    number of rows without padding.
     """
     table = tl.multiple_of(tl.load(fact).to(out.dtype), 16)
     indices = tl.load(fact + 1).to(index.dtype)

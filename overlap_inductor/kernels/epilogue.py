@@ -77,7 +77,7 @@ def by_quarters(
     EPILOGUE: tl.constexpr, tile, weight, at_m, inside_m, column, columns, extra0, extra1, dtype: tl.constexpr
 ):
     """``tile`` with its epilogue, in ``dtype``. Each quarter of the columns is computed by itself, because an op's
-    result on the whole tile would take as many registers as the accumulator."""
+    result on the whole tile would take many registers."""
     QUARTER: tl.constexpr = tile.shape[1] // 4
     left, right = _halves(tile)
     a, b = _halves(left)
@@ -148,8 +148,8 @@ def source_of(programs: Sequence[Program | None]) -> str:
     ``programs[i]`` for weight ``i`` of a launch.
 
     Raises:
-        ValueError: a program has no op, an op has a wrong number of arguments, or an op, a kind or a name is unknown.
-            Or a number is not finite, or the programs read more than ``MOST_EXTRAS`` extra tensors.
+        ValueError: a program has no op, an op has a wrong number of arguments, or a number is not finite. Or an op, a
+            kind or a name is unknown, or the programs read more than ``MOST_EXTRAS`` extra tensors.
     """
     lines = [f"def epilogue({', '.join(_PARAMETERS)}):"]
     first = 0
@@ -182,8 +182,8 @@ def source_of(programs: Sequence[Program | None]) -> str:
 
 
 def check_source(source: str) -> None:
-    """Raises ``ValueError`` if the text holds a node that ``source_of`` never writes, such as a second function, an
-    unknown name or a string."""
+    """Raises ``ValueError`` if the text holds a node that ``source_of`` never writes, such as a string or an unknown
+    name."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         known = isinstance(node, _NODES)

@@ -27,9 +27,12 @@ BOARD_HEAD = 16
 """int32 words before the first record. Word 0: not 0 if any rank has given up or has aborted the group. Word 1: the
 constant ``1``. The other words are unused."""
 STOP_WORDS = 8
-"""int32 words of a group's fault memory on a GPU (``runtime.faults``): the abort word, the number of abort words to
-set, and three addresses of two words each. The addresses are those of this rank's record, the board, and a table of
-abort words to set."""
+"""int32 words of a group's fault memory on a GPU (``runtime.faults``):
+
+* word 0: the abort word;
+* word 1: the number of abort words to set;
+* then three addresses of two words each: this rank's record, the board, and a table of the abort words to set.
+"""
 
 WAIT_KINDS = 8
 """The code of a wait is ``site * WAIT_KINDS + kind``."""
@@ -39,6 +42,5 @@ TABLE_FACTS = 9
 
 * words 0 to 3: addresses of table, indices, offsets and weights of samples;
 * words 4 to 6: number of rows, number of indices, padding index (-1: none);
-* words 7 and 8: addresses to which the kernel stores the bag of each index and the number of rows of each bag (0:
-  nowhere).
+* words 7 and 8: where the kernel stores the bag of each index, and the number of rows of each bag (0: nowhere).
 """

@@ -33,10 +33,10 @@ Forward progress, with any number of resident blocks. All waits are bounded (``s
   end.
 * A block waits for a copy only when no sum is left. So all copies end.
 
-Memory ordering. A tile's bulk stores are followed by ``store_fence``, a barrier, and one thread's releasing add to a
-word of ``ready``, at GPU scope. A block that sends or sums the tile acquires that word, clears it, and loads the tile
-past L1. Stores to peers are ordinary stores, followed by ``count_and_signal``. The workspace is written again only
-after the credits that the last block gives.
+Memory ordering. After a tile's bulk stores come ``store_fence``, a barrier, and one thread's releasing add to a word of
+``ready`` (GPU scope). A block that sends or sums the tile acquires that word, clears it, and loads the tile past L1.
+Stores to peers are ordinary stores, followed by ``count_and_signal``. The workspace is written again only after the
+credits that the last block gives.
 
 If shards are whole tiles, ``product`` may be the same memory as ``out``:
 

@@ -6,15 +6,15 @@ A rank's product consists of one shard for each rank, and a shard of ``parts`` b
 
 1. Tiles of the peers' shards, band after band. Each goes to its rank's workspace, in the collective's dtype. At any
    time, about equally many tiles are in transfer to each peer (``departing``).
-2. This rank's own tiles. In a reduce-scatter, an own tile is summed in fp32 with the partial sums that have arrived for
-   it, and rounded once (numerics ``preserve``).
+2. This rank's own tiles. In a reduce-scatter, an own tile and the partial sums that have arrived for it are summed in
+   fp32, and rounded once.
 
 With ``EXCHANGES``, the kernel computes an all-to-all. An own tile is stored into the result. What the peers have sent
-is copied from the workspace into the result (``receive``): some pieces after each own tile, the rest at the end.
+is copied from the workspace into the result (``receive``), after own tiles and at the end.
 
 A bulk store sends a tile out of shared memory, under the next tile's matmul. When the store is done, the tile is
-counted (``_flush``). Each block starts ``STAGGER`` ns after the block before it, so that blocks do not send, and delay
-loads, at the same moments.
+counted (``_flush``). Each block starts ``STAGGER`` ns after the block before it. Otherwise all blocks would send, and
+delay loads, at the same moments.
 
 Forward progress, with any number of resident blocks. All waits are bounded (``signals``), and they end:
 

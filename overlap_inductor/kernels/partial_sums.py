@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``chunked``: add up the partial sums that have arrived, in fp32 and rounded once, and exchange the finished
-rows with all peers.
+"""Schedule ``chunked``: add up the partial sums that have arrived, and exchange the finished rows with all peers.
 
 Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` runs after the waits for what it
 reads. Its last block signals what all blocks have stored (``count_and_signal_all``). ``receive_rows`` fills the GPU, so

@@ -27,8 +27,8 @@ It writes in this order, by releases. So a rank that is stopped by a peer finds 
 of the stopped ranks return at once, and kernels run to their ends. The host finds the record and rejects their results.
 No barrier is inside a branch on the outcome of a wait.
 
-Aborts. After an abort, a rank's kernels signal nothing to peers, and store to a peer only with a permission from before
-the abort. (For copy engines, see ``transports.copy_engine``.)
+Aborts. After an abort, a rank's kernels signal nothing to peers. They store to a peer only with a permission from
+before the abort. (For copy engines, see ``transports.copy_engine``.)
 
 * A kernel looks at the abort word (``look``) after each wait on which its results or signals depend. If it stores to
   peers without a wait of its own, it looks before it stores.
@@ -37,7 +37,7 @@ the abort. (For copy engines, see ``transports.copy_engine``.)
   (``group_signals.signal_ranks``).
 
 The abort word is in the GPU's own memory, because a waiting block must not read the host's memory. On an H100, 108
-blocks that did so in every 64th iteration slowed a matmul on other SMs from 75 us to 3700 us.
+blocks that did so slowed a matmul on other SMs from 75 us to 3700 us.
 
 CUDA graphs. Values of flags depend on the number of the call, which kernels read from device memory.
 
@@ -307,7 +307,7 @@ def count_and_signal(counter, target, flag, value, stop):
 
     Ordering: the block's stores, a barrier, one thread's acquire-release add at GPU scope. The thread that adds last
     has acquired all adds before it. Its release at system scope is cumulative over them. It looks at the abort word
-    after its add, so it sees an abort because of which a counted block left out stores.
+    after its add. So if a counted block left out stores because of an abort, this thread sees the abort.
     """
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of tiles: which tile has which *turn*, how a block claims a turn, and how a tile is multiplied and stored.
-Turns are numbers that blocks claim from a queue, one after the other."""
+"""Which tile has which *turn*, how a block claims a turn, and how a tile is multiplied and stored. Turns are numbers
+that blocks claim from a queue, one after the other."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``wave_groups``: a persistent matmul that signals when a group of its rows is stored, and a kernel that
-waits for one group (FlashOverlap, arXiv 2504.19519). An ordinary collective follows each waiting kernel
+"""Schedule ``wave_groups`` (FlashOverlap, arXiv 2504.19519). A persistent matmul signals when a group of its rows is
+stored, and a kernel waits for a group. An ordinary collective follows each waiting kernel
 (``lowerings.wave_groups.launch``).
 
 A *group* is some neighbouring bands of ``BLOCK_M`` rows of each shard. The matmul computes one group after the other,
 and stores the rows of a group contiguously. So a collective reads one contiguous range. The layout for groups of 2
-bands and of 1 band, first with one shard (all-reduce, in the result), then with two shards (reduce-scatter, in
-staging): ::
+bands and of 1 band. First line: one shard (all-reduce, in the result). Second line: two shards (reduce-scatter, in
+staging). ::
 
     | band 0  band 1 | band 2 |
     | shard 0: bands 0, 1   shard 1: bands 0, 1 | shard 0: band 2   shard 1: band 2 |
@@ -15,9 +15,9 @@ Counting. A block counts its tiles of a group in one addition, when its next til
 its bulk stores continue under the next matmul. The waiting kernel sets the group's counter back to zero, before the
 next call begins.
 
-Forward progress. The matmul waits for nothing, so it ends. The waiting kernel is launched after the matmul, so it
-cannot hold up the matmul even if both share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). It needs room for one
-warp, on an SM that the matmul leaves free, or when the matmul's blocks end. Its wait is bounded (``signals``). A
+Forward progress. The matmul waits for nothing, so it ends. The waiting kernel is launched after the matmul. So it
+cannot hold up the matmul, even if both share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). It needs room for
+one warp, on an SM that the matmul leaves free, or when the matmul's blocks end. Its wait is bounded (``signals``). A
 collective waits for peers, whose matmuls also end.
 
 Memory ordering. Tiles are stored by bulk stores and ``store_fence``, or by ordinary stores; then comes ``add_flag``

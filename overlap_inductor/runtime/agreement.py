@@ -85,8 +85,8 @@ class Comparison:
         self.withdrawn = False
         """True if this rank runs the plain program without comparing. All ranks of the groups set it together."""
         self.settled: list[tuple[GroupState, str, int]] | None = None
-        """What ``count`` needs for each group: its state, the constant part of its values, and the number of the plan's
-        collectives in it. ``None`` if ``call`` must decide about the next call."""
+        """For each group: its state, the constant part of its values, and the number of the plan's collectives in it.
+        ``None`` if ``call`` must decide about the next call."""
         self.tied = False
         """True if a settled plan is compared at every call. Such a plan has one group."""
         self._states: list[GroupState] = []
@@ -121,7 +121,7 @@ class Comparison:
         with the other ranks' plans.
 
         Raises:
-            AgreementError: the ranks can neither all overlap nor all run the plain program, or a rank died or gave no
+            AgreementError: the ranks can neither all overlap nor all run the plain program. Or a rank died or gave no
                 verdict in time.
             StrictError: in mode ``strict``, the plans differ, or overlap is disabled for a group of the plan.
         """

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``all_or_none``: an attempt that counts only if it succeeds on every rank of a group, for example the allocation of
-memory that all ranks map.
+"""``all_or_none``: an attempt that counts only if it succeeds on every rank of a group, for example an allocation.
 
 The first rank of the group reads the others' results from the group's store, and writes its verdict there. All ranks
 that get the verdict do the same: all go on, or all raise one text::
@@ -12,7 +11,7 @@ that get the verdict do the same: all go on, or all raise one text::
 
 If a rank writes nothing within the time limit, it counts as failed. If a rank gets no verdict within twice the limit,
 it raises a text of its own. All ranks must make the same attempts in the same order. If an attempt is a collective and
-fails on one rank, it must end on the other ranks, at the latest by its own timeout.
+fails on one rank, it must end on the other ranks, too.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ A group has a few *slots*. A call of a site holds one slot from its start to its
 slots in turn, in the plan's order. Sites of other graphs may use the same slots, because calls of a rank run one after
 the other (``runtime.call_order``).
 
-A rank must not write into a slot that a peer still reads. One of two protocols ensures this: the peer gives a credit
-when its call ends (``kernels.signals.credit_flag``), or calls use the two halves of the slot in turn
+A rank must not write into a slot that a peer still reads. Two protocols ensure this. ``CREDITS``: the peer gives a
+credit when its call ends (``kernels.signals.credit_flag``). ``HALVES``: calls use the two halves of the slot in turn
 (``kernels.small_message``).
 
 ``prepare`` allocates a graph's slots at the graph's first run, which must be outside any capture. A site with dynamic
@@ -35,7 +35,7 @@ TILE_BYTES = 2048
 SLOTS = 2
 """The largest number of slots that a graph's sites of one protocol take in turn."""
 CREDITS, HALVES = "credits", "halves"
-"""Protocols that keep the calls of a slot apart: a credit of each peer, or two halves used in turn."""
+"""Protocols that keep the calls of a slot apart."""
 
 
 class Buffer(Protocol):

@@ -11,9 +11,8 @@ there what it waited for.
 The order of writes is: the record, then word 0, then the abort words of the GPUs (``kernels.signals``). So when a
 stopped kernel has ended, its host finds the record.
 
-Ranks of one machine share a board. If the group has ranks on other machines, or its GPUs cannot reach each other, each
-rank has a board of its own. The pages of a shared board are never freed, because kernels in captured CUDA graphs hold
-their addresses.
+Ranks share a board if they run on one machine and their GPUs reach each other. Otherwise each rank has a board of its
+own. The pages of a shared board are never freed, because kernels in captured CUDA graphs hold their addresses.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ def timeout(group: dist.ProcessGroup) -> float:
 
 
 def constant(state: GroupState, plan: ExchangePlan) -> str:
-    """The part that the values of all calls of ``plan`` share. It holds the plan's digest, the number of this group
-    among the plan's groups, and the number of this group's collectives in the plan."""
+    """The part that the values of all calls of ``plan`` share. It holds the plan's digest, which of the plan's groups
+    this group is, and how many collectives it has in the plan."""
     alias, count = plan.alias(state.group.group_name), plan.count_in(state.group.group_name)
     text = f"{plan.digest}:{alias}:{count}"
     if len(text) <= MOST_CHARACTERS - _COUNTS_CHARACTERS:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``CallOrder``: the order of the calls that use a workspace, on one device. They run one after the other, in the order
-in which this process makes them, whatever their streams, threads, sites and groups are.
+in which this process makes them, on any streams and from any threads.
 
 Why. A kernel that waits for its peers may fill the GPU. If two such kernels on two streams start in different orders on
-two ranks, they wait for each other until their waits time out. The hosts of all ranks make their calls in one order.
-This module makes the GPUs keep it. So all ranks also have one count of the calls of a slot.
+two ranks, they wait for each other. The hosts of all ranks make their calls in one order. This module makes the GPUs
+keep it. So all ranks also have one count of the calls of a slot.
 
 How. ``with call_order(device):`` encloses all launches of a call. The new call waits for the *end* of the previous
 call: an event that is recorded after the previous call's last launch. It does not wait for later work on that call's
-stream, which may wait for a peer that waits for the new call. ::
+stream. Such work may wait for a peer that waits for the new call. ::
 
     rank 0:  A on S1, recv on S1, B on S2             B waits for A, not for recv
     rank 1:  A on S1, B on S2, send after B on S1

@@ -50,8 +50,8 @@ class CallPlace:
     """The value that a rank publishes for a call.
 
     Attributes:
-        constant: what the values of all calls of a plan share; it ends in the number of the plan's collectives in the
-            group.
+        constant: what the values of all calls of a plan share. Its last field is the number of the plan's collectives
+            in the group.
         passed: number of the group's collectives in the graphs of this rank's earlier calls.
         place: number of the group's collectives that this rank issued before the call.
         mark: ``SKIPPED``, ``REFUSED``, ``MOVED`` or ``""``.

@@ -6,8 +6,7 @@ A copy by address takes about 7 us on a slow host; a slice and its ``copy_`` tak
 copy on a stream that is being captured becomes a node of the graph.
 
 Captures do not use ``torch.cuda.CUDAGraph``. If such a capture fails, torch's random number generator and allocator
-behave as if it still ran, and the process ends (torch 2.11). A failed capture through the driver leaves no state
-behind.
+behave as if it still ran (torch 2.11). A failed capture through the driver leaves no state behind.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ also stop every waiting kernel of the group.
 
 A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's board
 (``runtime.board``). It also sets the abort words of all ranks that share the board. A host copies the words on a stream
-on which nothing else is launched, so the copies never queue behind a kernel that waits. If a host can no longer copy,
-the watchdogs of its peers read the board and stop the waits on their own GPUs (``stop_waits``).
+of their own, so the copies never queue behind a kernel that waits. If a host cannot copy, the peers' watchdogs read the
+board and stop the waits on their own GPUs (``stop_waits``).
 
 The next call on every rank that shares the board raises an error. It names the first wait that timed out, or the rank
 that aborted the group.

@@ -15,7 +15,7 @@ group's things are dropped when the next thing of any kind is made::
     STATES.of(the first "tp")   OverlapError
 
 Nothing is dropped while a CUDA graph is captured, because closing a thing may wait for its GPU. ``of`` does not check
-whether the group of a held thing is alive: ops look their group up by name, and this look-up does
+whether the group of a held thing is alive. An op's look-up of its group does
 (``torch_compat.distributed.resolve_group``).
 """
 
@@ -67,7 +67,7 @@ class Kind(Generic[Thing]):
         self.name, self._make, self._close = name, make, close
         self._things: dict[tuple[dist.ProcessGroup, torch.device | None], Thing] = {}
         self._incarnations: dict[tuple[str, torch.device | None], int] = {}
-        # One lock for all could deadlock: two ranks may make things of two groups in different orders, and each make
+        # One lock for all could deadlock. Two ranks may make things of two groups in different orders, and each make
         # may be a collective.
         self._making: dict[tuple[str, torch.device | None], threading.Lock] = {}
 

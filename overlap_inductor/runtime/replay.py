@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays all launches of a call as one CUDA graph if the program makes the same call again with its tensors at the
-same addresses.
+"""Replays all launches of a call as one CUDA graph, if the program repeats the call with its tensors at the same
+addresses.
 
-A call of schedule ``chunked`` has 10 to 80 launches. On a slow host with 4 H200s, they took 240 to 690 us of host time,
-and a replay took 13 to 62 us.
+A call of schedule ``chunked`` has 10 to 80 launches. They took 240 to 690 us of host time, and a replay took 13 to 62
+us (slow host, 4 H200s).
 
 Contract. ``launched(launch, what, tensors, start, replays, copied)``: ``start()`` launches work on the current stream,
 and on streams that it forks and joins. The work may depend on ``what``, on the layouts and addresses of ``tensors``,
@@ -17,7 +17,7 @@ and on the allocations that hold the tensors in ``copied``. It may depend on not
 
 Why this is correct. A captured graph fixes only the values in its key. Kernels read the number of the call from device
 memory. Kernels, slots and fault memory outlive the graph. The first call has loaded every kernel, so a capture waits
-for nothing on the device. A rank's calls run one after the other on its GPU (``runtime.call_order``), so graphs can
+for nothing on the device. A rank's calls run one after the other on its GPU (``runtime.call_order``). So graphs can
 share one workspace of the vendor's matmul library.
 
 Why allocations are compared. A copy in a graph is bound to the allocation with which it was captured. If the program

@@ -46,7 +46,7 @@ class SideStream:
 
     def join(self) -> None:
         """Make the current stream wait for everything launched here. Does nothing if the side stream was not entered
-        since the last ``join``: in a capture, CUDA would refuse a wait for a stream outside of it."""
+        since the last ``join``. (In a capture, CUDA would refuse the wait.)"""
         if not self._used:
             return
         self._used = False

@@ -2,18 +2,18 @@
 """The watchdog: a daemon thread that reads the fault records of the process's groups. It reports a fault even if no
 later overlap call raises it (``FaultRecord.check``).
 
-A program was *told* of a fault if ``check`` has raised the error to it, or if this rank has aborted the group. A fault
-is handled in this order:
+A program was *told* of a fault if ``check`` has raised the error, or if this rank has aborted the group. A fault is
+handled in this order:
 
 1. Within ``POLL_SECONDS``, the watchdog of every rank that maps the fault's board (``runtime.board``) stops the group's
    waits on its own GPU. It logs the error if the program was not told.
 2. If the program was told, or has destroyed the group, it goes on. A destroyed group is watched until its calls have
-   ended, and longer if there is a fault of which the program was not told.
+   ended, and longer if the program was not told of a fault.
 3. Any other program is ended by SIGABRT, ``GRACE_SECONDS`` after the fault was seen. The error and the stacks of all
    threads are written to standard error. ProcessGroupNCCL's watchdog does the same on a timeout.
-4. A program that ends without having been told gets exit status 1, because it may have used results of a kernel that
-   gave up. Its exit status is also 1 if calls are still in flight ``EXIT_SECONDS`` after its end. The exit hook ends
-   such a process at once, so exit hooks that were registered earlier do not run.
+4. A program that ends without having been told gets exit status 1, because it may have used wrong results. Its exit
+   status is also 1 if calls are still in flight ``EXIT_SECONDS`` after its end. The exit hook ends such a process at
+   once, so exit hooks that were registered earlier do not run.
 
 Without a fault, each check reads one word of the host's memory for each group. The only kind of CUDA call is an event
 query for a destroyed group (``runtime.driver.beside_captures``). After a fork the child watches nothing, because it

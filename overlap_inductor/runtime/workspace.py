@@ -159,8 +159,8 @@ class GroupWorkspace:
         return made
 
     def prepare(self, requests: Sequence[Request], limit: int) -> None:
-        """Give every site of a plan its slot. If new and earlier slots together exceed the limit of some rank, none of
-        these sites gets a new slot on any rank (``without_room``). All ranks of the group call this together.
+        """Give every site of a plan its slot. If all slots together exceed the limit of some rank, none of these sites
+        gets a new slot on any rank (``without_room``). All ranks of the group call this together.
 
         Args:
             requests: the requests of the plan's sites, in the plan's order, equal on all ranks.
