@@ -13,7 +13,7 @@ its stream sees the data. The boundary between kernels also orders the proxies, 
 
 Forward progress. All waits are bounded (``signals``), and they end:
 
-* All ranks launch the steps of a schedule in the same order, and in each step the sends before the waits.
+* All ranks launch the steps of a schedule in one order, and in each step the sends before the waits.
 * A wait is for what peers send in this step or in an earlier one. Credits depend only on the previous call.
 * So the earliest unfinished step never waits for a later one, even if all streams share one hardware queue
   (``CUDA_DEVICE_MAX_CONNECTIONS=1``).

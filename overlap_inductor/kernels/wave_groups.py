@@ -4,8 +4,8 @@ stored, and a kernel waits for a group. An ordinary collective follows each wait
 (``lowerings.wave_groups.launch``).
 
 A *group* is some neighbouring bands of ``BLOCK_M`` rows of each shard. The matmul computes one group after the other,
-and stores the rows of a group contiguously. So a collective reads one contiguous range. The layout for groups of 2
-bands and of 1 band. First line: one shard (all-reduce, in the result). Second line: two shards (reduce-scatter, in
+and stores the rows of a group contiguously. So a collective reads one contiguous range. An example has groups of 2
+bands and of 1 band. Line 1 has one shard (all-reduce, in the result). Line 2 has two shards (reduce-scatter, in
 staging). ::
 
     | band 0  band 1 | band 2 |
@@ -26,8 +26,8 @@ are one release sequence. The collective's kernel starts when the waiting kernel
 
 Aborts (``signals``). An ordinary collective sends the group's rows in any case. So after a wait that was given up, and
 in all later calls, the waiting kernel overwrites the group's rows with NaN. The collective's sum carries the NaN to
-every rank, even to one whose abort word is not set. A tile that the matmul stores after the NaN replaces it. This
-rank's host still finds the abort on the board.
+every rank, even to one whose abort word is not set. A tile that the matmul stores later replaces the NaN, but this
+rank's host finds the abort on the board.
 
 CUDA graphs. Counters and queue are zero between calls, and a group's number of tiles depends only on the shapes.
 """
