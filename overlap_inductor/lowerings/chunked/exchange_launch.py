@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``matmul -> all-to-all`` in schedule ``chunked``: a reduce-scatter without its sum (``reduce_launch``).
 
-Each rank's slice of the product is multiplied and sent like the partial sums of a reduction. The slices of the other
-ranks come first, from the next rank on. This rank's own slice is multiplied last, during the last transfers. Each slice
-is one run of rows of the product. A program may make a permuted copy of the product for the exchange. This schedule
-makes no such copy.
+The other ranks' slices of the product are multiplied and sent first, from the next rank on. This rank's own slice is
+multiplied last, during the last transfers. Slices are runs of rows, so the product is never permuted for the exchange.
 
-The result has the product's memory. The slice that came from a rank is copied out of the workspace. It takes the place
-of the slice that was sent to that rank. This copy starts after all slices have been sent, which the join with the side
-stream ensures.
+The result has the product's memory: the slice from a rank takes the place of the slice for that rank. The copy out of
+the workspace runs after the join with the side stream, so all slices have been sent.
 
-Launches. For W ranks and C chunks the host launches about ``2 * W + 2 * C + 5`` kernels and copies. If slices are
-columns, there are ``W`` matmuls instead of ``C + 1``.
+Launches. For W ranks and C chunks: about ``2 * W + 2 * C + 5``. If slices are columns, there are ``W`` matmuls instead
+of ``C + 1``.
 """
 
 from __future__ import annotations
@@ -66,8 +63,7 @@ def matmul_all_to_all(
     """``all_to_all(a @ b + bias)`` of rows; of columns if ``matmul`` is a ``SlicedMatmul``.
 
     Args:
-        a: ``[world_size * rows, K]``, fp16 or bf16, with a slice of rows for each rank; ``[rows, K]`` if the slices are
-            columns.
+        a: ``[world_size * rows, K]``, or ``[rows, K]`` if the slices are columns; fp16 or bf16.
 
     Returns:
         ``[world_size * rows, width]``: a slice from each rank, in the order of ranks.
@@ -115,7 +111,7 @@ def _send_into(
             for rows in ranges:
                 multiply(*rows)
             if number == 0:
-                # (As in a reduction, the wait for credits runs on this stream, after the first matmul.)
+                # As in a reduction, after the first matmul.
                 credits()
             with side:
                 send(product)
