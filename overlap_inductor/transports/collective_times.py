@@ -57,11 +57,8 @@ def measured_curve(
 ) -> tuple[tuple[float, float], ...]:
     """``((bytes, seconds), ...)`` of a reduce-scatter or an all-reduce, sorted by the bytes of a rank's input.
 
-    All ranks of ``group`` call this together, and not while a CUDA graph is captured.
-
-    Args:
-        scatters: True for a reduce-scatter, False for an all-reduce.
-        like: a tensor with the dtype and the device of what will be reduced.
+    All ranks of ``group`` call this together, and not while a CUDA graph is captured. ``like``: a tensor with the dtype
+    and the device of what will be reduced.
     """
     per_row, device = group.size() * like.element_size(), like.device
     source = torch.zeros(max(SIZES) // per_row * group.size(), dtype=like.dtype, device=device)

@@ -32,16 +32,14 @@ Without a credit. A wait for credits also ends if it times out or if the group i
   ranks are signalled only after such a look.
 * A later call does not start, because its host checks first (``FaultRecord.check``).
 
-The look at the abort word also works in CUDA graphs, because a kernel does it. Why the wait for credits has a limit:
-otherwise it could hold back all later kernels, and the program could not even save its weights.
+A kernel looks at the abort word, so CUDA graphs are safe, too.
 
 What is sent may also depend on waits after the wait for credits (``guarded``). Then ``announce`` writes the word again
 after these waits. If one of them timed out, it writes a number that no rank waits for.
 
 Turns. While the ranks are in step, no two of them send to the same rank. If two ranks do, each gets half a link. So a
 late rank becomes later and disturbs the next rank, too. In the end, each rank sends as if it chose its receivers at
-random. Such sends reach 58.6 % of a link (Karol, Hluchyj and Morgan, IEEE Trans. Comm. 35, 1987, section III). Each of
-eight H200s delivered 186 GB/s in pieces of 4 MiB, and 250 GB/s in pieces of 16 MiB.
+random. Such sends reach 58.6 % of a link (Karol, Hluchyj and Morgan, IEEE Trans. Comm. 35, 1987, section III).
 
 So a large piece waits for its turn (``kernels.transfer.wait_for_turn``): until its receiver has got the piece that
 another rank sends there one turn earlier. Then a late rank does not become later (bench/results/turns.jsonl). A piece
@@ -117,12 +115,11 @@ class CopyEngine:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy of ``nbytes`` bytes to a peer, and the copy of the flag that follows it.
+    """A copy to a peer, and the copy of the flag that follows it.
 
     Attributes:
-        target: address in the receiver's memory.
+        target, flag: addresses in the receiver's memory.
         source: offset in the tensor that is sent, in bytes.
-        flag: address of the receiver's flag.
         memory: the receiver's data and flags, kept alive.
     """
 
@@ -134,7 +131,6 @@ class _Copy:
 
 
 def _copy(launch: Launch, transfer: Transfer, number: int, itemsize: int) -> _Copy:
-    """The copy of part ``number``. ``itemsize``: bytes per element."""
     slot, row_bytes = launch.slot, transfer.width * itemsize
     piece = transfer.piece(number, launch.rank, launch.world_size)
     at = transfer.flag(number, launch.rank, launch.world_size, slot.signals)
@@ -157,7 +153,6 @@ def _copies_with_flags(
     word: torch.Tensor,
     turns_from: int | None,
 ) -> Send:
-    """A function that starts the copies of parts ``numbers``, each followed by the copy of ``word`` to its flag."""
     start = copier(source.device.type)
     copies = [_copy(launch, transfer, number, source.element_size()) for number in numbers]
     takes_turns = (

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for credits: a peer's credit allows this rank to write into that peer's workspace.
-
-* ``credit_kernel`` waits for all credits before a call's first transfer.
-* ``end_kernel`` gives credits at the call's end.
-* ``spoil_kernel`` sets a result to NaN if the group was aborted (``kernels.transfer.spoil``).
-* ``spoiling_end`` does the work of ``end_kernel`` and ``spoil_kernel``.
-"""
+"""Kernels for credits: a peer's credit allows this rank to write into that peer's workspace."""
 
 from __future__ import annotations
 
@@ -30,8 +24,8 @@ def announced(launch: Launch) -> torch.Tensor:
 
 
 def credit_kernel(launch: Launch) -> PreparedKernel:
-    """A kernel that blocks the stream until every peer has ended its previous call on this slot, then sets
-    ``announced``. The wait also ends if it times out, or if the group is aborted."""
+    """A kernel that blocks the stream until every peer has ended its previous call on this slot, the wait times out, or
+    the group is aborted. Then it sets ``announced``."""
     kernel = launch.prepared.get("credits")
     if kernel is None:
         fixed = {**call_arguments(wait_for_credits, launch), "announced": announced(launch)}
@@ -59,8 +53,8 @@ def _words(result: torch.Tensor) -> int:
 
 
 def spoil_kernel(launch: Launch, result: torch.Tensor) -> PreparedKernel:
-    """A kernel that sets a result like ``result`` to NaN if the group was aborted. Launch it after the result is
-    computed."""
+    """A kernel that sets a result like ``result`` to NaN if the group was aborted (``kernels.transfer.spoil``). Launch
+    it after the result is computed."""
     key = "spoil", _words(result)
     kernel = launch.prepared.get(key)
     if kernel is None:
@@ -71,8 +65,7 @@ def spoil_kernel(launch: Launch, result: torch.Tensor) -> PreparedKernel:
 
 
 def spoiling_end(launch: Launch, results: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], None]:
-    """A function that ends the call and sets its results to NaN if the group was aborted. ``results``: examples of the
-    results."""
+    """A function that ends the call as ``end_kernel`` does, and sets its results to NaN if the group was aborted."""
     key = ("spoiling end", *map(_words, results))
     end = launch.prepared.get(key)
     if end is None:

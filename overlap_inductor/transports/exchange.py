@@ -34,8 +34,7 @@ class Exchange:
     """One buffer in flight.
 
     Attributes:
-        places: for each slot, ``parts + 1`` indices into ``flat``: the start of each part, and the end of the last
-            part.
+        places: for each slot, ``parts + 1`` indices into ``flat``: where its parts begin, and where the last part ends.
         route: one of ``routes.ROUTES``.
         site: the site's id, for error texts.
         sequence: number of the exchange on its group, equal on all ranks.
@@ -62,7 +61,6 @@ class Exchange:
         return routes.hop_count(self.route, self.world_size, self.parts)
 
     def piece(self, slot: int, part: int) -> torch.Tensor:
-        """A flat view of the buffer."""
         return self.flat[self.places[slot][part] : self.places[slot][part + 1]]
 
     def _moves(self, index: int) -> routes.Hop:
@@ -149,8 +147,8 @@ class Exchange:
 
 @dataclass
 class _GroupExchanges:
-    """The open exchanges of one group by ``_key`` of the buffer, and how many were opened so far (equal on all
-    ranks)."""
+    """The exchanges of one group that are in flight, by ``_key`` of the buffer. ``opened``: how many were opened so
+    far, equal on all ranks."""
 
     opened: int = 0
     in_flight: dict[int | str, Exchange] = field(default_factory=dict)
@@ -171,7 +169,7 @@ def open_exchange(
 
     Args:
         buffer: contiguous, of at least ``slots * bounds[-1]`` elements.
-        bounds: ``parts + 1`` offsets in a shard, in elements: the start of each part, and the end of the last part.
+        bounds: ``parts + 1`` offsets in a shard, in elements.
         transport: name of an ``Exchanges`` transport; if empty, the first registered one.
 
     Returns:
@@ -240,5 +238,5 @@ def find_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> 
 
 
 def close_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> None:
-    """Forget the exchange of ``buffer``. Call this after the wait for its last hop."""
+    """Forget the exchange of ``buffer``, after the wait for its last hop."""
     _EXCHANGES.of(group).in_flight.pop(_key(buffer, site), None)

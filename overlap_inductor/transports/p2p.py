@@ -22,7 +22,7 @@ from overlap_inductor.transports.transport import Message
 
 def _communicator(owner: Owner) -> torch.Tensor:
     """Create the group's communicator by a collective. Otherwise NCCL creates it in the group's first operation, which
-    waits for all ranks. A rank without a message starts no operation, so the other ranks would wait for ever."""
+    waits for all ranks. If a rank has no message, the others would wait for ever."""
     one = torch.ones(1, device=owner.device)
     dist.all_reduce(one, group=owner.group)
     return one

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Transfer``: which rows of a shard go where in the peers' workspace. Plain numbers only.
-
-A ``PeerCopies`` transport prepares parts of a transfer once. It then starts them with one call.
-"""
+"""``Transfer``: which rows of a shard go where in the peers' workspace. Plain numbers only."""
 
 from __future__ import annotations
 
@@ -25,22 +22,22 @@ class Piece:
 class Transfer:
     """Sends a shard to every peer: ``rows`` rows of ``width`` elements each, in parts of ``part_rows`` rows.
 
-    Part ``u`` goes to the receiver ``u // parts + 1`` ranks away. It is part ``u % parts`` of the shard, and its flag
-    is number ``index + u % parts`` of the sender's flags at the receiver.
+    Part ``u`` goes to the receiver ``u // parts + 1`` ranks away. It is part ``u % parts`` of the shard. Its flag is
+    number ``index + u % parts`` of the sender's flags at the receiver.
 
-    A matmul that begins at the end of its rank's own shard can take the shards in order (ranks modulo the group's
-    size):
+    A matmul takes shards in rank order, from the end of its rank's own shard on. So the receivers are in this order
+    (modulo the number of ranks):
 
-    * ``scattered``, not ``read_in_order``: the receivers are rank + 1, rank + 2, ... The sender's matmul computes their
-      shards in this order.
-    * Otherwise: the receivers are rank - 1, rank - 2, ... So the receiver's matmul gets the shards of rank + 1, rank +
-      2, ...
+    * ``scattered``, not ``read_in_order``: rank + 1, rank + 2, ... The sender's matmul computes the shards in this
+      order.
+    * Otherwise: rank - 1, rank - 2, ... Each receiver first gets the shard of its next rank, and its matmul reads that
+      first.
 
     Attributes:
         scattered: True if the source holds a shard for each rank. False if all ranks get the same shard.
         origin: row of the source at which the shard begins (if ``scattered``, rank 0's shard).
-        base: row of each peer's workspace to which the shard from rank 0 goes. The shard from rank ``r`` goes to row
-            ``base + r * stride``.
+        base: first row of rank 0's shard in each peer's workspace. The shard from rank ``r`` goes to row ``base + r *
+            stride``.
         index: number of the first part's flag.
         stride: rows from one rank's shard to the next rank's, in the workspace and in a scattered source. ``None``:
             ``rows``. If larger, the transfer sends a band of each shard's rows, as one part.

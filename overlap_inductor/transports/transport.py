@@ -50,8 +50,8 @@ class Share:
 
     Attributes:
         sms: SMs that the transport may occupy.
-        turns_from: in bytes. If no piece of a send is smaller, pieces wait for their turn (``transports.copy_engine``).
-            ``None``: no piece waits.
+        turns_from: if all pieces of a send have at least this many bytes, pieces wait for their turn
+            (``transports.copy_engine``). ``None``: no piece waits.
     """
 
     sms: int = 0
@@ -60,11 +60,11 @@ class Share:
 
 @runtime_checkable
 class PeerCopies(Transport, Protocol):
-    """One-sided copies into the peers' symmetric memory, each followed by a flag."""
+    """One-sided copies into the peers' memory, each followed by a flag."""
 
     @property
     def needs_sms(self) -> bool:
-        """Whether a transfer needs room on an SM. If so, it cannot serve a kernel that occupies every SM."""
+        """Whether a transfer needs room on an SM. If so, the transport cannot serve a kernel that occupies every SM."""
         ...
 
     @property
@@ -96,8 +96,8 @@ class PeerCopies(Transport, Protocol):
 
 @dataclass(frozen=True)
 class Message:
-    """A contiguous ``tensor`` that is sent to, or received from, rank ``peer`` of the group. ``tag`` is equal on both
-    ranks, and unique among the messages in flight between them."""
+    """A contiguous ``tensor`` to or from rank ``peer`` of the group. ``tag`` is equal on both ranks, and unique among
+    the messages in flight between them."""
 
     tensor: torch.Tensor
     peer: int
@@ -105,8 +105,6 @@ class Message:
 
 
 class Pending(Protocol):
-    """Messages that were started."""
-
     def wait(self) -> object:
         """After this, work on the current stream may read the received tensors and overwrite the sent ones. Raises
         ``RuntimeError`` if a message failed."""
@@ -118,18 +116,17 @@ class Exchanges(Transport, Protocol):
     """Messages between ranks, which sender and receiver each start."""
 
     def why_not(self, group_name: str, device: torch.device) -> str | None:
-        """Why the group cannot exchange tensors on ``device``, or ``None`` if it can. The answer must be the same on
-        all ranks."""
+        """Why the group cannot exchange tensors on ``device``, or ``None`` if it can. Equal on all ranks."""
         ...
 
     def receives_first(self, device: torch.device) -> bool:
-        """True: all receives of an exchange start before its first send. False: each hop's receives and sends start
-        together."""
+        """True: all receives of an exchange start before its first send. False: they start with the sends of their
+        hop."""
         ...
 
     def join(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Make what all ranks must make together, for example a communicator. All ranks call this before an exchange in
-        which a rank may have no message. Raises ``RuntimeError`` if it fails."""
+        """Make what only all ranks together can make, for example a communicator. All ranks call this before an
+        exchange in which a rank may have no message. Raises ``RuntimeError`` if it fails."""
         ...
 
     def start(

@@ -7,8 +7,7 @@ multiplied last, during the last transfers. Slices are runs of rows, so the prod
 The result has the product's memory: the slice from a rank takes the place of the slice for that rank. The copy out of
 the workspace runs after the join with the side stream, so all slices have been sent.
 
-Launches. For W ranks and C chunks: about ``2 * W + 2 * C + 5``. If slices are columns, there are ``W`` matmuls instead
-of ``C + 1``.
+With copy engines, W ranks and C chunks, a call has about ``2 * W + 2 * C + 5`` launches.
 """
 
 from __future__ import annotations
@@ -45,10 +44,9 @@ class _Sent:
     """A prepared call.
 
     Attributes:
-        chunks: for each chunk, the ranges of rows to multiply, and the function that sends them.
+        chunks: as in ``reduce_launch``.
         own: range of this rank's own slice; ``None`` if a chunk contains it.
-        receive: copies the slices of the other ranks into the product when they have arrived.
-        end: ends the call.
+        receive: copies the other ranks' slices into the product when they have arrived.
     """
 
     chunks: list[tuple[list[Range], Send]]
@@ -94,7 +92,6 @@ def matmul_all_to_all(
 def _send_into(
     a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, product: torch.Tensor
 ) -> None:
-    """The launches of one call, into ``product [world_size * rows, width]``. Raises ``UnsupportedError``."""
     by_columns = isinstance(matmul, SlicedMatmul)
     key = ("chunked", "matmul_all_to_all", a.shape, a.dtype, product.shape, parameters)
     call = launch.prepared.get(key)

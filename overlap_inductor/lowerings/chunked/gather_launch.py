@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers and all-to-alls before matmuls in schedule ``chunked``. The vendor's matmul multiplies runs of rows on the
-current stream, while a transport moves rows on the side stream.
+current stream, while a transport moves rows on the side stream. A replayed call is one CUDA graph (``runtime.replay``).
 
 Loading. The first call with operands of a shape prepares every Triton kernel; later calls only launch. A vendor's
 matmul is loaded at its first launch, and loading waits for all earlier work on this rank. This cannot deadlock: earlier
@@ -10,8 +10,7 @@ Order of rows. This rank's own rows come first. The other ranks' rows follow in 
 on, wrapping around. This is the order in which they arrive. A chunk is a run of these rows (``chunked.sizes``). A chunk
 that wraps around the end of the tensor takes two matmuls.
 
-Launches. With copy engines, W ranks and C chunks: about ``2 * W + 2 * C + 3``, and ``W`` more if copies take turns. If
-SMs push, the terms with W are absent. A replayed call is one CUDA graph (``runtime.replay``).
+With copy engines, W ranks and C chunks, a call has about ``2 * W + 2 * C + 3`` launches.
 """
 
 from __future__ import annotations
@@ -47,19 +46,17 @@ from overlap_inductor.transports.transport import PeerCopies
 from overlap_inductor.transports.transport import Send
 
 End = Callable[[Sequence[torch.Tensor]], None]
-"""``end(results)`` ends a call. If the group was aborted, it sets ``results`` to NaN, because vendor matmuls and copies
-do not check whether rows have arrived."""
+"""``end(results)`` ends a call. If the group was aborted, ``results`` are set to NaN, because vendor matmuls and copies
+run even if rows have not arrived."""
 
 
 @dataclass(frozen=True)
 class _Gather:
-    """A prepared all-gather, or an all-to-all before matmuls.
+    """A prepared call.
 
     Attributes:
-        send: sends the shard, or the other ranks' slices.
         chunks: for each chunk, its ranges of rows and the kernel that waits for them.
         workspace: ``[world_size * rows, K]``.
-        end: ends the call.
     """
 
     send: Send
@@ -168,8 +165,6 @@ def _gather_into(
     outs: Sequence[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> None:
-    """The launches of one call, into ``outs`` (``[world_size * rows, N]`` each) and ``gathered [world_size * rows,
-    K]``. Raises ``UnsupportedError``."""
     start, stop = launch.rank * rows, (launch.rank + 1) * rows
     own = source if pattern == "all_gather_matmul" else source[start:stop]
     results = [*outs] if gathered is None else [*outs, gathered]
@@ -194,7 +189,8 @@ def _gather_into(
         launch.remember(key, call)
     credits, side = credit_kernel(launch), side_stream(source.device)
     with one_call(launch, side):
-        # The wait for credits runs before the matmul. Beside the matmul, it could keep a block of it from beginning.
+        # The wait for credits runs before the matmul. At the same time, it could keep a block of the matmul from
+        # beginning.
         credits()
         with side:
             call.send(source)
@@ -214,9 +210,8 @@ def _gather_into(
 
 
 def _hand_out(workspace: torch.Tensor, gathered: torch.Tensor, start: int, stop: int) -> None:
-    """Copy all rows but this rank's own (``start`` to ``stop - 1``) from the workspace to ``gathered``, during the last
-    chunk's matmuls. On 2 H200s, they hide more than half of the copy for 2048 tokens, and a third for 8192
-    (``bench/results/handed_out.jsonl``)."""
+    """Copy all rows but this rank's own (``start`` to ``stop - 1``) from the workspace to ``gathered``. The last
+    chunk's matmuls hide a third of the copy or more (``bench/results/handed_out.jsonl``)."""
     gathered[:start].copy_(workspace[:start])
     gathered[stop:].copy_(workspace[stop:])
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters, limits, chunks and workspace of schedule ``chunked``. This module does not import Triton."""
+"""Parameters (``one_op.schedule.OpPlan``), limits, chunks and workspace of schedule ``chunked``. This module does not
+import Triton."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ Range = tuple[int, int]
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")
 """The patterns in which rows are multiplied after they have arrived."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
-"""Bytes for each peer of the smallest band of an all-reduce with up to 4 ranks (with more ranks, in proportion), and the
-largest number of bands. On 8 H200s, bands of 16 MiB were the fastest."""
+"""Bytes for each peer of the smallest band of an all-reduce (with up to 4 ranks; with more ranks, in proportion), and
+the largest number of bands. On 8 H200s, bands of 16 MiB were the fastest."""
 CONTRACTED = 8
 """A slice of a contracted dim must be a multiple of this many elements, so that rows are whole 16-byte words."""
 
@@ -98,17 +99,14 @@ class ChunkedParameters:
 
 
 def transports_of(pattern: str) -> tuple[str, ...]:
-    """The transports that a user may choose for ``pattern``."""
     return names_of(PeerCopies)
 
 
 def automatic(pattern: str) -> tuple[str, ...]:
-    """The transports that ``auto`` chooses from, by the size of a piece."""
     return tuple(t.name for t in of_kind(PeerCopies) if t.fastest_from is not None)
 
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
-    """A pattern's parameters for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
     return {"transport": transport, "bands": 0 if pattern in ("matmul_all_reduce", "all_to_all_matmul") else 1}
 
 
@@ -127,8 +125,7 @@ def fitted(
     Args:
         rows: rows of a shard.
         inner, columns: K and N of its matmul.
-        sent_itemsize: bytes of an element that is sent.
-        itemsize: bytes of an element of the matmul's operands.
+        sent_itemsize, itemsize: bytes of an element that is sent, and of an element of the operands.
 
     Raises:
         UnsupportedError: the given ``sizes`` do not add up to the shards of all peers.
@@ -177,14 +174,12 @@ def fitted_bands(world_size: int, rows: int, columns: int, row_bytes: int, p: Ch
 
 
 def _fastest(nbytes: int, pieces: int) -> str:
-    """The fastest transport for ``nbytes`` bytes in ``pieces`` pieces."""
     limits = {t.name: t.fastest_from for t in of_kind(PeerCopies) if t.fastest_from is not None}
     return max((name for name, least in limits.items() if nbytes >= pieces * least), key=limits.__getitem__)
 
 
 @functools.cache
 def parameters_of(settings: str, sms: int) -> ChunkedParameters:
-    """The parameters of a plan's ``settings`` (JSON text) on a device of ``sms`` SMs."""
     return ChunkedParameters(sms, **json.loads(settings))
 
 
@@ -210,7 +205,7 @@ def part_rows_of(rows: int, world_size: int, parameters: ChunkedParameters) -> i
 
 def chunk_bounds(parts: int, world_size: int, parameters: ChunkedParameters) -> list[int]:
     """Numbers of the parts (``transports.transfer``) at which chunks begin, then the number of all parts.
-    ``parameters``: as ``fitted`` returns them."""
+    ``parameters``: from ``fitted``."""
     count = parts * (world_size - 1)
     if parameters.sizes:
         return [0, *(parts * size for size in itertools.accumulate(parameters.sizes))]
@@ -240,8 +235,8 @@ def result_signals(world_size: int, parameters: ChunkedParameters) -> int:
 def needed(
     pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: ChunkedParameters
 ) -> tuple[int, int]:
-    """``(bytes, signals)`` that a call needs in its slot. ``rows``: rows of a shard; ``inner``, ``columns``: K and N;
-    ``itemsize``: bytes of a sent element."""
+    """``(bytes, signals)`` of a call's slot. ``rows``: rows of a shard; ``inner``, ``columns``: K and N; ``itemsize``:
+    bytes of a sent element."""
     # A call with fewer rows never needs more.
     if pattern == "matmul_all_reduce":
         signals = result_signals(world_size, parameters) + (parameters.bands or MOST_BANDS)

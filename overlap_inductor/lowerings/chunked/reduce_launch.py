@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduce-scatters and all-reduces after matmuls in schedule ``chunked``. The vendor's matmul multiplies runs of rows on
-the current stream, while a transport moves partial sums on the side stream.
+the current stream, while a transport moves partial sums on the side stream. A replayed call is one CUDA graph
+(``runtime.replay``). Kernels are loaded as ``gather_launch`` says.
 
 Order of rows. The other ranks' rows come first, in rank order from the end of this rank's own shard on, wrapping
 around. So they can leave first. The own shard is multiplied last. (With ``chunks=0``, one matmul multiplies all rows of
 a band.)
 
-Launches. With copy engines, W ranks and C chunks in each of B bands:
-
-* scatter: about ``2 * W + 2 * C + 3``, and ``W`` more if copies take turns
-* all-reduce: about ``B * (4 * W + C + 5)``, and ``2 * B * W`` more if copies take turns
-
-If SMs push, the terms with W are absent. A replayed call is one CUDA graph (``runtime.replay``). Kernels are loaded as
-``gather_launch`` says.
+With copy engines, W ranks, and C chunks in each of B bands, a call has about this many launches: ``2 * W + 2 * C + 3``
+(scatter), ``B * (4 * W + C + 5)`` (all-reduce).
 """
 
 from __future__ import annotations
@@ -65,10 +61,10 @@ class _Band:
         finished: rows of the result that ``add`` writes.
         everyone: rows of the result that belong to the band.
         wait: waits for the peers' partial sums of the own rows.
-        add: called with the own rows of the product and the finished rows of the result. It writes to the finished
-            rows: own rows plus the peers' partial sums.
+        add: ``add(own, finished)`` adds these partial sums to ``own``, rows of the product, and writes ``finished``,
+            rows of the result.
         receive: copies the peers' finished rows into ``everyone`` when they have arrived (all-reduce).
-        hand_round: sends the finished rows of the result to all peers (all-reduce). ``None`` if ``add`` sends them.
+        hand_round: sends the finished rows to all peers (all-reduce). ``None`` if ``add`` sends them.
     """
 
     chunks: list[tuple[list[Range], Send]]
@@ -147,11 +143,10 @@ def _reduce_into(
     product: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """The launches of one call, into ``product [world_size * rows, N]`` and ``out`` (a shard's rows, or ``product``).
-    Raises ``UnsupportedError``.
+    """While band ``i`` is multiplied and sent, band ``i - 1`` is summed, and its sums are sent to all peers. Then band
+    ``i - 2`` is received.
 
-    While band ``i`` is multiplied and sent, band ``i - 1`` is summed and its result sent to all peers. Then band ``i -
-    2`` is received.
+    Writes ``product [world_size * rows, N]`` and ``out`` (a shard's rows, or ``product``). Raises ``UnsupportedError``.
     """
     key = (
         "chunked",
@@ -196,8 +191,7 @@ def _reduce_into(
                 for rows in ranges:
                     multiply(*rows)
                 if i == number == 0:
-                    # The wait for credits comes after the first matmul. By then, the peers have usually ended their
-                    # previous call.
+                    # After the first matmul, the peers have usually ended their previous call.
                     credits()
                 with side:
                     send(product)
@@ -273,12 +267,10 @@ def _prepare_band(
     result_index: int | None,
     last: bool,
 ) -> _Band:
-    """Prepare the kernels and transfers of one band.
-
-    Args:
-        result_index: index of the flag for the band's second leg in an all-reduce; ``None`` for a reduce-scatter. In
-            the workspace, the second leg's rows follow those of the first leg.
-        last: this is the last band of an all-reduce, and ``add`` also sends its finished rows to all peers.
+    """Args:
+    result_index: index of the flag for the band's second leg in an all-reduce; ``None`` for a reduce-scatter. In
+        the workspace, the second leg's rows follow those of the first leg.
+    last: this is the last band of an all-reduce, and ``add`` also sends its finished rows to all peers.
     """
     world_size, rank, slot, rows, width = launch.world_size, launch.rank, launch.slot, transfer.rows, transfer.width
     transport, first_row, all_rows = transport_named(PeerCopies, p.transport), transfer.origin, len(product)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of schedule ``fused``: one functional op for each site, one persistent kernel for each op.
 
-One launch multiplies a gathered tensor by some of the weights (``parameters.in_one_launch``). The vendor's matmul
-multiplies it by the others. Operands in a layout that no kernel reads are copied first.
+One launch multiplies a gathered tensor by some of the weights (``parameters.in_one_launch``), the vendor's matmul by
+the others. Operands in a layout that no kernel reads are copied first.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ def _gather(
     epilogues: Epilogues = (),
     extras: Sequence[torch.Tensor] = (),
 ) -> Tensors:
-    """``pattern``: one of ``fused_plan.GATHERS``. ``shard``: what is sent."""
     fused = _kernels()
     if len(rhs) == 1 and not epilogues and not gathered_used:
         a, b = left_operand(shard), right_operand(rhs[0])

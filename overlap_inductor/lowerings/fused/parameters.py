@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters, limits and workspace of schedule ``fused``. This module does not import Triton."""
+"""Parameters (``one_op.schedule.OpPlan``), limits and workspace of schedule ``fused``. This module does not import
+Triton."""
 
 from __future__ import annotations
 
@@ -32,15 +33,14 @@ class FusedParameters:
 
     Attributes:
         blocks: blocks of the grid, ideally the number of SMs.
-        copies_from: a transport of ``copiers`` sends a shard of at least this many bytes (patterns in ``GATHERS``). SMs
-            send a smaller shard.
+        copies_from: a transport of ``copiers`` sends a shard of at least this many bytes, and SMs send a smaller one
+            (``GATHERS``).
         copier: name of that transport; empty for the first of ``copiers``.
         parts: largest number of bands of a shard. 0: the number of ranks.
         parts_from: if the whole matmul has fewer rows, a shard is one band.
         pieces: pieces in which a band is pushed (all-gather).
         pushers: blocks that push. 0 (all-reduce): ``push_inner`` decides.
-        push_inner: K for which one block pushes as fast as all others multiply (all-reduce). On 2 and 4 H200s, 4 to 8
-            pushing blocks were best for K = 14336, and 20 to 24 for K = 3584.
+        push_inner: K for which one block pushes as fast as all others multiply (all-reduce).
         unit: neighbouring tiles that are pushed at once (all-reduce).
         slices: slices along K in which a shard is pushed (all-gather). A tile waits for them one by one.
         slices_tiles: with more tiles than this, a shard has fewer slices (``slices_of``). All ranks need the same
@@ -127,23 +127,20 @@ MOST_WEIGHTS = 4
 
 
 def copiers() -> list[PeerCopies]:
-    """The transports that may send the shard of a gather. The kernel occupies all SMs while it waits, so they must not
-    need one."""
+    """The transports that may send the shard of a gather. They must not need an SM, because the kernel occupies all
+    SMs."""
     return [t for t in of_kind(PeerCopies) if not t.needs_sms]
 
 
 def transports_of(pattern: str) -> tuple[str, ...]:
-    """The transports that a user may choose for ``pattern``."""
     return (sm_push.NAME, *(t.name for t in copiers() if pattern in GATHERS))
 
 
 def automatic(pattern: str) -> tuple[str, ...]:
-    """The transports that ``auto`` chooses from."""
     return transports_of(pattern)[:2]
 
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
-    """A pattern's tuned parameters for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
     if pattern not in GATHERS or transport == sm_push.NAME:
         return {**TUNED[pattern]}
     if transport == "auto":
@@ -154,7 +151,6 @@ def settings_for(pattern: str, transport: str) -> dict[str, Any]:
 
 @functools.cache
 def parameters_of(settings: str, blocks: int) -> FusedParameters:
-    """The parameters of a plan's ``settings`` (JSON text) on a device of ``blocks`` SMs."""
     return FusedParameters(blocks, **json.loads(settings))
 
 
@@ -172,19 +168,19 @@ def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor],
 
 
 def column_tiles(columns: Sequence[int], parameters: FusedParameters) -> int:
-    """Tiles across all weights. ``columns``: the number of columns of each weight."""
+    """Tiles across all weights."""
     return sum(-(-n // parameters.block_n) for n in columns)
 
 
 def band_rows(rows: int, world_size: int, parameters: FusedParameters) -> int:
-    """Rows of a band of a shard of ``rows`` rows: a multiple of ``block_m``, so that no tile waits for two bands."""
+    """Rows of a band: a multiple of ``block_m``, so that no tile waits for two bands. ``rows``: rows of a shard."""
     tiles = -(-rows // parameters.block_m)
     parts = (parameters.parts or world_size) if world_size * rows >= parameters.parts_from else 1
     return -(-tiles // min(parts, tiles)) * parameters.block_m
 
 
 def pushers_of(inner: int, parameters: FusedParameters) -> int:
-    """Blocks that push in an all-reduce with K ``inner``. They should push as fast as the others multiply, and a tile's
+    """Blocks that push in an all-reduce with K ``inner``. They should push as fast as the others multiply. A tile's
     matmul takes a time proportional to K."""
     return parameters.pushers or min(max(1, round(parameters.push_inner / inner)), parameters.blocks // 2 or 1)
 
@@ -192,8 +188,8 @@ def pushers_of(inner: int, parameters: FusedParameters) -> int:
 def needed(
     pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: FusedParameters
 ) -> tuple[int, int]:
-    """``(bytes, signals)`` that a call needs in its slot. ``rows``: rows of a shard; ``inner``, ``columns``: K and N;
-    ``itemsize``: bytes of a sent element."""
+    """``(bytes, signals)`` of a call's slot. ``rows``: rows of a shard; ``inner``, ``columns``: K and N; ``itemsize``:
+    bytes of a sent element."""
     # A call with fewer rows never needs more.
     parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
     if pattern in EXCHANGES:

@@ -68,7 +68,7 @@ class Received(NamedTuple):
 
 
 Kernel = Callable[[Received], None]
-"""Launches the prepared kernel of a call. Calls of one ``key_of`` share the kernel."""
+"""Launches the prepared kernel of a call."""
 Prepare = Callable[[Received, Launch, FusedParameters], Kernel]
 """Prepares a call's kernel. Raises ``UnsupportedError`` if it does not support the operands, or the slot is too
 small."""

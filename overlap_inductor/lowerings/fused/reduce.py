@@ -59,8 +59,7 @@ def _arguments(
     tail: Tail,
     by_columns: bool = False,
 ) -> _Arguments:
-    """``by_columns``: the shards are columns of the product, not rows. Raises ``UnsupportedError`` if the kernel does
-    not support its operands."""
+    """``by_columns``: the shards are columns of the product, not rows. Raises ``UnsupportedError``."""
     world_size, slot, (all_rows, inner), columns = launch.world_size, launch.slot, a.shape, b.shape[1]
     if by_columns:
         all_rows, columns = all_rows * world_size, columns // world_size
@@ -147,13 +146,8 @@ def prepare_all_to_all(
     bias: torch.Tensor | None,
     by_columns: bool,
 ) -> Callable[..., None]:
-    """Prepare the kernel. The returned function launches it with ``(a, b, out, bias)``: ``a [world_size * rows, K]``,
-    ``b [K, N]``, ``out [world_size * rows, N]``. With ``by_columns``, ``a [rows, K]`` and ``b [K, world_size * N]``.
-    Without a bias, pass ``out`` in its place.
-
-    Raises:
-        UnsupportedError: as ``prepare_reduce_scatter``.
-    """
+    """As ``prepare_reduce_scatter``, but without extra tensors, and ``out [world_size * rows, N]``. With
+    ``by_columns``, ``a [rows, K]`` and ``b [K, world_size * N]``."""
     world_size = launch.world_size
     cut, what = (b.shape[1], "columns") if by_columns else (a.shape[0], "rows")
     if cut % world_size:
@@ -181,12 +175,8 @@ def prepare_all_reduce(
     average: bool,
     tail: Tail,
 ) -> Callable[..., None]:
-    """Prepare the kernel. The returned function launches it with ``(a, b, product, out, bias)`` and the extra tensors:
-    ``product [product_rows, N]``, ``out [M, N]``. Without a bias, pass ``out`` in its place.
-
-    Raises:
-        UnsupportedError: as ``prepare_reduce_scatter``.
-    """
+    """As ``prepare_reduce_scatter``, but with ``(a, b, product, out, bias)``: ``a [M, K]``, ``product [product_rows,
+    N]``, ``out [M, N]``."""
     found = _arguments(matmul_all_reduce, "matmul_all_reduce", a, b, out, launch, p, bias, average, tail)
     if (tiles := len(product) // p.block_m * -(-b.shape[1] // p.block_n)) > launch.slot.tiles.numel():
         words = launch.slot.tiles.numel()

@@ -2,8 +2,8 @@
 """Schedule ``fused``: a site becomes one op. Its kernel also computes the pointwise ops that follow the results
 (epilogue).
 
-With a dynamic token count there is no epilogue, because calls of few tokens run as written. Such a call would have to
-run the pointwise ops one by one.
+With a dynamic token count there is no epilogue. Calls of few tokens run as written, and would have to run these ops one
+by one.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class FusedSchedule(TableSchedule):
         settings = super().settings_for(site, config)
         if site.facts.pattern not in GATHERS:
             return settings
-        # All ranks must push a shard in the same number of slices. It depends on the tiles of all weights, and ranks
-        # may have different numbers of columns. Rounded sizes usually agree.
+        # All ranks must push a shard in the same number of slices, which depends on the tiles of all weights. Ranks may
+        # have different numbers of columns, but rounded sizes usually agree.
         rights = [right for _, right in operands(served(site))]
         columns = [rounded(int(rights[i].shape[1])) for i in in_one_launch(rights)]
         return {**settings, "column_tiles": column_tiles(columns, parameters_of(json.dumps(settings), 1))}

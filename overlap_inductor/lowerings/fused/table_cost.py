@@ -2,7 +2,7 @@
 """Estimates of the fused lookup kernel, with the constants of other fused kernels.
 
 On 2 H100s (bench/results/lookups.jsonl), 64 tables with bags of 1 to 20 indices took 1.06 to 1.09 times the estimate.
-Bags of 100 indices took 0.7 times the estimate, because the cache holds rows that several bags read.
+Bags of 100 indices took 0.7 times the estimate.
 """
 
 from __future__ import annotations

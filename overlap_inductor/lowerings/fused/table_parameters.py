@@ -54,7 +54,6 @@ class TableParameters:
 
 @functools.cache
 def parameters_of(settings: str, blocks: int) -> TableParameters:
-    """The parameters of a plan's ``settings`` (JSON text) on a device of ``blocks`` SMs."""
     return TableParameters(blocks, **json.loads(settings))
 
 

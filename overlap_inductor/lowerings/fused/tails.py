@@ -29,8 +29,8 @@ def results_of(site: OverlapSite) -> list[fx.Node]:
 
 
 def tails_of(site: OverlapSite, planned: list[str] | None = None) -> list[Tail | None]:
-    """The tail of each result; empty for a dynamic token count and for an all-to-all. A result's tail is ``None`` in
-    these cases:
+    """The tail of each result; empty for a dynamic token count and for an all-to-all. A result has no tail (``None``)
+    in these cases:
 
     * The kernel can compute no tail of it.
     * The vendor's matmul computes the result.

@@ -3,9 +3,8 @@
 (``one_op.exchange_ops``).
 
 Matmuls may contract the exchanged dim, as the output projection of Ulysses attention does. Then the op's name has
-``contracted_`` before the pattern, and the left operand has the slices of all ranks side by side. Vendor matmuls of one
-slice each would round the sum after each slice, or keep it in memory in fp32, which takes longer than the transfer. So
-a schedule does one of these:
+``contracted_`` before the pattern, and the left operand has the slices of all ranks side by side. The slices are not
+multiplied by one vendor matmul each: the sum would be rounded after each slice, or kept in memory in fp32. Instead:
 
 - A Triton kernel adds up the products of the slices in registers (``lowerings.fused.contraction``).
 - A vendor's matmul reads a band of rows of all slices (``lowerings.chunked.contracted_launch``).
@@ -49,7 +48,7 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 
 
 class SentRows(ReduceRows):
-    """See ``form.RowsForm``. A slice consists of rows or of columns of the matmul's result."""
+    """See ``form.RowsForm``. A slice consists of rows or of columns of the product."""
 
     turns = False
 
@@ -92,7 +91,7 @@ def _has_columns_of(nodes: SentNodes, bias: fx.Node) -> bool:
 
 
 class ReceivedRows(GatherRows):
-    """See ``form.RowsForm``. The tensor that is sent has a slice of rows for each rank."""
+    """See ``form.RowsForm``."""
 
     def served(self, site: OverlapSite) -> OverlapSite:
         """See ``form.served``."""
@@ -205,7 +204,7 @@ def _write_contracted(
 
 
 def _is_operand(consumer: GatherConsumer, nodes: ReceivedNodes) -> bool:
-    """Whether the matmul's left operand has the layout of the op's ``operand``."""
+    """Whether the op's ``operand`` can take the place of the matmul's left operand."""
     node, outer = consumer.operand_node, consumer.sharded.outer
     in_ranks_order = isinstance(outer, int) and outer == 1
     return in_ranks_order and node is not nodes.collective.wait and tools.value(node).is_contiguous()

@@ -29,7 +29,7 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 class RowsForm(Protocol):
     @property
     def turns(self) -> bool:
-        """For a site that cuts N. True: the op computes the transposed product, and cuts rows. False: it cuts
+        """For a site whose dim N is cut. True: the op computes the transposed product, and cuts rows. False: it cuts
         columns."""
         ...
 
@@ -57,22 +57,13 @@ class RowsForm(Protocol):
 
     def why_no_sum(self, site: OverlapSite, noun: str, sums: bool) -> str | None:
         """Why the schedule cannot add the results of the site's matmuls; ``None`` if it can, or if there is nothing to
-        add.
-
-        Args:
-            noun: ``SiteSchedule.noun``, for the text.
-            sums: whether the schedule has an op for sums.
-        """
+        add. ``noun``: of the schedule, for the text. ``sums``: the schedule has an op for sums."""
         ...
 
     def why_no_contraction(self, site: OverlapSite, noun: str, contracts: int) -> str | None:
         """Why the schedule cannot compute matmuls that all contract the gathered or exchanged dim. ``None`` if it can,
-        or if a matmul does not contract this dim. ``site`` need not be loopable.
-
-        Args:
-            noun: ``SiteSchedule.noun``, for the text.
-            contracts: ``OneOpSchedule.contracts``.
-        """
+        or if a matmul does not contract this dim. ``noun``, ``contracts``: of the schedule. ``site`` need not be
+        loopable."""
         ...
 
     def why_not_scaled(self, site: OverlapSite) -> str | None:

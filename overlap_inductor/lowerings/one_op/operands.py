@@ -16,8 +16,8 @@ def left_operand(a: torch.Tensor) -> torch.Tensor:
 
 
 def right_operand(b: torch.Tensor) -> torch.Tensor:
-    """``b [K, N]``, aligned to 16 bytes, in a layout that ``right_operand_fits`` accepts; copied if necessary. If ``N``
-    is not a multiple of 8, a copy does not fit, and ``check_operands`` refuses it."""
+    """``b [K, N]``, aligned to 16 bytes, in a layout that ``right_operand_fits`` accepts; copied if necessary. A copy
+    fits only if ``N`` is a multiple of 8."""
     if not right_operand_fits(b):
         return b.contiguous()
     return b if b.data_ptr() % 16 == 0 else b.clone()
@@ -29,8 +29,8 @@ def bias_row(bias: torch.Tensor | None, columns: int) -> torch.Tensor | None:
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raises ``UnsupportedError`` if no Triton matmul of this project can compute ``a [M, K] @ b [K, N] + bias [N]``
-    with these dtypes, sizes and layouts."""
+    """Raises ``UnsupportedError`` if no Triton matmul of this project can compute ``a [M, K] @ b [K, N] + bias
+    [N]``."""
     reason = why_not(a.dtype, a.shape[1], b.shape[1])
     if reason is not None or b.dtype != a.dtype:
         raise UnsupportedError(reason or f"the operands of a matmul are {a.dtype} and {b.dtype}; expected one dtype")

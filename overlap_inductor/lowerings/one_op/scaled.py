@@ -29,7 +29,7 @@ def is_scaled(site: OverlapSite) -> bool:
 
 
 def why_not(site: OverlapSite) -> str | None:
-    """Why no op of scaled matmuls can compute this site; ``None`` if one can. Does not check rows and sizes."""
+    """Why no op of scaled matmuls can compute this site; ``None`` if one can. Rows and sizes are checked elsewhere."""
     kinds = sorted({m.kind for m in site.matmuls})
     if len(kinds) > 1:
         return (

@@ -72,7 +72,7 @@ class OpPlan(Protocol):
         ...
 
     def transports_of(self, pattern: str) -> tuple[str, ...]:
-        """The transports that the user may choose for a pattern."""
+        """The transports that the user may choose for ``pattern``."""
         ...
 
     def automatic(self, pattern: str) -> tuple[str, ...]:
@@ -80,11 +80,11 @@ class OpPlan(Protocol):
         ...
 
     def settings_for(self, pattern: str, transport: str) -> dict[str, Any]:
-        """The op's settings for the plan. ``transport``: the user's choice, or ``auto``."""
+        """The op's settings for the plan. ``transport``: as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
         ...
 
     def parameters_of(self, settings: str, blocks: int) -> Any:
-        """The op's parameters. ``settings``: a plan's settings as JSON text. ``blocks``: the device's number of SMs."""
+        """The op's parameters. ``settings``: a plan's settings as JSON text. ``blocks``: SMs of the device."""
         ...
 
 
@@ -95,15 +95,15 @@ class OneOpSchedule:
     Attributes:
         plan: the schedule's plan module.
         cost: estimated seconds of a site of these sizes.
-        pays: whether the schedule is estimated to be enough faster than ``keep`` for a site of these sizes.
+        pays: whether the schedule is estimated to be enough faster than ``keep``.
         reach: why these ranks cannot run the schedule on this device; ``None`` if they can. Equal on all ranks.
         dynamic: True if the token count may be symbolic at compile time.
         needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)`` of
             a call's workspace slot; ``None`` if the schedule needs no workspace.
         why_not_scaled: as ``plan.why_not``, for fp8 with scales; ``None`` if the schedule has no ops for fp8.
         only_plain: patterns for which the schedule has no op for fp8.
-        replays: whether a repeated call may be launched as one CUDA graph (``runtime.replay``).
-        sums: whether the schedule has ops for a reduction of a sum of plain matmuls.
+        replays: a repeated call may be launched as one CUDA graph (``runtime.replay``).
+        sums: the schedule has ops for a reduction of a sum of plain matmuls.
         contracts: each rank's slice of a contracted dim must be a multiple of this many elements. 0: no op for
             contracted dims.
         parameters: the dataclass of the op's parameters. The settings may set its fields.
@@ -169,7 +169,7 @@ class OneOpSchedule:
         return None
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Does nothing: each call is one node, so the graph's budget of nodes does not matter."""
+        """Does nothing: each call is one node."""
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         if site.nodes.uneven_rows():
@@ -218,7 +218,6 @@ class OneOpSchedule:
         return self.why_not_between(facts.collective.ranks, source.device)
 
     def _why_no_scaled(self, pattern: str) -> str | None:
-        """Why the schedule has no op of ``pattern`` for fp8 with scales; ``None`` if it has one."""
         if self.why_not_scaled is None:
             return f"no {self.noun} multiplies fp8 with scales"
         if pattern in self.only_plain:

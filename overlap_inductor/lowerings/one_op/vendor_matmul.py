@@ -52,7 +52,6 @@ class VendorMatmul:
 
     @property
     def columns(self) -> int:
-        """Columns of ``out`` in a call."""
         return self.b.shape[1]
 
     @property
@@ -65,7 +64,7 @@ class VendorMatmul:
         return self.scales is not None and self.scales.fast
 
     def dtype(self, a: torch.Tensor) -> torch.dtype:
-        """The result's dtype for a left operand ``a``."""
+        """The result's dtype."""
         return a.dtype if self.scales is None else self.scales.dtype
 
     def __call__(self, rows: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:

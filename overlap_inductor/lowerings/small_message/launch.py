@@ -26,7 +26,7 @@ from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.call_arguments import call_arguments
 
 VARYING = ("product", "out", "residual", "residual_out", "weight")
-"""The kernels' parameters that differ from launch to launch, in the order in which ``_run`` passes them."""
+"""The kernels' parameters that differ from launch to launch, in the order of ``_run``."""
 
 
 def all_reduce(
@@ -85,9 +85,8 @@ def all_reduce_norm(
     """``(normed, residual_out)``, both ``[M, N]``: ``residual_out = residual + all_reduce(product)``, and ``normed`` is
     the RMSNorm of ``residual_out`` times ``weight [N]``. ``out``: tensors for both results.
 
-    The norm is computed in fp32 (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, section 3). As in a
-    model that computes op by op, four results are rounded to the dtype of ``product``: the sum over ranks,
-    ``residual_out``, the normed row, and its product with ``weight``.
+    Each step is rounded to the dtype of ``product``, as in a model that computes op by op. The norm itself is computed
+    in fp32 (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, section 3).
 
     Raises:
         UnsupportedError, TransferError: as ``all_reduce``.
@@ -140,8 +139,8 @@ def _behind_matmul(
     constant: float,
     start: Callable[[torch.Tensor], None],
 ) -> None:
-    """Run the vendor's matmul, then ``start`` with its product, or replay both. ``constant``, ``others``, ``results``:
-    what ``start`` also reads or writes."""
+    """Run the vendor's matmul, then ``start`` with its product, or replay both. ``start`` also reads or writes
+    ``constant``, ``others`` and ``results``."""
     # The operands determine everything about the results but their addresses.
     what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
     # The vendor's library copies only the bias: into the product, before it adds the matmul.

@@ -2,19 +2,18 @@
 """Schedule ``wave_groups`` runs a matmul on the current stream. A collective for each group of the matmul's waves runs
 beside it (FlashOverlap, arXiv 2504.19519).
 
-Planning. All ranks plan a site together at its first call:
+Planning. All ranks plan a site together at its first call, with the first rank's measurements:
 
-1. The collective's curve (seconds by bytes) is measured, once for each process group, transport and kind of collective.
-2. The matmul is timed with each number of free SMs in ``WaveParameters.free``.
-3. For each of these numbers, the predictor partitions the matmul's bands, and the whole call is timed. The fastest
-   wins.
+1. Measure the collective's curve (seconds by bytes), once for each process group, transport and kind of collective.
+2. Time the matmul with each number of free SMs in ``WaveParameters.free``.
+3. For each of these numbers, partition the matmul's bands (``best_partition``), and time the whole call. Keep the
+   fastest.
 
-All ranks use the first rank's measurements. Sites whose matmuls look alike on that rank share a plan. The inner size
-and the bias may differ on other ranks, because a partition cuts only rows.
+Sites whose matmuls look alike on the first rank share a plan. Other ranks may have another inner size or bias there,
+because a partition cuts only rows.
 
 Loading. Loading a module waits for the device, where a kernel may be waiting. So the first call loads every kernel
-before any of them waits. Another inner size or bias may need another matmul kernel. It is loaded at its first launch,
-before any kernel of that call waits.
+before any of them waits. A matmul of another inner size or bias is loaded before any kernel of its call waits.
 """
 
 from __future__ import annotations
@@ -59,10 +58,9 @@ from overlap_inductor.transports.transport import WholeCollectives
 TABLE_WORDS = 32
 """int32 words of one partition in the GPU's memory: ``MAX_GROUPS + 1``, padded to 128 bytes."""
 TABLES = 4096
-"""Largest number of partitions of a process group. A plan has one for each number of ``WaveParameters.free``, and one
-for the matmul alone."""
+"""Largest number of partitions of a process group."""
 POISONED_AT_ONCE = 256
-"""Elements that the waiting warp overwrites at once if the group was aborted: 16 bytes for each thread."""
+"""Elements that the waiting warp overwrites at once after an abort: 16 bytes for each thread."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +88,11 @@ class GroupWaves:
     Attributes:
         queue, counters: see ``kernels.wave_groups``; zero between calls.
         tables: int32 ``[TABLES, TABLE_WORDS]`` on the device; the first ``used`` are taken.
-        curves: measured curves, by the transport's name and the collective: all-reduce (``False``) or reduce-scatter
-            (``True``).
-        chosen: plans, by the sizes that the group's first rank multiplies.
+        curves: measured curves, by transport and by whether the collective is a reduce-scatter.
+        chosen: plans, by the sizes that the first rank multiplies.
         first_ranks: ``{facts that all ranks know of a site: key of the site's plan in chosen}``.
         plans: plans, by site and by the sizes that this rank multiplies there.
+    DELETE
     """
 
     place: GroupWorkspace
@@ -121,7 +119,6 @@ class GroupWaves:
         return row
 
     def curve(self, transport: WholeCollectives, scatters: bool, like: torch.Tensor) -> Curve:
-        """The curve of a collective, measured at the first call."""
         key = transport.name, scatters
         if key not in self.curves:
             self.curves[key] = Curve(collective_times.measured_curve(transport, scatters, like, self.place.group))
@@ -132,7 +129,7 @@ def waves_of(group: dist.ProcessGroup, device: torch.device) -> GroupWaves:
     """What ``group`` shares on ``device``. All ranks of the group make it together, on first use.
 
     Raises:
-        OverlapError: it would have to be made while a CUDA graph is captured, or the group was destroyed.
+        OverlapError: it would be made while a CUDA graph is captured, or the group was destroyed.
     """
     return _WAVES.of(group, device)
 
@@ -188,12 +185,10 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """Rows of a shard."""
         return self.a.shape[0] // self.shards
 
     @property
     def bands(self) -> int:
-        """Bands of a shard."""
         return -(-self.rows // self.parameters.block_m)
 
     @property
@@ -202,7 +197,6 @@ class Call:
         return self.shards * -(-self.b.shape[1] // self.parameters.block_n)
 
     def blocks(self, free: int) -> int:
-        """Blocks of the matmul's grid if ``free`` SMs are left free."""
         return max(1, min(self.parameters.blocks - free, self.bands * self.tiles))
 
     def multiply(self, free: int, table: torch.Tensor, groups: int) -> torch.Tensor:
@@ -290,8 +284,8 @@ class Call:
         """How this call runs. All ranks decide it together at the first call of its sizes.
 
         Raises:
-            OverlapError: the plan would have to be made while a CUDA graph is captured, the given partition does not
-                fit, or all rows of ``GroupWaves.tables`` are taken.
+            OverlapError: the plan would be made while a CUDA graph is captured, the given partition does not fit, or
+                all rows of ``GroupWaves.tables`` are taken.
         """
         agreed = (self.site, self.scatters, self.a.shape[0], self.b.shape[1], self.a.dtype, self.parameters)
         own = (self.b.shape[0], *self.b.stride(), self.bias is None)
@@ -341,7 +335,7 @@ class Call:
         return collective_times.of_first_rank(seconds, self.group, self.a.device)
 
     def as_waves(self, free: int, matmul_seconds: float) -> Waves:
-        """The call as the predictor sees it. With ``free`` SMs left free, its matmul takes ``matmul_seconds``."""
+        """The call as the predictor sees it, if its matmul takes ``matmul_seconds`` with ``free`` SMs left free."""
         blocks = self.blocks(free)
         waves = -(-self.bands * self.tiles // blocks)
         row_bytes = self.b.shape[1] * self.a.element_size() * self.shards

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of schedule ``wave_groups``, and which waves of a matmul share a collective. This module does not import
-Triton.
+"""Parameters of schedule ``wave_groups`` (``one_op.schedule.OpPlan``), and which waves of a matmul share a collective.
+This module does not import Triton.
 
 A matmul's tiles finish in waves, one band of rows after the other. A *group* is a run of neighbouring bands with a
-collective of its own. The predictor is FlashOverlap's (arXiv 2504.19519, algorithm 1). A group's collective starts when
-the group's tiles are stored and the previous collective has ended. Its seconds come from a measured curve, by its
-bytes. ::
+collective of its own. The predictor is FlashOverlap's (arXiv 2504.19519, algorithm 1). A collective starts when its
+group's tiles are stored and the previous collective has ended. Its seconds come from a measured curve, by its bytes. ::
 
     matmul        | group 0 | group 1      | group 2      |
     collectives             | bytes of 0 |   | bytes of 1 | | bytes of 2 |
 
-The paper searches all ``2 ** (T - 1)`` partitions of ``T`` waves, and prunes if ``T`` is large. Here the search is
-dynamic programming over (groups, bands) (``best_partition``). It finds the best of all ``partitions``: a collective
-never ends later if the previous one ends earlier. So the best partition of the first bands does not depend on later
-bands.
+The paper searches partitions of waves one by one. Here the search is dynamic programming over (groups, bands), and
+still finds the best of all ``partitions``. The reason: if a collective ends earlier, no later one ends later. So the
+best partition of the first bands does not depend on later bands.
 """
 
 from __future__ import annotations
@@ -63,23 +61,19 @@ class WaveParameters:
 
 
 def transports_of(pattern: str) -> tuple[str, ...]:
-    """The transports that a user may choose for ``pattern``."""
     return names_of(WholeCollectives)
 
 
 def automatic(pattern: str) -> tuple[str, ...]:
-    """The transport that ``auto`` takes."""
     return transports_of(pattern)[:1]
 
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
-    """A pattern's settings for the plan."""
     return {} if transport in ("auto", *automatic(pattern)) else {"transport": transport}
 
 
 @functools.cache
 def parameters_of(settings: str, blocks: int) -> WaveParameters:
-    """The parameters of a plan's ``settings`` (JSON text) on a device of ``blocks`` SMs."""
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(settings).items()
     }
@@ -134,7 +128,7 @@ class Waves:
 
 
 def predicted(partition: tuple[int, ...], waves: Waves, curve: Curve) -> float:
-    """Predicted seconds until the last collective has ended."""
+    """Seconds until the last collective has ended."""
     end = 0.0
     for first, last in itertools.pairwise(partition):
         end = max(end, waves.done(last)) + curve.seconds(waves.nbytes(first, last))
