@@ -55,7 +55,8 @@ def of_first_rank(values: list[float], group: dist.ProcessGroup, device: torch.d
 def measured_curve(
     transport: WholeCollectives, scatters: bool, like: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[tuple[float, float], ...]:
-    """``((bytes, seconds), ...)`` of a reduce-scatter or an all-reduce, sorted by the bytes of a rank's input.
+    """``((bytes, seconds), ...)`` of a reduce-scatter (``scatters``) or an all-reduce, sorted by the bytes of a rank's
+    input.
 
     All ranks of ``group`` call this together, and not while a CUDA graph is captured. ``like``: a tensor with the dtype
     and the device of what will be reduced.

@@ -17,8 +17,9 @@ Ordering. The copies of a stream run one after the other. A copy begins when eve
 written is visible. So a reader that acquires the flag sees the rows (``tests.gpu.check_litmus``, "copy engine, copied
 flag").
 
-Without a credit. A wait for credits also ends if it times out or if the group is aborted. Then kernels do not store
-(``kernels.signals.may_store``), but queued copies still run. They do no harm:
+Without a credit. A peer's credit allows this rank to write into that peer's workspace. A wait for credits also ends if
+it times out, or if the group is aborted. Then kernels do not store (``kernels.signals.may_store``), but queued copies
+still run. They do no harm:
 
 * No rank takes the copied rows for valid rows. Their flag is not set to the number of a call (``announce``).
 * A slow peer may still be in the previous call and read the copied rows. Then its results become NaN:
@@ -178,8 +179,8 @@ def _copies_with_flags(
 
 
 def _turn(launch: Launch, transfer: Transfer, before: int, number: int) -> PreparedKernel | None:
-    """A kernel that waits for the turn of part ``number``: until its receiver has got part ``before`` from the rank
-    that sends there one turn earlier. ``None`` if that rank is this rank."""
+    """A kernel that waits for the turn of part ``number``. It waits until the part's receiver has got part ``before``
+    from the rank that sends there one turn earlier. ``None`` if that rank is this rank."""
     from overlap_inductor.kernels.transfer import wait_for_turn
     from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 

@@ -76,7 +76,6 @@ def transport_named(protocol: Callable[..., T], name: str = "") -> T:
 
 
 def names_of(protocol: Callable[..., Transport]) -> tuple[str, ...]:
-    """The names of the transports that implement ``protocol``."""
     return tuple(t.name for t in of_kind(protocol))
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``matmul -> all-to-all`` in schedule ``chunked``: a reduce-scatter without its sum (``reduce_launch``).
-
-The other ranks' slices of the product are multiplied and sent first, from the next rank on. This rank's own slice is
-multiplied last, during the last transfers. Slices are runs of rows, so the product is never permuted for the exchange.
+"""``matmul -> all-to-all`` in schedule ``chunked``: a reduce-scatter without its sum, with the same order of rows
+(``reduce_launch``). Slices are runs of rows, so the product is never permuted for the exchange.
 
 The result has the product's memory: the slice from a rank takes the place of the slice for that rank. The copy out of
 the workspace runs after the join with the side stream, so all slices have been sent.

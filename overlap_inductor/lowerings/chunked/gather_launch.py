@@ -2,13 +2,13 @@
 """Gathers and all-to-alls before matmuls in schedule ``chunked``. The vendor's matmul multiplies runs of rows on the
 current stream, while a transport moves rows on the side stream. A replayed call is one CUDA graph (``runtime.replay``).
 
-Loading. The first call with operands of a shape prepares every Triton kernel; later calls only launch. A vendor's
-matmul is loaded at its first launch, and loading waits for all earlier work on this rank. This cannot deadlock: earlier
-work never waits for anything that is launched later on any rank (``kernels.transfer``).
+Loading. The first call with operands of a shape prepares every Triton kernel. A vendor's matmul is loaded at its first
+launch, and loading waits for all earlier work on this rank. This cannot deadlock: earlier work never waits for a later
+launch on any rank (``kernels.transfer``).
 
-Order of rows. This rank's own rows come first. The other ranks' rows follow in rank order, from the end of the own rows
-on, wrapping around. This is the order in which they arrive. A chunk is a run of these rows (``chunked.sizes``). A chunk
-that wraps around the end of the tensor takes two matmuls.
+Order of rows. This rank's own rows come first, then the other ranks' rows in rank order, from the next rank on. This is
+the order in which they arrive. A chunk is a run of these rows (``chunked.sizes``). If it wraps around the end of the
+tensor, it takes two matmuls.
 
 With copy engines, W ranks and C chunks, a call has about ``2 * W + 2 * C + 3`` launches.
 """

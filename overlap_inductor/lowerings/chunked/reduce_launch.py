@@ -3,9 +3,8 @@
 the current stream, while a transport moves partial sums on the side stream. A replayed call is one CUDA graph
 (``runtime.replay``). Kernels are loaded as ``gather_launch`` says.
 
-Order of rows. The other ranks' rows come first, in rank order from the end of this rank's own shard on, wrapping
-around. So they can leave first. The own shard is multiplied last. (With ``chunks=0``, one matmul multiplies all rows of
-a band.)
+Order of rows. The other ranks' rows come first, in rank order from the next rank on, so that they can leave. The own
+shard comes last. (With ``chunks=0``, one matmul multiplies all rows of a band.)
 
 With copy engines, W ranks, and C chunks in each of B bands, a call has about this many launches: ``2 * W + 2 * C + 3``
 (scatter), ``B * (4 * W + C + 5)`` (all-reduce).
@@ -267,10 +266,12 @@ def _prepare_band(
     result_index: int | None,
     last: bool,
 ) -> _Band:
-    """Args:
-    result_index: index of the flag for the band's second leg in an all-reduce; ``None`` for a reduce-scatter. In
-        the workspace, the second leg's rows follow those of the first leg.
-    last: this is the last band of an all-reduce, and ``add`` also sends its finished rows to all peers.
+    """Prepare a band's kernels and transfers.
+
+    Args:
+        result_index: index of the flag for the band's second leg in an all-reduce; ``None`` for a reduce-scatter. In
+            the workspace, the second leg's rows follow those of the first leg.
+        last: this is the last band of an all-reduce, and ``add`` also sends its finished rows to all peers.
     """
     world_size, rank, slot, rows, width = launch.world_size, launch.rank, launch.slot, transfer.rows, transfer.width
     transport, first_row, all_rows = transport_named(PeerCopies, p.transport), transfer.origin, len(product)

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose how many shards schedule ``chunked`` multiplies at a time, so that transfers are hidden and matmuls are few.
-This module does not import torch.
+"""Choose the sizes of schedule ``chunked``'s chunks, in shards: transfers should be hidden, and matmuls few. This
+module does not import torch.
 
-Transfers run one after the other, and so do matmuls. The own shard is one matmul: the first one of a gather, the last
-one of a scatter. The unit of time is the matmul of one shard; ``ratio`` is the time of its transfer.
+Time is counted in matmuls of one shard; ``ratio`` is the time of a shard's transfer. Transfers run one after the other,
+and so do matmuls. The own shard is multiplied first in a gather, last in a scatter.
 
 * Gather: a chunk has all shards that arrive while the own shard and earlier chunks are multiplied, but at least one.
-* Scatter: sizes are chosen from the last chunk to the first. A chunk is as large as possible, but its transfer must end
-  before the next chunk's transfer has to begin. Then the sizes are evened out, if the last transfer still ends in time.
-  A single chunk that would end with little time to spare becomes two.
+* Scatter, from the last chunk to the first: a chunk is as large as possible, but its transfer must end before the next
+  transfer has to begin. Then the sizes are evened out, if the last transfer still ends in time.
 * ``ratio > 1``: the link is the bottleneck, and a few even chunks keep it busy.
 
-These rules are our own; measurements for 4 and 8 ranks are in ``bench/results/mirrored.jsonl``.
+These rules are our own. Measurements: ``bench/results/mirrored.jsonl``.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 FEW_CHUNKS = 3
-"""Largest number of chunks if the link is the bottleneck (smallest chunk last), or if a gathered shard's matmul is too
-small (smallest chunk first)."""
+"""Largest number of chunks in two cases: the link is the bottleneck (smallest chunk last), or a gathered shard's matmul
+is too small (smallest chunk first)."""
 LATE = 0.35
 """Safety margin, in matmuls of one shard. A gathered shard must arrive this much before its chunk begins. A single
 scattered chunk with less time to spare becomes two."""
@@ -52,7 +51,6 @@ def gather_sizes(peers: int, ratio: float, waves: float) -> tuple[int, ...]:
 
 
 def scatter_sizes(peers: int, ratio: float) -> tuple[int, ...]:
-    """Shards of each chunk of a scatter of ``peers`` shards."""
     if ratio > 1:
         return even_sizes(peers, FEW_CHUNKS)
     sizes: list[int] = []

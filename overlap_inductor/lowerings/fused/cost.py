@@ -22,9 +22,9 @@ class FusedCost:
     """Constants of a fused kernel.
 
     Attributes:
-        exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``. Four kinds: gather,
-            scatter, all-reduce with a longer matmul, all-reduce with a longer transfer. The last fraction is estimated
-            from 2 GPUs (``bench.mirrored``).
+        exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``: gather, scatter,
+            all-reduce with a longer matmul, all-reduce with a longer transfer. The last one is estimated
+            (``bench.mirrored``).
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
         ranks / exchange_ranks: largest group measured, and largest group measured with all-to-alls of rows.
     """

@@ -56,7 +56,7 @@ class Received(NamedTuple):
     @property
     def operands(self) -> list[torch.Tensor]:
         """The operands of a launch: ``own``, ``a``, and for each weight the right operand, its result twice (descriptor
-        and pointer) and its bias. The kernel does not read the bias of a weight without one."""
+        and pointer) and its bias. A missing bias is replaced by the result, and not read."""
         found = [self.own, self.a]
         for b, result, bias in zip(self.rhs, self.results, self.biases, strict=True):
             found += [b, result, result, result if bias is None else bias]
@@ -104,8 +104,7 @@ def _with_copies(call: Received, launch: Launch, p: FusedParameters, kernel: Ker
     """A transport of ``copiers`` sends the shards, while ``kernel`` multiplies the rows that have arrived.
 
     The kernel occupies every SM, so nothing that the copies wait for may need an SM meanwhile. Therefore the wait for
-    credits ends on the current stream before the kernel starts. Copies also write the flags. So a rank's copies make
-    progress while its kernel waits for its peers.
+    credits runs before the kernel, on the current stream. The transport's flags need no SM either.
     """
     a, own, rank = call.a, call.own, launch.rank
     rows = len(own)

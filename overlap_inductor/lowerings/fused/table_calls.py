@@ -121,8 +121,8 @@ def look_up(
     """The result of the all-to-all, flat: the slice of this rank from all tables of all ranks.
 
     Args:
-        saved: two tensors for each table, which the kernel fills for the backward graph: the bag of each index, and the
-            rows of each bag without the padding index. A tensor without elements is not filled.
+        saved: two tensors for each table, to be filled for the backward graph: the bag of each index, and the rows of
+            each bag without the padding index. A tensor without elements is not filled.
 
     Raises:
         UnsupportedError: the kernel does not support a tensor, or the slot is too small.
@@ -221,7 +221,8 @@ def _prepare(
         "BLOCK": p.copy_words,
     }
     varying = {"out": out, "facts": facts, "index": _as_index(facts, lookups)}
-    # With ``debug``, Triton keeps the kernel's asserts. It would also add asserts against integer overflow.
+    # With ``debug``, Triton keeps the kernel's asserts. ``sanitize_overflow=False``: no asserts against integer
+    # overflow.
     return PreparedKernel(
         embedding_all_to_all,
         p.blocks * p.blocks_an_sm,

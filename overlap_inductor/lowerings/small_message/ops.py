@@ -6,14 +6,9 @@ Shapes: ``lhs [M, K]``, ``rhs [K, N]``, ``bias [N]``, ``residual [M, N]``, ``wei
 return the chain's next token last. ``settings`` is JSON text of the ``SmallParameters`` that the plan fixes. A call's
 size decides the others.
 
-A call does not run the kernel in any of these cases:
-
-- The call has no rows.
-- The call is larger than a small message.
-- The group has no workspace left for the call.
-
-Then it runs the op of schedule ``beyond``, if the op without a norm is given one. Otherwise it runs the plain
-collective. Rows and workspace are equal on all ranks, so all ranks choose alike.
+A call does not run the kernel if it has no rows, is larger than a small message, or gets no workspace. Then it runs the
+op of schedule ``beyond``, or the plain collective if there is none. Rows and workspace are equal on all ranks, so all
+ranks choose alike.
 """
 
 from __future__ import annotations

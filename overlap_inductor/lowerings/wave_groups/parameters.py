@@ -9,9 +9,9 @@ group's tiles are stored and the previous collective has ended. Its seconds come
     matmul        | group 0 | group 1      | group 2      |
     collectives             | bytes of 0 |   | bytes of 1 | | bytes of 2 |
 
-The paper searches partitions of waves one by one. Here the search is dynamic programming over (groups, bands), and
-still finds the best of all ``partitions``. The reason: if a collective ends earlier, no later one ends later. So the
-best partition of the first bands does not depend on later bands.
+The paper searches all partitions of the waves. Here the search is dynamic programming over (groups, bands), and finds
+the best of all ``partitions``. The reason: if a collective ends earlier, no later one ends later. So the best partition
+of the first bands does not depend on later bands.
 """
 
 from __future__ import annotations
