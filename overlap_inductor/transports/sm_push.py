@@ -17,7 +17,7 @@ from overlap_inductor.transports.transport import Share
 COPY_WORDS = 8192
 """int32 words that a block stores at once: eight 16-byte stores per thread."""
 NAME = "sm_push"
-"""Also the transport's name of schedules whose own kernels store to peers."""
+"""Schedules whose own kernels store to peers also give this name as their transport."""
 
 
 class SmPush:
