@@ -24,8 +24,8 @@ def mode_names() -> list[str]:
 
 
 def is_option(name: str) -> bool:
-    """Whether Inductor has an option of this name. Dashes count as underscores. From torch 2.15 on, a device
-    backend may have options of its own. These count, too."""
+    """Whether Inductor has an option of this name, or a device backend has (torch 2.15 on). Dashes count as
+    underscores."""
     name = name.replace("-", "_")
     if name in option_names():
         return True
@@ -39,8 +39,8 @@ def is_option(name: str) -> bool:
 
 
 def option_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Inductor's settings for ``mode``, with ``options`` on top. (``torch.compile`` takes only one of the two.) Raises
-    what ``torch.compile`` raises for an unknown mode or option."""
+    """Inductor's settings for ``mode``, with ``options`` on top. Raises what ``torch.compile`` raises for an unknown
+    mode or option."""
     return dict(torch._TorchCompileInductorWrapper(mode, options, None).config)
 
 
@@ -52,15 +52,12 @@ def compile_graph(
     name: str | None = None,
     inner_compile: Any = None,
 ) -> Any:
-    """Call Inductor's ``compile_fx`` under a patched configuration.
+    """Call Inductor's ``compile_fx`` under a patched configuration. Returns the compiled callable.
 
     Args:
         patches: settings of ``torch._inductor.config``.
         name: ``torch.compile``'s name of the region; ``None`` if torch gave the backend no name.
         inner_compile: replaces ``compile_fx_inner``.
-
-    Returns:
-        the compiled callable.
     """
     from torch._inductor import compile_fx
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a callback right after a module is first imported, without importing it.
 
-Importing ``torch._inductor`` takes two seconds, and ``import torch`` must not become slower by that. But the pass has
-to be installed before the first compile reads Inductor's configuration. So a finder in ``sys.meta_path`` waits for the
-import of one module, and then removes itself.
+The pass must be installed before the first compile reads Inductor's configuration. But importing ``torch._inductor``
+takes two seconds, too long for ``import torch``. So a finder in ``sys.meta_path`` waits for the import of one module,
+and then removes itself.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _NEEDED = "overlap_inductor.inductor.pass_slot"
-"""The module that the callbacks use. ``_NEEDED`` may itself be the first to import the module for which a callback
-waits. Then the callback is postponed until the body of ``_NEEDED`` has run, because a callback cannot use ``_NEEDED``
-earlier."""
+"""The module that the callbacks use. If its own body triggers the awaited import, the callback is postponed until the
+body has run."""
 _postponed: list[_Waiting] = []
 """The finders whose callbacks were postponed. ``resume`` will run them."""
 
@@ -73,7 +72,7 @@ class _Waiting(MetaPathFinder):
 def when_imported(name: str, callback: Callable[[], None]) -> Callable[[], None]:
     """Call ``callback`` when module ``name`` is imported: now if it already is, else right after its body has run.
 
-    Returns a function that cancels the callback if the callback has not run yet.
+    Returns a function that cancels a callback that has not run yet.
     """
     waiting = _Waiting(name, callback)
     if name in sys.modules:
@@ -93,6 +92,5 @@ def cancel_all() -> None:
 def resume() -> None:
     """Run the postponed callbacks, each once. The last line of module ``_NEEDED`` calls this function."""
     while _postponed:
-        # This does not call ``run``. The module's last line still belongs to its body, so ``run`` would postpone the
-        # callback again.
+        # Not ``run``: the body of ``_NEEDED`` still runs, so ``run`` would postpone the callback again.
         _postponed.pop(0).callback()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain program of a graph: the graph before any of our passes ran. It is kept so that it can be compiled later
-without overlap.
+"""The plain program of a graph: the graph before any of our passes ran, as bytes.
 
 ::
 
@@ -8,10 +7,12 @@ without overlap.
                                                                 "relu", aten.relu, (_Node(0),), ...), ...] as bytes
     compile_plain data, large tensors                       ->  the same graph, compiled without overlap
 
-The bytes are stored with the compiled graph, also in the caches. So a rank that loaded its graph from a cache can also
-run without overlap. The bytes hold the nodes, the example inputs with their symbols, and the node metadata that
-Inductor reads. Shapes are propagated again when the plain program is compiled. Small tensors that the graph holds
-(frozen weights) are copied into the bytes. Large tensors are taken from the graph that is loaded or compiled.
+The bytes are stored with the compiled graph. So a rank that loaded its graph from a cache can run without overlap, too.
+They hold:
+
+- the nodes, and the metadata that Inductor reads;
+- the example inputs with their symbols;
+- the small tensors of the graph (frozen weights).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _OUTPUT_META = ("user_visible_output_idxs", "output_stack_traces")
 
 @dataclass(frozen=True)
 class _Node:
-    """A node among the arguments of another node, by its index in the graph."""
+    """An argument of a node that is another node, by its index in the graph."""
 
     index: int
 
@@ -70,8 +71,8 @@ class Captured:
     Attributes:
         data: the graph and its example inputs.
         left_out: names of the large tensors that ``data`` does not hold.
-        process: the process in which ``data`` is valid. ``None`` if it is valid in any process. A graph refers to a
-            user's Triton kernels by numbers in a table of one process.
+        process: the only process in which ``data`` is valid, or ``None`` for every process. A graph refers to a user's
+            Triton kernels by numbers in a table of its process.
     """
 
     data: bytes
@@ -97,16 +98,15 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
 
 
 def of_this_process(kept: Captured, gm: fx.GraphModule | None, example_inputs: Sequence[Any]) -> Captured | None:
-    """``kept`` if it is valid in this process. Otherwise the plain program of ``gm``, the graph whose compiled form
-    came from a cache. ``None`` if there is no ``gm``: the cache was then read before the graph was made."""
+    """``kept`` if it is valid in this process, else the plain program of ``gm``. ``gm``: the graph before it was
+    compiled. ``None`` if both are missing."""
     if kept.process in (None, _PROCESS):
         return kept
     return capture(gm, example_inputs) if gm is not None else None
 
 
 def left_out(gm: fx.GraphModule | None, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The tensors of ``gm`` with these names, which ``capture`` left out. Names that ``gm`` does not hold are
-    skipped."""
+    """The tensors that ``capture`` left out, from ``gm``. Names that ``gm`` does not hold are skipped."""
     found = {}
     for name in names if gm is not None else ():
         try:
@@ -140,9 +140,8 @@ def _attribute(gm: fx.GraphModule, name: str) -> Any:
 
 
 def _written(gm: fx.GraphModule, within: bool = False) -> _Program:
-    """``gm`` as data. ``within``: ``gm`` is a subgraph. Shapes of a subgraph are not propagated again, so its nodes
-    keep their values. Nodes that make unbacked sizes always keep their values, because nothing recreates the
-    symbols."""
+    """``gm`` as data. ``within``: ``gm`` is a subgraph. Nodes of subgraphs keep their values, because shapes are not
+    propagated there again. Nodes that make unbacked sizes keep theirs, because nothing recreates the symbols."""
     places = {node: _Node(i) for i, node in enumerate(gm.graph.nodes)}
 
     def meta(node: fx.Node) -> dict[str, Any]:
@@ -245,9 +244,10 @@ def compile_plain(
 
 
 def _objects(program: _Program, inputs: Sequence[Any]) -> dict[int, int]:
-    """``{index of a result: index of an input}`` for each input that the graph returns as it is and that pickling
-    leaves out. Such an input is an object other than a tensor, for example a ``DeviceMesh``, which a forward graph
-    passes on to its backward. Pickling turns its example input into ``None``."""
+    """``{index of a result: index of an input}`` for each input that is returned as it is and is not a tensor.
+
+    Example: a ``DeviceMesh`` that a forward passes to its backward. Its pickled example input is ``None``.
+    """
     numbers = [index for index, node in enumerate(program.nodes) if node[0] == "placeholder"]
     objects = {n: i for i, (n, example) in enumerate(zip(numbers, inputs, strict=True)) if example is None}
     (results,) = next(node[3] for node in program.nodes if node[0] == "output")
@@ -257,8 +257,7 @@ def _objects(program: _Program, inputs: Sequence[Any]) -> dict[int, int]:
 
 
 def _with_objects(compiled: Any, objects: Mapping[int, int]) -> Any:
-    """A boxed callable that calls ``compiled``, and then puts the inputs that ``objects`` names in their places among
-    the results (see ``_objects``)."""
+    """A boxed callable that calls ``compiled`` and puts inputs into the results, as ``objects`` says (``_objects``)."""
     if not objects:
         return compiled
 
@@ -275,8 +274,7 @@ def _with_objects(compiled: Any, objects: Mapping[int, int]) -> Any:
 
 
 def guarded(plain: Any, examples: Sequence[Any]) -> Any:
-    """A callable that calls ``plain`` after a check of the sizes. The compile of ``plain`` may have added guards on
-    sizes that the overlapped graph does not have.
+    """``plain`` after a check of each call's sizes. The compile of ``plain`` may have added guards on sizes.
 
     Args:
         plain: a boxed callable.
@@ -312,12 +310,12 @@ def guarded(plain: Any, examples: Sequence[Any]) -> Any:
 
 
 def restrided(plain: Any, examples: Sequence[Any], expected: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
-    """``plain`` with results in the strides of the graph that it replaces, because a backward may be compiled for these
+    """``plain`` with results in the strides of the graph that it replaces. A backward may be compiled for these
     strides.
 
     Args:
         examples: the example inputs with which ``plain`` was compiled.
-        expected: ``CompiledFxGraph.output_strides`` of the replaced graph. A result that has other strides is copied.
+        expected: ``CompiledFxGraph.output_strides`` of the replaced graph. A result with other strides is copied.
     """
     have = getattr(plain, "output_strides", None)
     differing = (
