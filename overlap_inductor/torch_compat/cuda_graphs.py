@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells an observer when torch begins or ends the capture of a CUDA graph, and when torch replays a graph. Also tells
-whether Inductor captures the graph that it compiles.
+"""Tells an observer when torch begins or ends the capture of a CUDA graph, and when torch replays a graph.
 
-torch has no hook for this, so three methods of its graph class are wrapped, once per process. Their arguments, results
-and effects stay the same. Graphs that are captured and replayed by other means (the driver itself, another library) are
-not observed.
+torch has no hook for this, so three methods of its graph class are wrapped. Graphs that the driver or another library
+captures and replays are not observed.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ class Observer(Protocol):
 
 
 def observe(graphs: Any, observer: Observer) -> None:
-    """From now on, tell ``observer`` of every graph of the class ``graphs`` (``torch.cuda.CUDAGraph``). Call this once
-    per class."""
+    """Tell ``observer`` of every graph of the class ``graphs`` (``torch.cuda.CUDAGraph``). Call this once per class."""
     begin, end, launch = graphs.capture_begin, graphs.capture_end, graphs.replay
 
     @functools.wraps(begin)

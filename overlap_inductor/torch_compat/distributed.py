@@ -15,7 +15,7 @@ from overlap_inductor.errors import OverlapError
 
 
 def resolve_group(group_name: str) -> dist.ProcessGroup:
-    """The live process group of this name. Functional collectives refer to groups by name.
+    """The live process group of this name.
 
     Raises:
         OverlapError: this process has no such group now.
@@ -61,10 +61,14 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
 
 
 def counter(group: dist.ProcessGroup) -> tuple[Callable[[], int], bool]:
-    """``(count, exact)``. ``count`` returns how many collectives the group's backend has issued on this rank. This is
-    the count of the accelerator's backend or, if that backend has no count, of the CPU's backend. If neither has a
-    count, ``count`` returns 0. ``exact``: whether the backend counts collectives only. NCCL does so (``seqCollective_``
-    of torch's ``ProcessGroupNCCL``). Gloo also counts sends and receives."""
+    """``(count, exact)``.
+
+    ``count`` returns how many collectives the group's backend has issued on this rank. Of several backends, the
+    accelerator's counts first, then the CPU's. Without any count, it returns 0.
+
+    ``exact``: whether the backend counts collectives only. NCCL does (``seqCollective_`` of torch's
+    ``ProcessGroupNCCL``). Gloo also counts sends and receives.
+    """
     for device in (torch.accelerator.current_accelerator(), torch.device("cpu")):
         try:
             backend = group._get_backend(device)
@@ -80,8 +84,8 @@ def _uncounted() -> int:
 
 
 def group_description(group_name: str) -> str | None:
-    """The group's description; ``None`` if it has none. If a ``DeviceMesh`` made the group, this is the name of the
-    mesh dim (``tp``). Raises ``OverlapError`` if there is no such group."""
+    """The group's description, or ``None``. For a group of a ``DeviceMesh``, this is the name of the mesh dim (``tp``).
+    Raises ``OverlapError`` if there is no such group."""
     group = resolve_group(group_name)
     description = getattr(group, "group_desc", None)
     if not description or description in ("default_pg", "undefined"):
@@ -105,8 +109,8 @@ def is_fake(group: dist.ProcessGroup) -> bool:
 
 
 def why_no_send(group_name: str, device: torch.device) -> str | None:
-    """Why the group's backend cannot send tensors on ``device`` from rank to rank, or ``None`` if it can. Raises
-    ``OverlapError`` if there is no such group."""
+    """Why the group's backend cannot send tensors on ``device`` from rank to rank, or ``None``. Raises ``OverlapError``
+    if there is no such group."""
     group = resolve_group(group_name)
     try:
         backend = group._get_backend(device).name()
@@ -118,7 +122,7 @@ def why_no_send(group_name: str, device: torch.device) -> str | None:
 
 
 def why_no_backend(device: torch.device) -> str | None:
-    """Why this torch has no backend for groups with tensors on ``device``, or ``None`` if it has one."""
+    """Why this torch has no backend for groups with tensors on ``device``, or ``None``."""
     if not dist.is_available():
         return "this torch was built without torch.distributed"
     backend = dist.get_default_backend_for_device(device)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads which operator a node calls, with which arguments, and which of these arguments the operator writes. (The
-type of an operator is private in PyTorch. So these functions are in ``torch_compat``.)"""
+"""Reads which operator a node calls, with which arguments, and which of them the operator writes. (The type of an
+operator is private in PyTorch.)"""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """The argument that the schema calls ``name``, whether it was passed by position or by keyword. If it was not
-    passed: the schema's default if there is one, otherwise ``default``."""
+    """The argument that the schema calls ``name``, passed by position or by keyword. If not passed: the schema's
+    default, else ``default``."""
     op = operator(node)
     for position, schema in enumerate(op._schema.arguments if op is not None else ()):
         if schema.name == name:
@@ -56,8 +56,8 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def with_arguments(node: fx.Node, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of ``node``, positional and by keyword. An argument whose name in the schema is in ``values`` has
-    the value given there."""
+    """The arguments of ``node``, positional and by keyword. ``values`` replaces arguments by their names in the schema.
+    """
     op = operator(node)
     names = [a.name for a in op._schema.arguments][: len(node.args)] if op is not None else []
     args = tuple(values.get(name, given) for name, given in zip(names, node.args, strict=True))
@@ -103,13 +103,12 @@ def fake_mode(values: Any) -> Any:
 
 
 def lowering_name(node: fx.Node) -> str | None:
-    """The name of the Inductor lowering that ``node`` calls, if one of Inductor's patterns has replaced several nodes
-    by ``node``. ``None`` for any other node."""
+    """The name of the Inductor lowering that ``node`` calls, or ``None``. Inductor's patterns write such nodes in place
+    of several nodes."""
     return node.target.__name__ if getattr(node.target, "_inductor_lowering_function", False) else None
 
 
 def summed_matmuls(node: fx.Node) -> tuple[fx.Node, ...] | None:
-    """The four operands of the node by which Inductor has replaced ``mat1 @ mat2 + mat3 @ mat4``, or ``None`` for any
-    other node."""
+    """The four operands if Inductor wrote ``node`` in place of ``mat1 @ mat2 + mat3 @ mat4``, else ``None``."""
     known = lowering_name(node) == "mm_plus_mm" and tuple(node.kwargs) == ("mat1", "mat2", "mat3", "mat4")
     return tuple(node.kwargs.values()) if known else None

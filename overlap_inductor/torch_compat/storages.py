@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ByStorage``: values that belong to the memory of tensors, not to the tensor objects. Some tensors are new objects
-at each call, in the same memory: a parameter that is a tensor subclass, or a tensor that was saved for backward."""
+"""``ByStorage``: values that belong to the memory of tensors. Some tensors are new objects in the same memory at each
+call, for example a tensor that was saved for backward."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 class ByStorage(Generic[T]):
     """A dictionary whose keys are sequences of tensors, compared by storage and offset. The address does not count:
-    FSDP2 frees a gathered parameter by resizing its storage, and allocates its memory elsewhere later.
+    FSDP2 frees a gathered parameter by resizing its storage, and later allocates its memory elsewhere.
 
-    An entry keeps none of the tensors' memory alive. It ends when one of its storages is freed. From then on ``get``
-    cannot find the entry. No later storage gets the freed storage's ``_cdata``, because the entry's weak reference
-    keeps this number in use. The next ``put`` drops the entry.
+    An entry keeps no memory of the tensors alive. It ends when one of its storages is freed: ``get`` no longer finds
+    it, and the next ``put`` drops it. Until then, its weak reference keeps the storage's ``_cdata`` in use, so no later
+    storage has this number.
     """
 
     def __init__(self) -> None:

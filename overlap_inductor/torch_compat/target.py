@@ -15,8 +15,8 @@ _target: Box | None = None
 
 @contextmanager
 def planning_for(box: Box | None) -> Iterator[None]:
-    """Inside the ``with`` block, graphs of this process are planned as if their ranks ran on the GPUs of ``box``,
-    whatever the device of their tensors. Such a plan cannot be run here. ``None``: plan for this machine."""
+    """Inside the ``with`` block, plan graphs as if their ranks ran on the GPUs of ``box``, whatever the device of their
+    tensors. Such a plan cannot be run here. ``None``: plan for this machine."""
     global _target
     outer, _target = _target, box
     try:
@@ -32,5 +32,5 @@ def target() -> Box | None:
 
 def on_gpu(device: torch.device) -> bool:
     """Whether plans treat a tensor on ``device`` as a GPU tensor. While plans are made for another machine, every
-    tensor counts as a GPU tensor."""
+    tensor is."""
     return device.type == "cuda" or target() is not None
