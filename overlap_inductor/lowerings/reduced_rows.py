@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrite matmuls and the collective after them as one op. The module decides whether rows can be cut for the op,
-assigns a bias to each matmul, and writes the operands, the op and its result. ``lowerings.one_op`` and the ring's
-looping ops use it."""
+"""Rewrite matmuls and the collective after them as one op: check whether rows can be cut, assign biases, and write the
+operands, the op and its result."""
 
 from __future__ import annotations
 
@@ -33,10 +32,12 @@ ReduceCall = Callable[[list[fx.Node], list[fx.Node], Biases, str], fx.Node]
 
 
 def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
-    """Whether each rank's part is a set of rows of the matmuls' result, and the collective's input has the elements of
-    that result in the same order. For an all-reduce, the rows of a part must be consecutive.
+    """Whether each rank's part is a set of rows of the matmuls' result, and the collective's input has its elements in
+    the same order.
 
-    A reduce-scatter may also cut columns, if there is no bias. An all-gather must have one matmul.
+    - All-reduce: the rows of a part must be consecutive.
+    - Reduce-scatter: columns may be cut, too, if there is no bias.
+    - All-gather: there must be one matmul.
     """
     sharded = nodes.sharded
     one_run = pattern == "matmul_all_gather" or isinstance(sharded.outer, int) and sharded.outer == 1
@@ -51,12 +52,14 @@ def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
 
 
 def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
-    """The bias of each matmul, if the sum of ``terms`` adds only single rows to the matmuls' results.
+    """The bias of each matmul, if ``terms`` add up to the matmuls' results plus single rows.
 
-    A single row is added to every row of the result. The row becomes the bias of a plain matmul. This matmul must have
-    the row's width and dtype, and no bias yet. Returns ``None`` if no matmul can take a row, or if the sum holds
-    anything else (a factor, a scalar). It also returns ``None`` if the sum does not hold each matmul's result exactly
-    once.
+    Such a row is added to every row of a result. It becomes the bias of a plain matmul that has its width and dtype and
+    no bias yet. Returns ``None`` if
+
+    - no matmul can take a row;
+    - the sum holds anything else (a factor, a scalar);
+    - the sum does not hold each matmul's result exactly once.
     """
     leaves = {m.node: m for m in nodes.leaves}
     found: list[fx.Node] = []
@@ -117,8 +120,8 @@ def rewrite_reduce(
 
 
 def reduced(nodes: ReduceNodes, result: fx.Node) -> dict[fx.Node, fx.Node]:
-    """``{old node: result}``. The old nodes are the site's result and, if there is only one collective, the collective
-    and its wait."""
+    """``{old node: result}`` for the site's result and, if it has only one collective, for the collective and its wait.
+    """
     replaced = {nodes.result: result}
     if len(nodes.collectives) == 1:
         replaced[nodes.collectives[0].node] = result

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``RingForm``: the interface through which the ring cuts and writes a site.
 
-There is one implementation for each kind of site nodes (``FORMS``). A form cuts a site into pieces and writes
-its steps, unrolled into the graph or as one looping op::
+There is one implementation for each kind of site nodes (``FORMS``). It writes a site's pieces in one of two ways::
 
     unrolled    for each piece: an op that waits for and starts transfers, and the mm of the piece
     looping     overlap_inductor::<pattern>(chain, shard, ...)       one op, which loops over the pieces
@@ -48,8 +47,8 @@ from overlap_inductor.sites.uneven_nodes import UnevenSentNodes
 
 class RingForm(Protocol):
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        """The plan's parameters. ``sub_chunks``: the number of parts of each shard. ``route``: the route of shards or
-        partial sums (``transports.routes``)."""
+        """The plan's parameters. ``sub_chunks``: parts of each shard. ``route``: the route of shards or partial sums
+        (``transports.routes``)."""
         ...
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
@@ -59,8 +58,8 @@ class RingForm(Protocol):
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int | None:
         """Estimated number of FX nodes that the unrolled steps add; ``None`` if only a looping op can compute the site.
-        The number of pointwise ops may differ between ranks, so it is rounded down to a multiple of 8 (see
-        ``schedule.fit_budget``)."""
+        Pointwise ops are counted in multiples of 8, because ranks may have different numbers (``schedule.fit_budget``).
+        """
         ...
 
     def loopable(self, site: OverlapSite) -> bool:
@@ -79,7 +78,7 @@ class RingForm(Protocol):
         self, emit: StepEmitter, site: OverlapSite, parts: int, route: str, floor: int
     ) -> tuple[fx.Node, Replaced]:
         """Write the site as one looping op. Returns what ``SiteSchedule.rewrite`` returns. ``floor``: below this token
-        count, the op runs the plain collective instead of the ring."""
+        count, the op runs the plain collective."""
         ...
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:

@@ -11,7 +11,7 @@ from overlap_inductor.sites.layouts import Size
 
 
 def leading_atom(nodes: GatherNodes) -> Atom | None:
-    """The outermost dim of a shard in memory. Sub-chunks are cut along it, so that each is contiguous."""
+    """The outermost dim of a shard in memory. Sub-chunks are cut along it, so each is contiguous."""
     atoms = [a for a in nodes.raw.flat() if not a.rank]
     return atoms[0] if atoms else None
 
@@ -29,12 +29,12 @@ def can_cut(nodes: GatherNodes) -> bool:
 
 def axis_of(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | None:
     """The place of the cut atom ``lead`` in the operand: ``(chunk | outer | cross, dim, rows that one index of the atom
-    spans)``, as in ``row_pieces.position``. ``None`` if the operand cannot be cut along ``lead``."""
+    spans)``, as in ``row_pieces.position``. ``None`` if the operand cannot be cut there."""
     for dim, atoms in enumerate(consumer.layout.refined().dims):
         if any(a is lead for a in atoms):
             found = row_pieces.position(atoms, lead)
-            # A cut along a contracted dim that is not gathered would give partial sums, but each piece of the result
-            # must be complete. If a shard has one row, ``lead`` is the shard's width, and so lies in such a dim.
+            # Cutting a contracted dim that is not gathered would give partial sums. If a shard has one row, ``lead`` is
+            # its width, and so lies in such a dim.
             if found is None or found[0] == "cross" and consumer.matmul.role(consumer.operand, dim) == "K":
                 return None
             return found[0], dim, found[1]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the matmuls that read a gathered tensor, and the epilogue after them, for one piece of the tensor at a time.
+"""Write the matmuls that read a gathered tensor, and their epilogue, for one piece of the tensor at a time.
 
-Contract: nodes are written at the emitter's insertion point. Pieces may come in any order, but this rank's own shard
-comes first, as a whole. On rank r, for the shard of rank ``r + shift`` or a part of it::
+Contract: pieces may come in any order, but this rank's own shard comes first, as a whole. On rank r, for the shard of
+rank ``r + shift`` or a part of it::
 
     operand = f(piece)                       # the nodes between the collective and the matmul
     y[r + shift][part] = operand @ w         # B, M or N gathered: ``assemble`` joins the pieces of y
@@ -36,8 +36,8 @@ overlap = torch.ops.overlap_inductor
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a consumer's output, computed from the shard of rank ``r + shift``. Its place is ``block`` along the
-    gathered dim, and ``cross_start`` along the crossing dim (``Consumer``)."""
+    """A part of a consumer's output, from the shard of rank ``r + shift``. Its place is ``block`` along the gathered
+    dim, and ``cross_start`` along the crossing dim (``Consumer``)."""
 
     node: fx.Node
     shift: int
@@ -48,7 +48,7 @@ class Piece:
 class Consumer:
     """Multiplies one consumer's pieces and joins their results.
 
-    If sub-chunks cut a dim of the operand that is not the gathered one, that dim is the *crossing dim*.
+    If sub-chunks cut a dim of the operand other than the gathered one, that dim is the *crossing dim*.
     """
 
     def __init__(self, emit: StepEmitter, consumer: GatherConsumer, lead: Atom | None) -> None:
@@ -101,7 +101,7 @@ class Consumer:
             self.pieces.append(Piece(piece, shift, block, cross_start))
             return
         # The own slice is multiplied as a whole, into total -1. If there is a crossing dim, sub-chunk ``part`` of every
-        # other slice is added to total ``part``. This total starts as the same part of total -1.
+        # other slice goes into total ``part``, which starts as that part of total -1.
         band = part if cross_length is not None and part is not None else -1
         total = self.totals.get(band)
         if total is None and band >= 0 and -1 in self.totals:
@@ -112,8 +112,8 @@ class Consumer:
         self.totals[band] = node
 
     def _whole(self, x: fx.Node, dim: int) -> fx.Node:
-        """``x`` with rows of zeros in place of the rows that the last shards lack. Dim ``dim`` of ``x`` is indexed like
-        the gathered dim."""
+        """``x`` with zeros for the rows that the last shards lack. Dim ``dim`` of ``x`` is indexed like the gathered
+        dim."""
         if x not in self.whole:
             self.whole[x] = self.emit.whole_chunks(x, dim, self.consumer.sharded)
         return self.whole[x]
@@ -122,8 +122,8 @@ class Consumer:
         return self._sum() if self.consumer.role == "K" else self.assemble(self.pieces)
 
     def assemble(self, pieces: list[Piece]) -> fx.Node:
-        """Join ``pieces`` of the matmul's output, or of an output of its epilogue. The result has the shape of the
-        matmul's output."""
+        """Join ``pieces`` of the matmul's output, or of an output of its epilogue, to the shape of the matmul's output.
+        """
         matmul, emit = self.consumer.matmul, self.emit
         out_dim = matmul.output_dim(self.consumer.role)
         sharded = self.consumer.sharded
@@ -201,15 +201,14 @@ class EpiloguePieces:
     def finish(self) -> dict[fx.Node, fx.Node]:
         results = {}
         for node, pieces in self.pieces.items():
-            # All matmuls have the output's rows. So the pieces are placed like the pieces of a matmul that has the
-            # output's width.
+            # All matmuls have the output's rows. Its pieces are placed like those of a matmul of the same width.
             width = tools.shape(node)[-1]
             consumer = next(c for n, c in self.base.items() if same_size(tools.shape(n)[-1], width))
             whole = consumer.assemble(pieces)
             for last in self.newest:
-                # A piece lies in the memory of its assembled output, and may be read to compute a piece of another
-                # output. This memory may be freed after the last reader of the assembled output. So all its readers run
-                # after the newest pieces of all outputs.
+                # A piece lies in the memory of its assembled output, which may be freed after this output's last
+                # reader. The piece may also be read for a piece of another output. So readers wait for the newest
+                # pieces of all outputs.
                 whole = whole if last is pieces[-1].node else self.emit.call(overlap.after.default, whole, last)
             results[node] = self.emit.reshape(whole, tools.shape(node))
         return results
@@ -227,8 +226,8 @@ def evaluate(
     emit: StepEmitter, nodes: GatherNodes, node: fx.Node, piece: fx.Node, done: dict[fx.Node, fx.Node]
 ) -> fx.Node:
     """Compute ``node`` from one slice ``piece`` in the collective's own layout. ``node`` stands between the gather and
-    an operand. Pointwise ops are copied, and views are skipped. Any other node is returned as it is. ``done`` holds the
-    results so far."""
+    an operand. Pointwise ops are copied, views are skipped, other nodes are returned as they are. ``done``: the results
+    so far."""
     if node is nodes.collective.wait:
         return piece
     if node not in done:

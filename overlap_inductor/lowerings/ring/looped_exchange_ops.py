@@ -94,8 +94,8 @@ def _matmul_all_to_all_fake(
 
 
 # Returns ``(received [W, rows, width], next token of the chain)``. The rows of the product, or its columns if
-# ``columns``, are cut into W equal slices; slice r is for rank r. The rows of a slice consist of ``lead`` equal runs.
-# The slice is cut into ``parts`` sub-chunks, and no run is split between two sub-chunks.
+# ``columns``, are cut into W equal slices, one for each rank. A slice's rows are ``lead`` equal runs. The ``parts``
+# sub-chunks of a slice split no run.
 define(
     "matmul_all_to_all(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, bool columns, SymInt lead,"
     " int parts, SymInt min_rows, ScalarType dtype, str group_name, str site, str transport='') -> (Tensor, Tensor)",

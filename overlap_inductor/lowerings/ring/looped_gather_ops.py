@@ -9,9 +9,7 @@ Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the shard of
     contraction: y = sum over r of s_r @ other[r * q : (r + 1) * q]     other [W * q, n], y [p, n]; accumulated in fp32
 
 If the slices are the right operand, the formulas hold for the transposed matmul. So the dgrad and wgrad of a backward
-graph can share one ring: dgrad reads the slices as rows, and wgrad reads them transposed, along the contracted dim.
-Both can start on a sub-chunk of a shard. The sub-chunk gives dgrad some rows of ``y``, and it gives wgrad a part of the
-sum.
+graph can share one ring: dgrad joins the slices along rows, wgrad along the contracted dim.
 """
 
 from __future__ import annotations
@@ -52,13 +50,13 @@ class Form:
 
     @property
     def by_rows(self) -> bool:
-        """Whether the gathered dim consists of the shards' rows, so that shards may have different numbers of rows."""
+        """Whether the gathered dim consists of the shards' rows. If so, shards may have different numbers of rows."""
         return self.transposed == self.contracted
 
     @property
     def whole(self) -> bool:
-        """Whether the matmul needs whole shards. It does if the gathered dim is not contracted, but a sub-chunk would
-        split the contracted dim. (A sub-chunk has some rows of a shard.)"""
+        """Whether the matmul needs whole shards, because a sub-chunk (some rows of a shard) would split a contracted
+        dim that is not gathered."""
         return self.transposed and not self.contracted
 
     def __str__(self) -> str:
@@ -70,9 +68,8 @@ class Form:
         return cls(operand, role, rest == ["transposed"])
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, or its transpose (a view) if the slices are the right operand. ``x`` is an operand or the result of
-        this matmul. The transpose belongs to the transposed matmul, which has the slices on the left. A second call
-        undoes the first."""
+        """``x``, an operand or the result. If the slices are the right operand: its transpose (a view), for the
+        transposed matmul. A second call undoes the first."""
         return x.t() if self.operand == "rhs" else x
 
     def result_shape(self, shard: torch.Tensor, other: torch.Tensor, world_size: int) -> list[int]:
@@ -88,8 +85,8 @@ def texts(forms: Sequence[Form]) -> str:
 
 
 def forms_from(text: str, parts: int, site: str) -> list[Form]:
-    """The forms that ``texts`` wrote as ``text``. Raises ``ValueError`` if a matmul needs whole shards
-    (``Form.whole``) and ``parts`` is larger than 1."""
+    """The forms that ``texts`` wrote. Raises ``ValueError`` if a matmul needs whole shards and ``parts`` is larger than
+    1."""
     parsed = [Form.parse(one) for one in text.split(", ")]
     if parts > 1 and any(f.whole for f in parsed):
         raise ValueError(
@@ -104,8 +101,8 @@ class Matmul:
 
     Args:
         received: the buffer of all shards, ``[rows of all slots, k]``.
-        places: the rows of each slot in ``received``, as ``routes.places`` gives them. Unless ``form.by_rows``, all
-            slots must have the same size.
+        places: the rows of each slot in ``received`` (``routes.places``). Unless ``form.by_rows``, all slots have the
+            same size.
     """
 
     def __init__(
@@ -148,8 +145,8 @@ class Matmul:
 
 
 def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, empty: bool) -> None:
-    """``total += a @ b``, or ``total = a @ b`` if ``total`` is ``empty``, in the dtype of ``total``. The unrolled steps
-    compute it the same way (``matmuls.emit_partial``)."""
+    """``total += a @ b``, or ``total = a @ b`` if ``total`` is ``empty``, in the dtype of ``total``. Unrolled steps
+    compute the same (``matmuls.emit_partial``)."""
     if a.shape[1] == 0 and not empty:
         return
     if a.dtype is total.dtype or a.device.type != "cuda":
@@ -167,8 +164,7 @@ def as_it_stood(
     biases: Sequence[torch.Tensor | None],
     world_size: int,
 ) -> Tensors:
-    """The results of the whole matmuls, as the program wrote them. ``gathered [W * m, k]``: all shards, in the ranks'
-    order."""
+    """The whole matmuls, as the program wrote them. ``gathered [W * m, k]``: all shards, in the ranks' order."""
     return [_whole(f, gathered, o, b, world_size) for f, o, b in zip(forms, others, biases, strict=True)]
 
 
@@ -227,14 +223,13 @@ def multiply_arrivals(
     group: dist.ProcessGroup,
     sent: Callable[[int], torch.Tensor | None] = lambda hop: None,
 ) -> Tensors:
-    """Multiply every shard of ``gathered [rows, k]``: first this rank's own shard, then the sub-chunks of the other
-    shards as they arrive. Returns the result of each matmul. At most as many hops are in flight as a shard has
-    sub-chunks.
+    """Multiply every shard of ``gathered [rows, k]``: first this rank's own shard, then sub-chunks as they arrive.
+    Returns the result of each matmul. At most ``parts`` hops are in flight, the number of sub-chunks of a shard.
 
     Args:
         forms, others, biases: how each matmul reads the shards, its other operand and its bias.
         places: the rows of each shard's sub-chunks in ``gathered`` (``routes.places``).
-        exchange: brings the sub-chunks and is closed at the end; ``None`` if the shards have no elements.
+        exchange: brings the sub-chunks; closed at the end. ``None`` if the shards have no elements.
         sent: what a hop of the exchange sends, as ``Exchange.post`` takes it.
     """
     world_size, rank, parts = group.size(), group.rank(), len(places[0]) - 1
@@ -251,7 +246,7 @@ def multiply_arrivals(
     for step, distances in enumerate(routes.distances(route, world_size)):
         for part in range(parts):
             hop = step * parts + part
-            # If nothing is sent, the results are still computed: they are zeros, or the bias.
+            # Without an exchange, the results are still computed: they are zeros, or the bias.
             if exchange is not None:
                 exchange.wait(hop)
                 if hop + parts < exchange.hop_count:
@@ -282,9 +277,9 @@ def _all_gather_matmul_fake(
     return outs, shard.new_empty(world_size * shard.shape[0], shard.shape[1]), chain.new_empty(1)
 
 
-# Returns ``(results, gathered [W * m, k], next token of the chain)``. ``others``: the matmuls' other operands. If the
-# gathered dim is contracted, it is in the ranks' order in ``others``; else it is in the ranks' order in the results.
-# ``parts``: sub-chunks of a shard. ``min_rows``: if ``gathered`` has fewer rows, the plain collective runs.
+# Returns ``(results, gathered [W * m, k], next token of the chain)``. ``others``: the matmuls' other operands. The
+# gathered dim is in the ranks' order: in ``others`` if it is contracted, else in the results. ``parts``: sub-chunks of
+# a shard. ``min_rows``: if ``gathered`` has fewer rows, the plain collective runs.
 define(
     "all_gather_matmul(Tensor chain, Tensor shard, Tensor[] others, Tensor?[] biases, str forms, int parts, SymInt"
     " min_rows, str route, str group_name, str site, str transport='') -> (Tensor[], Tensor, Tensor)",

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the sum of experts' rows and its reduction as one looping op of ``lowerings.ring.looped_grouped_ops``.
 
-The op computes the steps of a grouped matmul (``sites.row_steps``) as a ``RowProgram``. It brings the rows into the
-tokens' order and sums them for each token. No looping op computes a site of experts that has several matmuls
-(``ReduceNodes.leaves``), or that combines a token's rows by another op than a sum.
+The op computes the steps of one grouped matmul (``sites.row_steps``) as a ``RowProgram``, and sums each token's rows.
 """
 
 from __future__ import annotations
@@ -95,8 +93,7 @@ def _matmul(nodes: ReduceNodes) -> GroupedMatmul | None:
 
 
 def _sums_only(nodes: ReduceNodes, matmul: GroupedMatmul) -> bool:
-    """Whether the collective's input is the sum of the matmul's rows over dim 1, seen through views and at most one
-    cast."""
+    """Whether the collective's input is the sum of the matmul's rows over dim 1, through views and at most one cast."""
     assert nodes.region is not None
     node, casts, sums = nodes.computed[0], 0, 0
     while node is not matmul.node:
@@ -106,7 +103,7 @@ def _sums_only(nodes: ReduceNodes, matmul: GroupedMatmul) -> bool:
                 return False
             sums += 1
         elif tools.is_cast(node) and not tools.is_bitcast(node):
-            # The op casts once, after the sum. Two casts can round twice, and a cast before the sum rounds every row.
+            # The op casts once, after the sum. Two casts can round twice; a cast before the sum rounds every row.
             casts += node.target not in tools.SAME
             if sums:
                 return False

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping ops that reduce sums of experts' rows. They run the loops of ``looped_reduce_ops``, but a ``RowProgram``
+"""The looping ops that reduce sums of experts' rows. They run the loops of ``looped_reduce_ops``; a ``RowProgram``
 computes the rows.
 
-There are S rows, in the order of their experts. ``places [T, k]``: which k of the S rows each token sums, so there are
-T sums. ``ends [E]``: where each expert's rows end. Input i of the program consists of rows of
-``sources[i][indices[i]]``, where ``indices[i]`` has S numbers. If ``indices[i]`` is ``None``, the input consists of
-rows of ``sources[i]``, which has S rows. (``grouped_rows`` writes the same steps into the graph.)
+Shapes: S rows in the order of their experts, T tokens, E experts.
+
+- ``places [T, k]``: the k rows that each token sums.
+- ``ends [E]``: where each expert's rows end.
+- Input i of the program: rows of ``sources[i][indices[i]]``, or of ``sources[i]`` if ``indices[i]`` is ``None``; S
+  rows.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ def sums_of_experts(
     program: RowProgram,
     dtype: torch.dtype,
 ) -> Rows:
-    """Returns a function ``compute(tokens)``. For each token of the slice ``tokens``, it sums the rows of the token's
-    experts."""
+    """Returns a function ``compute(tokens)``, which sums the rows of the experts for each token of the slice
+    ``tokens``."""
     bounds = ends.to(places.dtype)
 
     def compute(tokens: slice) -> torch.Tensor:

@@ -23,9 +23,8 @@ from overlap_inductor.sites.step_emitter import part_count
 
 
 def _parameters(nodes: TableNodes, config: OverlapConfig) -> dict[str, Any]:
-    """Sub-chunks are groups of tables. The last group's transfer is exposed. A group holds the slices of all ranks, but
-    a sub-chunk of another form is a part of one slice. To keep the last transfer short, there are four times as many
-    groups as other forms have sub-chunks."""
+    """Sub-chunks are groups of tables. The last group's transfer is exposed. A group holds the slices of all ranks, so
+    it is larger than another form's sub-chunk. Four times as many groups keep the last transfer short."""
     return {"sub_chunks": part_count(nodes.count, 4 * config.sub_chunks), "route": ROUTE}
 
 
@@ -51,8 +50,7 @@ class _TableRing:
 
 
 class PooledRing(_TableRing):
-    """See ``form.RingForm``. Tables are looked up one group after the other, and each group is sent as soon as it is
-    looked up."""
+    """See ``form.RingForm``. Each group of tables is sent as soon as it is looked up."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         return _parameters(nodes_of(site, PooledNodes), config)

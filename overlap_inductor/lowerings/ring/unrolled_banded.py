@@ -6,8 +6,6 @@
     buffer[r] = the parts of all bands for r
     kept = cat(pieces of all bands)                    # for each result that is also read elsewhere
     wait for all hops                                  # where the program waits
-
-A band is computed by one matmul and written to memory once, in the order in which its parts are sent.
 """
 
 from __future__ import annotations
@@ -76,8 +74,8 @@ def _joined(emit: StepEmitter, nodes: BandedNodes, node: fx.Node, pieces: list[f
 
 
 def _pieces(emit: StepEmitter, nodes: BandedNodes, start: Size, length: Size, after: fx.Node | None) -> BandPieces:
-    """What is computed from the matmul's rows of one band. The band has ``length`` indices of ``nodes.band``, from
-    ``start`` on. ``after``: the token of the last send, if there was one."""
+    """What is computed from the matmul's rows of one band: ``length`` indices of ``nodes.band``, from ``start`` on.
+    ``after``: the token of the last send, if any."""
     leaf, rows = nodes.leaves[0], (start * nodes.unit, length * nodes.unit)
     lhs = emit.narrow(leaf.lhs, 0, *rows)
     product = matmuls.emit(emit.graph, leaf, lhs, leaf.rhs, {"M": lambda x, dim: emit.narrow(x, dim, *rows)})
@@ -89,8 +87,7 @@ def _pieces(emit: StepEmitter, nodes: BandedNodes, start: Size, length: Size, af
 
 
 def _in_memory(emit: StepEmitter, nodes: BandedNodes, pieces: BandPieces, after: fx.Node | None) -> fx.Node:
-    """The band's part of each rank's slice, as ``[W, elements]``. The parts are written to memory, so that they can be
-    sent."""
+    """The band's part of each rank's slice, as ``[W, elements]``, written to memory so that it can be sent."""
     last = nodes.collectives[0].input
     band = emit.convert(pieces.of(last), nodes.layouts[last].without_rank(), nodes.in_bands, pieces.sizes)
     return emit.call(overlap.after.default, band, after or emit.chain)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``all-gather -> matmul(s)`` as a ring of unrolled steps, whose hops run under the matmuls (CommFuse Alg. 1).
 
-The steps replace the collective, its wait, the matmuls and their epilogue. The gathered tensor is one buffer in the
-collective's own layout, so its other users read the buffer. This rank's own slice is multiplied first, as a whole. Each
-later step multiplies one sub-chunk while later sub-chunks travel. ``r``: the rank; ``f``: the ops between gather and
-matmul::
+The gathered tensor is one buffer in the collective's own layout, so its other users can read it. This rank's own slice
+is multiplied first, as a whole. Each later step multiplies one sub-chunk while later sub-chunks travel. ``r``: the
+rank; ``f``: the ops between gather and matmul::
 
     gathered = gather_start(shard)                       # S hops in flight
     y[r]     = f(gathered[r]) @ w
@@ -44,7 +43,7 @@ class Steps:
         parts: sub-chunks of a shard. A shard is cut only if ``can_cut`` allows it.
 
     Attributes:
-        bounds: offsets in a shard, counted in elements: where each sub-chunk begins, and where the last one ends.
+        bounds: offsets in a shard, in elements: where each sub-chunk begins, and where the last one ends.
     """
 
     def __init__(self, emit: StepEmitter, nodes: GatherNodes, parts: int) -> None:
@@ -110,8 +109,7 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tu
 
 
 def _rest(shape: list[Size], lead: Atom | None) -> Size:
-    """The number of elements that a shard of this ``shape`` has for each index of ``lead``. If ``lead`` is ``None``,
-    the number of all its elements."""
+    """Elements of a shard of this ``shape`` for each index of ``lead``; all its elements if ``lead`` is ``None``."""
     if lead is None:
         return tools.numel(shape)
     index = next(i for i, s in enumerate(shape) if not (isinstance(s, int) and s == 1))
