@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ComparedCall``: the callable of a compiled graph, which first compares plans with the other ranks.
 
-It takes the place of ``CompiledFxGraph.current_callable``. During the comparison, the graph has read, written and
-captured nothing::
+It takes the place of ``CompiledFxGraph.current_callable``::
 
     graph(inputs)   ->   all ranks exchange the same?   yes: overlapped(inputs), after making the workspace once
                                                         no:  plain(inputs), compiled now if it is not there yet
 
-``overlapped`` is the earlier callable, which may record CUDA graphs. ``plain`` is the graph compiled without overlap
-(``plain_program``).
+``overlapped`` is the earlier callable, which may record CUDA graphs. Before the comparison ends, it has read, written
+and captured nothing. ``plain`` is the graph compiled without overlap (``plain_program``).
 """
 
 from __future__ import annotations
@@ -127,8 +126,7 @@ class ComparedCall:
         """
         outcome = comparison.call()
         if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):
-            # On a fake group, sends and receives move nothing. So a graph whose sites need no workspace (rings) can
-            # overlap.
+            # On a fake group, sends and receives move nothing, so rings (no workspace) can overlap.
             comparison.withdrawn = True
             outcome = agreement.Outcome(
                 False,
@@ -139,7 +137,7 @@ class ComparedCall:
             failure = "" if self.ready else self._prepare(inputs)
             failure = failure or (self._inputs_differ(inputs) if outcome.fresh or new else "")
             # If only this rank has compiled an agreed plan again, no other rank calls ``also``, so this rank must not.
-            # Nor does ``_prepare`` need the others then: the workspace already holds the plan's part.
+            # ``_prepare`` then needs no other rank, because the workspace already holds the plan's part.
             outcome = comparison.also(failure) if outcome.fresh or new or failure else outcome
             self.ready = self.ready or outcome.overlapped
             for group, indices in self.parameters.items() if outcome.overlapped else ():
@@ -151,8 +149,8 @@ class ComparedCall:
         return self._plain()
 
     def _comparison(self, inputs: Sequence[Any]) -> agreement.Comparison:
-        """The comparison for these inputs and the groups that the group names mean now. If a group was destroyed and
-        its name is used again, make all comparisons again."""
+        """The comparison for these inputs and for the groups that now have the graph's group names. If a name has a new
+        group, make all comparisons again."""
         groups = [resolve_group(name) for name in self.names]
         if self.groups is None or any(a is not b for a, b in zip(groups, self.groups, strict=True)):
             self.groups, self.ready = groups, not self.overlaps
@@ -170,15 +168,15 @@ class ComparedCall:
         return comparison
 
     def _new_parameters(self, inputs: Sequence[Any]) -> bool:
-        """Whether a parameter or buffer among ``apart_from_plan`` has not been compared in this process yet."""
+        """Whether ``apart_from_plan`` has a parameter or buffer that this process has not compared yet."""
         return not all(
             same_inputs.were_compared(group, [inputs[index] for index in indices])
             for group, indices in self.parameters.items()
         )
 
     def _prepare(self, inputs: Sequence[Any]) -> str:
-        """Make the symmetric memory that the graph's sites need. All ranks of a group call this together. Returns
-        ``""``, or why it failed, in the same words on all ranks of the group."""
+        """Make the symmetric memory of the graph's sites. All ranks of a group call this together. Returns ``""``, or
+        why it failed (the same text on all ranks of the group)."""
         for group in self.groups or ():
             for plan in self.plans:
                 agreement.accept(group, plan)
@@ -194,8 +192,8 @@ class ComparedCall:
         return ""
 
     def _inputs_differ(self, inputs: Sequence[Any]) -> str:
-        """Which of the inputs ``apart_from_plan`` differ within their group; ``""`` if none does. The text is the same
-        on all ranks of the group."""
+        """Which of the inputs ``apart_from_plan`` differ in their group, or ``""``. The same text on all ranks of the
+        group."""
         same: dict[str, dict[str, torch.Tensor]] = {}
         for index, name, group in self.apart_from_plan:
             same.setdefault(group, {})[name] = inputs[index]

@@ -59,7 +59,6 @@ class CompileScope:
 
     @property
     def phase(self) -> str:
-        """``forward``, ``backward`` or ``inference``."""
         if self.is_backward:
             return "backward"
         return "inference" if self.is_inference else "forward"
@@ -74,7 +73,7 @@ _as_written: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def keep_as_written(gm: Any, written: Any) -> None:
-    """Remember ``written``: the inference graph ``gm`` before a pass on the joint graph rewrote it."""
+    """Remember ``written``: ``gm``, an inference graph, before a pass on the joint graph rewrote it."""
     _as_written[gm] = written
 
 
@@ -123,8 +122,8 @@ def forced() -> CompileScope | None:
 
 
 def current_graph_name() -> str | None:
-    """Dynamo's compile id as a name, such as ``0_0``. ``None`` outside Dynamo. Ranks that compile the same graphs in
-    the same order get the same names."""
+    """Dynamo's compile id as a name, such as ``0_0``; ``None`` outside Dynamo. Ranks that compile the same graphs in
+    the same order get equal names."""
     from torch._guards import CompileContext
 
     compile_id = CompileContext.current_compile_id()
@@ -132,7 +131,7 @@ def current_graph_name() -> str | None:
 
 
 def current_phase() -> str | None:
-    """The phase of the graph that Inductor is compiling on this thread, or ``None``."""
+    """The phase of the graph that this thread compiles, or ``None``."""
     scope = current()
     return scope.phase if scope is not None else None
 

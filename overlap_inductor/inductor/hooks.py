@@ -121,8 +121,7 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
 
 
 def uninstall() -> None:
-    """Restore Inductor's functions. If other code has wrapped a wrapper of ours, it stays and only calls the original.
-    """
+    """Restore Inductor's functions. A wrapper that other code has wrapped stays, and only calls the original."""
     global _expected, _shared_pass
     with _lock:
         for owner, name, original, replacement in _wrapped:
@@ -135,7 +134,6 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Whether Inductor's functions are wrapped."""
     return bool(_wrapped)
 
 
@@ -223,7 +221,7 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
     if groups and config is not None and config.mode in ("on", "strict"):
         try:
             plain = _plain_program(args[0], args[1])
-        # The graph may hold an object that cannot be pickled. Without a plain program, nothing is overlapped.
+        # The graph may hold an object that cannot be pickled. Then nothing is overlapped.
         except Exception as error:  # noqa: BLE001
             scope.refusal = (
                 "the graph cannot be kept for a run without overlap, which is needed if the ranks differ"
@@ -253,8 +251,8 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _plain_program(gm: Any, example_inputs: Any) -> plain_program.Captured | None:
-    """The plain program of ``gm``. ``None`` for a training graph that was rewritten before it was cut into forward and
-    backward: the rewrite has changed what the forward saves."""
+    """The plain program of ``gm``. ``None`` if ``gm`` is a training graph that was rewritten before it was cut into
+    forward and backward: the rewrite has changed what the forward saves."""
     if not rewritten(gm.graph):
         return plain_program.capture(gm, example_inputs)
     written = compile_scope.as_written(gm)
@@ -302,7 +300,6 @@ def _post_compile(original: Callable[..., Any], graph: Any, *args: Any, **kwargs
 def _compare_calls(
     graph: Any, reports: list[OverlapReport], example_inputs: Any, constants: Any, graph_kwargs: Any
 ) -> None:
-    """Make each call of the graph first compare plans with the other ranks."""
     if not any(r.groups for r in reports) or graph.current_callable is None:
         return
     from overlap_inductor.inductor.compared_call import ComparedCall
@@ -315,7 +312,7 @@ def _compare_calls(
         kept = plain_program.of_this_process(kept, gm, example_inputs)
     if kept is not None:
         large = plain_program.left_out(gm, kept.left_out)
-        # AOTAutograd's cache passes only some of the arguments of the compile. The graph holds the others.
+        # The cache of AOTAutograd passes only some of the compile's arguments. The graph holds the others.
         keywords = plain_program.known_keywords({**graph.fx_kwargs, **graph_kwargs})
         plain = PlainProgram(kept.data, large, keywords, plain_program.inductor_settings(), graph.output_strides)
     on_accelerator = bool(set(graph.device_types) - {"cpu", "meta"})
@@ -325,8 +322,8 @@ def _compare_calls(
 
 
 def _switched_off(groups: list[str]) -> OverlapReport:
-    """The report of a graph that was compiled with overlap off. Its calls compare plans, too, because other ranks may
-    have overlap on."""
+    """The report of a graph that was compiled with overlap off. Its calls compare plans, because other ranks may have
+    overlap on."""
     plan = ExchangePlan(__version__, "off", groups=(tuple(groups),))
     return OverlapReport(
         __version__, torch.__version__, "off", "", "", 1, exchange=plan.to_json(), groups={name: [] for name in groups}
@@ -336,10 +333,7 @@ def _switched_off(groups: list[str]) -> OverlapReport:
 def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``FakeTensorUpdater.incremental_update``, which evaluates the shapes of nodes that a pass has added.
 
-    In a graph with an overlapped site:
-
-    - Inductor skips nodes whose value our pass has computed from their present arguments;
-    - Inductor's evaluation adds no guards.
+    In a graph with an overlapped site, Inductor skips nodes whose values are up to date, and adds no guards.
     """
     scope = compile_scope.current()
     if scope is None or not any(s.decision.status == "overlapped" for r in scope.reports for s in r.sites):
@@ -355,7 +349,7 @@ def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, 
 def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs: Any) -> bool:
     """Around ``pad_mm.should_pad``: do not pad a matmul next to a collective (``padding``).
 
-    Inductor's check runs first, because it refuses most matmuls at low cost. Our check may walk far in a deep graph.
+    Inductor's check runs first, because it is cheap and refuses most matmuls. Our check may walk far.
     """
     if not original(match, *args, **kwargs):
         return False
@@ -367,9 +361,9 @@ def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs:
 def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
     """Around ``BaseSchedulerNode.has_aliasing_or_mutation``, which Inductor calls only before it fuses nodes.
 
-    Inductor does not fuse a node into a template if the node's output aliases a buffer. Here it may, if the node writes
-    a piece straight to its place in a whole tensor. This is safe: readers of the whole tensor wait for all pieces, and
-    no other node writes to that place.
+    Inductor fuses no node into a template if the node's output aliases a buffer. Here it may, if the node writes a
+    piece straight to its place in a whole tensor. This is safe: readers of the whole tensor wait for all pieces, and no
+    other node writes to that place.
     """
     outputs = node.get_outputs()
     if (
@@ -398,8 +392,8 @@ def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = True) -> None:
-    """Log, count and dump the reports. ``strict``: raise a ``StrictError`` instead of dropping it. During a load from
-    AOTAutograd's cache, ``_try_load`` raises it."""
+    """Log, count and dump the reports. ``strict``: raise a ``StrictError``; during a load from AOTAutograd's cache,
+    ``_try_load`` raises it. Otherwise, drop it."""
     config = config_in_effect()
     for report in reports:
         report.graph = compile_scope.current_graph_name() or report.graph

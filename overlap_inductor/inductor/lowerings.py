@@ -66,8 +66,8 @@ def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any
 
 
 def _agree(group_name: str, *args: Any) -> Any:
-    """Call the op. If the graph has a transfer of the group, first define the rank's symbol. Defined later, its host
-    code could stand between the steps of the transfer and split a CUDA graph there.
+    """Call the op. If the graph has a transfer of the group, define the rank's symbol first. Its host code must not
+    stand between steps of the transfer: it would split a CUDA graph there.
 
     Raises:
         OverlapError: another pass has moved a step of a transfer.
@@ -109,8 +109,8 @@ def _packed(x: Any) -> Any:
 def _after(piece: Any, token: Any) -> Any:
     """Return ``piece``, and schedule its kernel after the kernel of ``token``.
 
-    ``control_deps`` is not used here. It lowers the op that it wraps as a subgraph's output. Inductor compares the
-    strides of such outputs, and comparing symbolic sizes adds guards.
+    ``control_deps`` would lower ``piece`` as a subgraph's output. Inductor compares the strides of such outputs, which
+    adds guards for symbolic sizes.
     """
     piece.realize()
     token.realize()
@@ -122,10 +122,10 @@ def _after(piece: Any, token: Any) -> Any:
 
 
 def _remaining(name: str) -> str:
-    """The name of a buffer that the kernel of buffer ``name`` writes and that Inductor keeps.
+    """A buffer that the kernel of buffer ``name`` writes and that Inductor keeps.
 
-    No kernel reads a step's token. Inductor removes such an output with its scheduling edges. So the edge starts at an
-    argument that the step writes in place.
+    No kernel reads a step's token, so Inductor removes it with its scheduling edges. Edges start at an argument that
+    the step writes in place.
     """
     buffer = V.graph.get_buffer(name)
     if isinstance(buffer, ir.MultiOutput):
@@ -135,8 +135,7 @@ def _remaining(name: str) -> str:
 
 
 def _with_remaining_edges(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """Around Inductor's lowering of ``control_deps``: edges from tokens start at a buffer that remains
-    (``_remaining``)."""
+    """Around Inductor's lowering of ``control_deps``: edges start at buffers that remain (``_remaining``)."""
 
     @functools.wraps(lower)
     def lower_and_move_edges(*args: Any) -> Any:
@@ -163,8 +162,7 @@ def _exchange_wait(*args: Any) -> Any:
 def _after_computed(op: Any, args: tuple[Any, ...], plain: int) -> Any:
     """Call ``op`` with its first ``plain`` arguments, after the kernels that compute its last argument, ``computed``.
 
-    The tensors in ``computed`` are not inputs of the generated call. So their layouts stay flexible, and ``assemble``
-    can place them.
+    The tensors of ``computed`` are no inputs of the generated call. So their layouts stay flexible for ``assemble``.
     """
     computed = args[plain] if len(args) > plain else ()
     token = lowering.fallback_handler(op, add_to_fallback_set=False)(*args[:plain])
@@ -178,14 +176,11 @@ def _after_computed(op: Any, args: tuple[Any, ...], plain: int) -> Any:
 
 
 def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
-    """Make the kernel of ``source`` write into ``view``, which has the same sizes. If the kernel cannot, copy its
-    result. Returns the buffer that is written.
+    """Make the kernel of ``source``, with FX node ``node``, write into ``view`` of the same sizes. If it cannot, copy
+    its result. Returns the buffer that is written.
 
     ``ConcatKernel.realize_into`` does this for pointwise kernels, and for templates with a flexible layout. An extern
     matmul has a fixed layout but takes ``out=``. So it can write into the view if the strides are equal.
-
-    Args:
-        node: the FX node of ``source``.
     """
     data = source.data if isinstance(source, ir.TensorBox) else source
     buffer = data.data if isinstance(data, ir.StorageBox) else None
@@ -242,7 +237,7 @@ def _assemble(
 
 
 def register_lowerings() -> None:
-    """Register the lowerings with Inductor. Calling it again does nothing."""
+    """Register the lowerings with Inductor, once."""
     from overlap_inductor.lowerings.registry import define_ops
 
     define_ops()

@@ -34,7 +34,6 @@ from overlap_inductor.torch_compat.graph_inputs import nested_region
 from overlap_inductor.torch_compat.plain_errors import shown_plainly
 
 SETTINGS = {POST_GRAD: "post_grad_custom_post_pass", JOINT: "joint_custom_post_pass"}
-"""Names of settings of ``torch._inductor.config``, by the pipeline's slot."""
 SLOT = SETTINGS[POST_GRAD]
 TAKES_LIST = hasattr(custom_graph_pass, "get_custom_graph_passes")
 MICRO_PIPELINE_NOTICE = (
@@ -57,8 +56,8 @@ class OverlapPass(_Base):
         self._source, self.slot = source, slot
 
     def config(self) -> OverlapConfig | None:
-        """The configuration for the graph being compiled: the compile scope's if the scope is pinned, else what
-        ``source`` returns now."""
+        """The configuration for the graph being compiled: that of a pinned compile scope, else what ``source`` returns
+        now."""
         scope = compile_scope.current()
         return scope.config if scope is not None and scope.pinned else self._source()
 
@@ -96,8 +95,7 @@ class OverlapPass(_Base):
         _register_lowerings_of(graph)
 
     def _take(self, report: OverlapReport, config: OverlapConfig) -> None:
-        """Leave a report in the compile scope, to be stored with the compiled graph. Outside a scope, activate it now.
-        """
+        """Leave a report in the compile scope. Outside a scope, activate it now."""
         scope = compile_scope.current()
         if inductor_config._micro_pipeline_tp:
             report.notices.append(MICRO_PIPELINE_NOTICE)
@@ -110,7 +108,7 @@ class OverlapPass(_Base):
         reporting.activate(report, config)
 
     def uuid(self) -> str:
-        # Inductor asks for the uuid before it reads a cache. A loaded graph calls our ops, so define them here.
+        # Inductor asks for the uuid before it reads a cache, and a loaded graph calls our ops.
         from overlap_inductor.inductor.fingerprint import fingerprint
         from overlap_inductor.lowerings.registry import define_ops
 
@@ -124,7 +122,7 @@ class OverlapPass(_Base):
 
 
 def _copy_of_inference(graph: torch.fx.Graph) -> torch.fx.GraphModule | None:
-    """A copy of ``graph`` if it is an inference graph with a collective, else ``None``. Ranks run the copy if their
+    """A copy of ``graph``, if it is an inference graph with a collective; else ``None``. Ranks run the copy if their
     plans differ."""
     trains = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
     if trains or graph.owning_module is None or not any(True for _ in find_collectives(graph)):
@@ -208,7 +206,6 @@ def _packed(passes: tuple[Any, ...], like: Any, slot: str) -> Any:
 
 
 def read(slot: str = POST_GRAD) -> Any:
-    """The slot's value on this thread."""
     return getattr(inductor_config, SETTINGS[slot])
 
 
@@ -231,7 +228,6 @@ def set_for_other_threads(ours: OverlapPass | None, slot: str = POST_GRAD) -> No
 
 @contextmanager
 def patched(value: Any) -> Iterator[None]:
-    """In this context, the post-grad slot has another value on this thread."""
     with inductor_config.patch({SLOT: value}):
         yield
 

@@ -8,11 +8,8 @@
     compile_plain data, large tensors                       ->  the same graph, compiled without overlap
 
 The bytes are stored with the compiled graph. So a rank that loaded its graph from a cache can run without overlap, too.
-They hold:
-
-- the nodes, and the metadata that Inductor reads;
-- the example inputs with their symbols;
-- the small tensors of the graph (frozen weights).
+They hold the nodes, the metadata that Inductor reads, the example inputs, and small tensors of the graph (frozen
+weights).
 """
 
 from __future__ import annotations
@@ -32,14 +29,14 @@ from overlap_inductor.inductor import compile_scope
 from overlap_inductor.inductor.compile_scope import CompileScope
 
 LARGE = 1 << 20
-"""A tensor of the graph with at least this number of bytes is not copied."""
+"""Bytes. The tensors of the graph that are at least this large are not copied."""
 _META = ("unbacked_bindings", "eager_input_vals", "custom", "recompute", "partitioner_tag", "mutation_region_id")
 _OUTPUT_META = ("user_visible_output_idxs", "output_stack_traces")
 
 
 @dataclass(frozen=True)
 class _Node:
-    """An argument of a node that is another node, by its index in the graph."""
+    """A node that is an argument, by its index in the graph."""
 
     index: int
 
@@ -84,7 +81,7 @@ _PROCESS = uuid.uuid4().hex
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
-    """The plain program of ``gm``. Raises what pickling raises if the graph holds something that cannot be pickled."""
+    """The plain program of ``gm``. Raises what pickling raises if the graph cannot be pickled."""
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx._graph_pickler import Options
 
@@ -98,15 +95,15 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
 
 
 def of_this_process(kept: Captured, gm: fx.GraphModule | None, example_inputs: Sequence[Any]) -> Captured | None:
-    """``kept`` if it is valid in this process, else the plain program of ``gm``. ``gm``: the graph before it was
-    compiled. ``None`` if both are missing."""
+    """``kept`` if it is valid in this process, else the plain program of ``gm``, the graph before its compile. ``None``
+    if it is needed but missing."""
     if kept.process in (None, _PROCESS):
         return kept
     return capture(gm, example_inputs) if gm is not None else None
 
 
 def left_out(gm: fx.GraphModule | None, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The tensors that ``capture`` left out, from ``gm``. Names that ``gm`` does not hold are skipped."""
+    """The tensors with these ``names`` that ``capture`` left out, as far as ``gm`` holds them."""
     found = {}
     for name in names if gm is not None else ():
         try:
@@ -140,8 +137,8 @@ def _attribute(gm: fx.GraphModule, name: str) -> Any:
 
 
 def _written(gm: fx.GraphModule, within: bool = False) -> _Program:
-    """``gm`` as data. ``within``: ``gm`` is a subgraph. Nodes of subgraphs keep their values, because shapes are not
-    propagated there again. Nodes that make unbacked sizes keep theirs, because nothing recreates the symbols."""
+    """``gm`` as data. ``within``: ``gm`` is a subgraph. Its nodes keep their values, because its shapes are not
+    propagated again. Nodes that make unbacked sizes keep theirs, because nothing recreates the symbols."""
     places = {node: _Node(i) for i, node in enumerate(gm.graph.nodes)}
 
     def meta(node: fx.Node) -> dict[str, Any]:
@@ -201,7 +198,6 @@ def _rebuilt(program: _Program, large: Mapping[str, torch.Tensor]) -> fx.GraphMo
 
 
 def inductor_settings() -> dict[str, Any]:
-    """A copy of Inductor's present configuration, for ``compile_plain``."""
     from torch._inductor import config
 
     return config.get_config_copy()
@@ -244,7 +240,7 @@ def compile_plain(
 
 
 def _objects(program: _Program, inputs: Sequence[Any]) -> dict[int, int]:
-    """``{index of a result: index of an input}`` for each input that is returned as it is and is not a tensor.
+    """``{index of a result: index of an input}`` for the inputs that the graph returns and that are no tensors.
 
     Example: a ``DeviceMesh`` that a forward passes to its backward. Its pickled example input is ``None``.
     """
@@ -257,7 +253,7 @@ def _objects(program: _Program, inputs: Sequence[Any]) -> dict[int, int]:
 
 
 def _with_objects(compiled: Any, objects: Mapping[int, int]) -> Any:
-    """A boxed callable that calls ``compiled`` and puts inputs into the results, as ``objects`` says (``_objects``)."""
+    """A boxed callable that calls ``compiled`` and puts inputs into the results (``_objects``)."""
     if not objects:
         return compiled
 
@@ -274,7 +270,7 @@ def _with_objects(compiled: Any, objects: Mapping[int, int]) -> Any:
 
 
 def guarded(plain: Any, examples: Sequence[Any]) -> Any:
-    """``plain`` after a check of each call's sizes. The compile of ``plain`` may have added guards on sizes.
+    """``plain`` behind a check of each call's sizes, because its compile may have added guards on sizes.
 
     Args:
         plain: a boxed callable.
@@ -310,12 +306,11 @@ def guarded(plain: Any, examples: Sequence[Any]) -> Any:
 
 
 def restrided(plain: Any, examples: Sequence[Any], expected: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
-    """``plain`` with results in the strides of the graph that it replaces. A backward may be compiled for these
-    strides.
+    """``plain`` with results in the strides of the graph that it replaces. A backward may expect these strides.
 
     Args:
         examples: the example inputs with which ``plain`` was compiled.
-        expected: ``CompiledFxGraph.output_strides`` of the replaced graph. A result with other strides is copied.
+        expected: ``CompiledFxGraph.output_strides`` of the replaced graph. Results with other strides are copied.
     """
     have = getattr(plain, "output_strides", None)
     differing = (

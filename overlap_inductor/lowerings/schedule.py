@@ -30,8 +30,7 @@ class ExchangeTerms:
 
     Attributes:
         parameters: the parameters of a plan's piece that must be the same on all ranks.
-        cut: ``(sizes of the dims that are cut for the transfer, a text that names these dims)``; ``None`` if nothing is
-            cut.
+        cut: ``(sizes, words)`` of the dims that are cut for the transfer; ``None`` if nothing is cut.
         computes_ahead: whether the nodes of ``SiteNodes.computed_ahead`` are computed before data is sent.
     """
 
@@ -69,7 +68,7 @@ class OpCall:
 
 
 class SingleOp(Protocol):
-    """A schedule whose single op per site can also be called without a graph.
+    """A schedule whose op can also be called without a graph. Each of its sites is one op.
 
     The op is ``overlap_inductor::<schedule>_<pattern>``, or ``..._scaled_<pattern>`` for fp8. Its arguments are the
     operands, as in ``lowerings.one_op.ops``, then the settings as JSON text.
@@ -129,8 +128,8 @@ class SiteSchedule(Protocol):
 
     @property
     def called_by_others(self) -> bool:
-        """Whether another schedule's op can call this schedule's all-reduce op, for token counts that it does not serve
-        itself. If so, this schedule's plan may need no parameter but ``settings``."""
+        """Whether another schedule's op can call this schedule's all-reduce op, for token counts that the other
+        schedule does not serve. If so, the plan of this schedule may need no parameter but ``settings``."""
         ...
 
     @property
@@ -144,8 +143,8 @@ class SiteSchedule(Protocol):
         ...
 
     def why_not_between(self, ranks: tuple[int, ...], device: torch.device) -> str | None:
-        """Why the schedule cannot run any site between these global ranks with tensors on ``device``, or ``None``. The
-        answer is the same on all ranks. The command ``doctor`` shows it."""
+        """Why the schedule cannot run any site between these global ranks on ``device``, or ``None``. The same on all
+        ranks. The command ``doctor`` shows it."""
         ...
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
@@ -154,8 +153,7 @@ class SiteSchedule(Protocol):
         ...
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
-        """The plan if the user names the schedule. It runs for all token counts that it can serve, whatever the
-        estimates."""
+        """The plan if the user names the schedule: all token counts that it can serve, whatever the estimates."""
         ...
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
@@ -170,14 +168,14 @@ class SiteSchedule(Protocol):
     def joined(
         self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]
     ) -> list[PlanPiece] | None:
-        """A plan for a dynamic token count: this schedule's plan ``own``, joined with the first of ``others`` for token
-        counts that ``own`` does not serve. ``others``: plans of schedules that are ``called_by_others``. ``None`` if
-        this schedule does not join plans."""
+        """A plan for a dynamic token count: ``own``, and the first of ``others`` for token counts that ``own`` does not
+        serve. ``others``: plans of schedules that are ``called_by_others``. ``None`` if this schedule does not join
+        plans."""
         ...
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Change the decisions of ``sites`` so that their rewrites fit the graph's budget of nodes. ``sites``: all
-        sites of a graph that were decided for this schedule."""
+        """Change the decisions of ``sites``, all of a graph for this schedule, so that the rewrites fit the budget of
+        nodes."""
         ...
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request | None:

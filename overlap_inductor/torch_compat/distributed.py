@@ -46,7 +46,7 @@ def group_ranks(group_name: str) -> tuple[int, ...] | None:
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The group's key-value store. It prefixes keys with the group's name. Raises ``KeyError`` if the group was
+    """The group's key-value store, which prefixes keys with the group's name. Raises ``KeyError`` if the group was
     destroyed."""
     return distributed_c10d._world.pg_map[group][1]
 
@@ -63,11 +63,11 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
 def counter(group: dist.ProcessGroup) -> tuple[Callable[[], int], bool]:
     """``(count, exact)``.
 
-    ``count`` returns how many collectives the group's backend has issued on this rank. Of several backends, the
-    accelerator's counts first, then the CPU's. Without any count, it returns 0.
+    ``count`` returns how many collectives the group's backend has issued on this rank: the accelerator's backend or, if
+    it has no count, the CPU's. Without any count, it returns 0.
 
-    ``exact``: whether the backend counts collectives only. NCCL does (``seqCollective_`` of torch's
-    ``ProcessGroupNCCL``). Gloo also counts sends and receives.
+    ``exact``: whether only collectives are counted. NCCL does so (``seqCollective_`` of torch's ``ProcessGroupNCCL``).
+    Gloo also counts sends and receives.
     """
     for device in (torch.accelerator.current_accelerator(), torch.device("cpu")):
         try:
@@ -84,8 +84,8 @@ def _uncounted() -> int:
 
 
 def group_description(group_name: str) -> str | None:
-    """The group's description, or ``None``. For a group of a ``DeviceMesh``, this is the name of the mesh dim (``tp``).
-    Raises ``OverlapError`` if there is no such group."""
+    """The group's description, or ``None``. For a group of a ``DeviceMesh``, the name of the mesh dim (``tp``). Raises
+    ``OverlapError`` if there is no such group."""
     group = resolve_group(group_name)
     description = getattr(group, "group_desc", None)
     if not description or description in ("default_pg", "undefined"):

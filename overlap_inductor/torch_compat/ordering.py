@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps nodes in an order that no data dependency enforces, and checks that the order was kept.
 
-The unrolled steps of a ring write to a buffer in flight and read from it. Some of Inductor's later passes move nodes by
-their data dependencies alone. So rings are not unrolled if such a pass is on (``moving_pass``). If another pass has
-moved a step, the compile raises an error (``moved``): the graph would read data that has not arrived.
+Unrolled steps of a ring write to a buffer in flight and read from it. Some later passes of Inductor move nodes by data
+dependencies alone. If such a pass is on (``moving_pass``), rings are not unrolled. If another pass has moved a step
+(``moved``), the compile raises an error, because the graph would read data that has not arrived.
 
 ``preserve_order`` makes each key of ``edges`` run after its values, with Inductor's ``control_deps``::
 
@@ -34,13 +34,12 @@ _NOTED = "overlap_inductor_order"
 
 
 def starts_transfer(node: fx.Node) -> bool:
-    """Whether ``node``'s result is the buffer of a transfer in flight."""
     namespace, name = qualified_name(node)
     return namespace == "overlap_inductor" and name in STARTS
 
 
 def moving_pass() -> str | None:
-    """The name of an Inductor setting that is on and makes a later pass move nodes past writes in place, or ``None``.
+    """The name of a setting of Inductor that is on and lets a later pass move nodes past writes in place, or ``None``.
     """
     from torch._inductor import config
 
@@ -52,8 +51,8 @@ def moving_pass() -> str | None:
 
 
 def prefetcher() -> str | None:
-    """The name of an Inductor setting that is on and moves gathers of weights ahead, or ``None``. Without such a
-    setting, a gather stands where its weight is used."""
+    """The name of a setting of Inductor that is on and moves gathers of weights ahead, or ``None``. Without it, a
+    gather stands where its weight is used."""
     from torch._inductor import config
 
     if config.reorder_for_compute_comm_overlap:
@@ -63,13 +62,13 @@ def prefetcher() -> str | None:
 
 
 def note_order(graph: fx.Graph) -> None:
-    """For each node that uses a buffer in flight, record how many writes to the buffer precede the node."""
+    """Record, for each node that uses a buffer in flight, how many writes to the buffer precede it."""
     _each_access(graph, lambda node, counts: node.meta.__setitem__(_NOTED, counts))
 
 
 def moved(graph: fx.Graph) -> str | None:
-    """The name of a node whose number of preceding writes differs from what ``note_order`` recorded, or ``None``. Nodes
-    made since then are not checked."""
+    """A node whose number of preceding writes differs from the record of ``note_order``, or ``None``. Newer nodes have
+    no record and are not checked."""
     found: list[str] = []
     _each_access(
         graph, lambda node, counts: found.append(node.name) if node.meta.get(_NOTED, counts) != counts else None

@@ -41,7 +41,7 @@ class SymmetricBuffer:
 
 
 Together = Callable[[str, Callable[[], Any]], Any]
-"""``(what, attempt) -> result``: runs the attempt on every rank of a group. If it fails on one rank, all ranks raise
+"""``(what, attempt) -> result``: runs the attempt on every rank of a group. All ranks raise if it fails on one
 (``runtime.all_or_none``)."""
 
 
@@ -56,14 +56,14 @@ def allocate(
     """Zeros ``[elements]`` of ``dtype`` on every rank. All ranks of the group call this together, outside CUDA graph
     captures.
 
-    Allocating and mapping the peers' memory may fail on one rank alone. So each is tried ``together``, the allocation
-    first. A failed attempt leaves nothing allocated.
+    A rank tries each of two steps ``together`` with the others: allocate, then map the peers' memory. A failed attempt
+    leaves nothing allocated.
 
     Raises:
         NotOnAllRanks: a rank could not allocate or map (raised by ``together``).
     """
-    # The rendezvous keeps a little memory of the caching allocator. CUDA graph trees would claim it if the thread of a
-    # graph's first run allocated it.
+    # CUDA graph trees claim what the thread of a graph's first run allocates. The rendezvous keeps a little such
+    # memory, so it has its own thread.
     with ThreadPoolExecutor(1, "overlap_inductor allocates") as thread:
         return thread.submit(_allocate, elements, dtype, device, group, together).result()
 
@@ -73,7 +73,7 @@ def _allocate(
 ) -> SymmetricBuffer:
     from torch.distributed import _symmetric_memory
 
-    # The thread is new: it is outside inference mode, and lacks the caller's current device.
+    # The new thread is outside inference mode, and lacks the caller's current device.
     torch.cuda.set_device(device)
     nbytes = elements * dtype.itemsize
     local = together(
@@ -116,20 +116,18 @@ def lasting_bytes(size: int, device: torch.device) -> torch.Tensor:
 
 
 def capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
     return _initialized() and _capturing()
 
 
 @functools.cache
 def hardware_queues() -> int:
-    """Number of hardware queues that the streams of this process share: ``CUDA_DEVICE_MAX_CONNECTIONS``, by default 8.
-    Cached, because CUDA reads the variable once, too."""
+    """Number of hardware queues of this process's streams: ``CUDA_DEVICE_MAX_CONNECTIONS``, by default 8. CUDA, too,
+    reads the variable only once."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return int(given) if given.isdecimal() and int(given) else 8
 
 
 def one_queue() -> bool:
-    """Whether all streams of this process share one hardware queue."""
     return hardware_queues() == 1
 
 
@@ -139,7 +137,7 @@ def stream_number(device: torch.device) -> int:
 
 
 def current_stream_number() -> int:
-    """Address of the current stream of the current GPU."""
+    """Address of the current GPU's current stream."""
     return raw_stream(torch.cuda.current_device())
 
 
@@ -188,8 +186,7 @@ def _reach(here: int, local: int) -> Reach:
 
 
 def why_no_kernels(device: torch.device) -> str | None:
-    """Why this package's kernels cannot run on the GPU, or ``None``. The answer is the same on ranks with the same kind
-    of GPU."""
+    """Why this package's kernels cannot run on the GPU, or ``None``. The same on all ranks with such a GPU."""
     facts = reach()
     if not on_gpu(device):
         return f"it needs NVIDIA GPUs; the tensors are on {device.type}"
@@ -201,13 +198,12 @@ def why_no_kernels(device: torch.device) -> str | None:
 
 
 def _machines(ranks: tuple[int, ...], local_ranks: int) -> int:
-    """Number of machines that the ranks run on."""
     return len({rank // local_ranks for rank in ranks})
 
 
 def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str | None:
-    """Why kernels of the group with these global ranks cannot reach peers' memory, or ``None``. The answer is the same
-    on all ranks if their GPUs are alike and equally linked."""
+    """Why kernels of these global ranks cannot reach peers' memory, or ``None``. The same on all ranks if their GPUs
+    are alike and equally linked."""
     reason = why_no_kernels(device)
     facts = reach()
     if not on_gpu(device):
@@ -222,9 +218,8 @@ def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str
 
 
 def without_peers(ranks: tuple[int, ...], device: torch.device) -> bool:
-    """Whether the GPUs of these global ranks are in one machine, and none reaches another's memory. Collectives then go
-    through the host's memory. Assumes that rank ``r`` uses GPU ``r % local_ranks``, so every rank has the same answer.
-    """
+    """Whether these global ranks are on one machine whose GPUs reach no other GPU's memory. Collectives then go through
+    the host's memory. Rank ``r`` is assumed to use GPU ``r % local_ranks``, so every rank has the same answer."""
     facts = reach()
     if (
         target() is not None

@@ -3,16 +3,14 @@
 
 Host time of a launch, for a kernel with 50 arguments and four tensor maps:
 
-=============================  =====  ==========================================================================
-``kernel[grid](...)``          75 us  examines every argument, encodes every tensor map
-``compiled[grid](...)``        32 us  the documented way; used for versions of Triton that ``_DIRECT`` does not list
-C launcher                      8 us  used for versions in ``_DIRECT``, because its interface differs between versions
-=============================  =====  ==========================================================================
+- ``kernel[grid](...)``: 75 us. It examines every argument and encodes every tensor map.
+- ``compiled[grid](...)``: 32 us. The documented way, for versions of Triton that ``_DIRECT`` does not list.
+- The C launcher: 8 us. For versions in ``_DIRECT``, because its interface differs between versions.
 
 From launch to launch, arguments may change only in their addresses. The tensor map of each address is remembered.
 
-The kernel is compiled and loaded before the first launch, to avoid a deadlock. Loading waits for the device. There,
-another kernel of the same op may be waiting for the kernel that is to be loaded.
+The kernel is loaded before the first launch, to avoid a deadlock. Loading waits for the device. There, another kernel
+of the op may wait for the kernel to be loaded.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _STREAM = 3
 
 
 def bound(kernel: Any, varying: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of ``kernel`` by parameter name, defaults included, in the order of its parameters.
+    """The arguments of ``kernel`` by name, with defaults, in the order of its parameters.
 
     Raises:
         TypeError: a parameter has no argument and no default, is both varying and fixed, or does not exist.
@@ -64,7 +62,7 @@ class PreparedKernel:
         varying: ``{parameter: example}`` for the arguments that every launch passes anew, in this order: tensors,
             tensor descriptors, or ``None``. Shapes, strides, dtypes and alignment to 16 bytes must stay the same.
         fixed: ``{parameter: argument}`` for all other arguments, including constants. They are kept alive.
-        scratch: if the kernel makes tensor maps itself, the device on which it needs memory for them. Else ``None``.
+        scratch: the device for tensor maps that the kernel makes itself; ``None`` if it makes none.
 
     Raises:
         TypeError: the names do not match the kernel's parameters (``bound``).
@@ -101,8 +99,8 @@ class PreparedKernel:
             self._launch = _Direct(compiled, grid, values, places, scratch, self._by_triton)
 
     def __call__(self, *varying: torch.Tensor | None) -> None:
-        """Launch on the current stream. ``varying``: one tensor or ``None`` for each varying argument, in their order.
-        For a tensor descriptor, pass the tensor that it describes."""
+        """Launch on the current stream. ``varying``: a tensor or ``None`` for each varying argument. For a tensor
+        descriptor, pass the tensor that it describes."""
         self._launch(*varying)
 
     def _by_triton(self, *varying: torch.Tensor | None) -> None:
@@ -161,7 +159,7 @@ class _Direct:
         from triton.backends.nvidia import driver
 
         run = compiled.run
-        # If a kernel takes descriptors, Triton wraps the C launcher in a function that encodes tensor maps.
+        # For a kernel with descriptors, Triton wraps the C launcher in a function that encodes tensor maps.
         closure = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
         self._launcher = closure.get("launcher", run.launch)
         self._documented = documented
@@ -195,7 +193,7 @@ class _Direct:
     def __call__(self, *varying: torch.Tensor | None) -> None:
         hooks = triton.knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            # A profiler's hooks need information that only Triton's own launcher gives them.
+            # A profiler's hooks need what only Triton's own launcher gives them.
             self._documented(*varying)
             return
         values = self._values.copy()
@@ -209,7 +207,7 @@ class _Direct:
 
 
 class _Maps:
-    """What the C launcher gets for one descriptor argument, remembered by the address of the tensor."""
+    """What the C launcher gets for one descriptor argument, by the address of the tensor."""
 
     def __init__(
         self, example: TensorDescriptor, meta: dict[str, Any], encode: Callable[..., Any], dtypes: dict[int, int]

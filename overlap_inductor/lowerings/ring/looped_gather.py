@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a gather as the looping op of ``lowerings.ring.looped_gather_ops``: decide which sites the op computes, and lay
-out their operands and results for it.
+"""Write a gather as the looping op of ``looped_gather_ops``: choose the sites, lay out operands and results.
 
-The op sees each shard as one matrix, with the elements in the collective's own order. It computes in the ranks' order.
-If the gathered dim has the order ``[outer, rank, chunk]``, indices are permuted:
+The op sees each shard as one matrix in the collective's order, and computes in the ranks' order. If the gathered dim
+has the order ``[outer, rank, chunk]``, indices are permuted:
 
-- contracted dim: that dim of the other operand, before the op;
-- other dim: that dim of the result, after the op.
+- contracted dim: in the other operand, before the op;
+- other dim: in the result, after the op.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ overlap = torch.ops.overlap_inductor
 
 
 def forms_of(nodes: GatherNodes) -> list[Form] | None:
-    """The form in which each matmul reads the ranks' shards; ``None`` if the op cannot compute this site."""
+    """How each matmul reads the ranks' shards; ``None`` if the op cannot compute this site."""
     # A shard of one row or one column can be read in two ways. Prefer a way with sub-chunks.
     return min(_ways(nodes), key=lambda forms: any(f.whole for f in forms), default=None)
 
@@ -50,7 +49,7 @@ def forms_by_rows(nodes: GatherNodes) -> list[Form] | None:
 
 
 def _ways(nodes: GatherNodes) -> list[list[Form]]:
-    """The ways in which the matmuls can read the shards: for each way, the form of each matmul."""
+    """All ways to read the shards. A way has a form for each matmul."""
     if len({tools.dtype(c.operand_node) for c in nodes.consumers}) > 1:
         return []
     if not all(map(_is_plain, nodes.consumers)) or not _gathers_operand(nodes):
@@ -75,12 +74,11 @@ def _is_plain(consumer: GatherConsumer) -> bool:
 def _gathers_operand(nodes: GatherNodes) -> bool:
     """Whether all matmuls read one operand that can be gathered.
 
-    The gathered tensor can. For an operand that is computed from it, each rank must compute its shard before it sends.
-    Then:
+    The gathered tensor itself can. A rank may also compute its shard of the operand before it sends, if:
 
-    - the gathered tensor must serve only this operand, and only the matmuls may read the operand;
-    - no other tensor may take part, because it may differ between ranks;
-    - the operand's dtype must not be wider than the shard's.
+    - only this operand is computed from the gathered tensor, and only the matmuls read it;
+    - no other tensor takes part, because it may differ between ranks;
+    - the operand's dtype is not wider than the shard's.
     """
     (operand, *others) = {nodes.behind_views(c.operand_node) for c in nodes.consumers}
     wait = nodes.collective.wait
@@ -98,8 +96,8 @@ def _gathers_operand(nodes: GatherNodes) -> bool:
 
 
 def _readings(consumer: GatherConsumer, nodes: GatherNodes) -> list[tuple[Form, list[Any]]]:
-    """``(form, sizes [m, k] of a shard in that form)`` for each form in which the consumer can read its operand. There
-    are two if a shard has a single row or column."""
+    """``(form, sizes [m, k] of a shard)`` for each form in which the consumer can read its operand. There are two forms
+    if a shard has one row or one column."""
     left = consumer.layout if consumer.operand == "lhs" else consumer.layout.permute([1, 0])
     found = []
     for turned in (False, True):
@@ -119,7 +117,7 @@ def _same(mine: list[Any], theirs: list[Any]) -> bool:
 
 
 def chooses_at_run_time(nodes: GatherNodes) -> bool:
-    """Whether the op computes this site and can derive the token count from a shard's rows. If so, it can run the plain
+    """Whether the op computes this site and knows the token count from a shard's rows. If so, it can run the plain
     collective for few tokens."""
     forms = forms_of(nodes)
     return forms is not None and all(f.by_rows for f in forms)
@@ -189,8 +187,8 @@ def write(
 
 
 def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Node:
-    """This rank's shard of ``operand``, in the order of the collective's input. ``operand``: the gathered tensor, or a
-    node computed from it."""
+    """This rank's shard of ``operand``, in the order of the collective's input. ``operand`` may be computed from the
+    gathered tensor."""
     if not nodes.layouts:
         return evaluate(emit, nodes, operand, nodes.collective.input, {})
     raw = nodes.raw.without_rank()
@@ -199,7 +197,7 @@ def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Nod
 
 
 def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:
-    """The matmul's other operand. If the gathered dim is contracted, that dim of it is put in the ranks' order."""
+    """The matmul's other operand. If its contracted dim is the gathered one, it is put in the ranks' order."""
     if consumer.role != "K":
         return consumer.other_node
     return _in_place(
@@ -208,6 +206,6 @@ def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:
 
 
 def _in_place(emit: StepEmitter, x: fx.Node, dim: int, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
-    """``x`` with the indices of ``dim`` moved from the ranks' order to the tensor's own order, or back if not
-    ``from_ranks``."""
+    """``x`` with the indices of ``dim`` moved from the ranks' order to the tensor's own order. Not ``from_ranks``:
+    moved back."""
     return (columns_in_place if dim else rows_in_place)(emit, x, sharded, from_ranks)

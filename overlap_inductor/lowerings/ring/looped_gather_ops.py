@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping op of gathers: one ring serves all matmuls that read the gathered tensor, whichever of their dims is
-gathered.
+"""The looping op of gathers: one ring serves all matmuls that read the gathered tensor, along any of their dims.
 
 Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the shard of rank r, plain or transposed, as the
 *slice* ``s_r [p, q]`` of its operand. The slices are joined along rows, or along the contracted dim::
@@ -8,8 +7,8 @@ Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the shard of
     rows:        y[r * p : (r + 1) * p] = s_r @ other                   other [q, n], y [W * p, n]
     contraction: y = sum over r of s_r @ other[r * q : (r + 1) * q]     other [W * q, n], y [p, n]; accumulated in fp32
 
-If the slices are the right operand, the formulas hold for the transposed matmul. So the dgrad and wgrad of a backward
-graph can share one ring: dgrad joins the slices along rows, wgrad along the contracted dim.
+If the slices are the right operand, the formulas hold for the transposed matmul. So dgrad (rows) and wgrad
+(contraction) of a backward graph can share one ring.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ class Form:
 
     @property
     def by_rows(self) -> bool:
-        """Whether the gathered dim consists of the shards' rows. If so, shards may have different numbers of rows."""
+        """Whether the gathered dim is the shards' rows. If so, shards may have different numbers of rows."""
         return self.transposed == self.contracted
 
     @property
     def whole(self) -> bool:
-        """Whether the matmul needs whole shards, because a sub-chunk (some rows of a shard) would split a contracted
-        dim that is not gathered."""
+        """Whether the matmul needs whole shards: a sub-chunk has some rows of a shard, and would split its contracted
+        dim."""
         return self.transposed and not self.contracted
 
     def __str__(self) -> str:
@@ -68,8 +67,8 @@ class Form:
         return cls(operand, role, rest == ["transposed"])
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, an operand or the result. If the slices are the right operand: its transpose (a view), for the
-        transposed matmul. A second call undoes the first."""
+        """``x``, an operand or the result; transposed (a view) if the slices are the right operand. A second call
+        undoes the first."""
         return x.t() if self.operand == "rhs" else x
 
     def result_shape(self, shard: torch.Tensor, other: torch.Tensor, world_size: int) -> list[int]:
@@ -80,13 +79,11 @@ class Form:
 
 
 def texts(forms: Sequence[Form]) -> str:
-    """``forms`` as the op's text argument."""
     return ", ".join(map(str, forms))
 
 
 def forms_from(text: str, parts: int, site: str) -> list[Form]:
-    """The forms that ``texts`` wrote. Raises ``ValueError`` if a matmul needs whole shards and ``parts`` is larger than
-    1."""
+    """The forms that ``texts`` wrote. Raises ``ValueError`` if ``parts`` exceeds 1 but a matmul needs whole shards."""
     parsed = [Form.parse(one) for one in text.split(", ")]
     if parts > 1 and any(f.whole for f in parsed):
         raise ValueError(
@@ -145,8 +142,8 @@ class Matmul:
 
 
 def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, empty: bool) -> None:
-    """``total += a @ b``, or ``total = a @ b`` if ``total`` is ``empty``, in the dtype of ``total``. Unrolled steps
-    compute the same (``matmuls.emit_partial``)."""
+    """``total += a @ b``, or ``total = a @ b`` if ``empty``, in the dtype of ``total``, as ``matmuls.emit_partial``
+    does."""
     if a.shape[1] == 0 and not empty:
         return
     if a.dtype is total.dtype or a.device.type != "cuda":
@@ -223,8 +220,8 @@ def multiply_arrivals(
     group: dist.ProcessGroup,
     sent: Callable[[int], torch.Tensor | None] = lambda hop: None,
 ) -> Tensors:
-    """Multiply every shard of ``gathered [rows, k]``: first this rank's own shard, then sub-chunks as they arrive.
-    Returns the result of each matmul. At most ``parts`` hops are in flight, the number of sub-chunks of a shard.
+    """Multiply every shard of ``gathered [rows, k]``: this rank's own first, then sub-chunks as they arrive. Returns
+    the result of each matmul. As many hops are in flight as a shard has sub-chunks.
 
     Args:
         forms, others, biases: how each matmul reads the shards, its other operand and its bias.
@@ -278,8 +275,8 @@ def _all_gather_matmul_fake(
 
 
 # Returns ``(results, gathered [W * m, k], next token of the chain)``. ``others``: the matmuls' other operands. The
-# gathered dim is in the ranks' order: in ``others`` if it is contracted, else in the results. ``parts``: sub-chunks of
-# a shard. ``min_rows``: if ``gathered`` has fewer rows, the plain collective runs.
+# gathered dim is in the ranks' order: in ``others`` if contracted, else in the results. ``parts``: sub-chunks of a
+# shard. ``min_rows``: with fewer gathered rows, the plain collective runs.
 define(
     "all_gather_matmul(Tensor chain, Tensor shard, Tensor[] others, Tensor?[] biases, str forms, int parts, SymInt"
     " min_rows, str route, str group_name, str site, str transport='') -> (Tensor[], Tensor, Tensor)",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step ops. Unrolled steps of a ring are these ops and Inductor's own matmuls.
 
-A gather in the graph (W ranks, S sub-chunks; ``chain`` is a one-byte tensor that orders the ops of one group)::
+A gather in the graph (W ranks, S sub-chunks; token ``chain`` orders the ops of a group)::
 
     chain    = agree(group, plan)                       # compares the ranks' plans if they were not compared yet
     gathered = gather_start(chain!, shard)              # [W * d0, ...], own slot filled, first S hops in flight
@@ -11,13 +11,12 @@ A gather in the graph (W ranks, S sub-chunks; ``chain`` is a one-byte tensor tha
     ...
     y        = assemble([y0, y1, ...], shifts=[0, -1, ...])
 
-**Order.** The op that waits for a hop *mutates* the buffer. Inductor's scheduler moves no read of a buffer past a write
-to the buffer. This fixes the order start, matmul, step, matmul.
-
-**Lifetime.** Each step has the buffer as an argument, so the buffer lives until the last hop has ended. A gather sends
-from the buffer. A reduction also sends other pieces: they are arguments of the op that waits for their hops.
-
-``take`` and ``assemble`` compute their slots from the rank at run time. So the graph's text is the same on every rank.
+- Order: the op that waits for a hop *mutates* the buffer, and Inductor moves no read of a buffer past a write to it.
+  This fixes the order start, matmul, step, matmul.
+- Lifetime: each step has the buffer as an argument, so it lives until the last hop has ended. A reduction also sends
+  other pieces. They are arguments of the op that waits for their hops.
+- Ranks: ``take`` and ``assemble`` compute slots from the rank at run time. So the graph's text is the same on all
+  ranks.
 """
 
 from __future__ import annotations
@@ -169,8 +168,8 @@ def _exchange_send(
     return started
 
 
-# Starts hop ``hop``, which sends ``piece``. Returns a token, which orders the next piece's matmul after the send
-# (``after``). Otherwise Inductor may run every matmul before the first send.
+# Starts hop ``hop``, which sends ``piece``. The next piece's matmul is ordered after the returned token (``after``).
+# Otherwise Inductor may run every matmul before the first send.
 define(
     "exchange_send(Tensor(a!) chain, Tensor(b!) buffer, Tensor piece, SymInt[] bounds, int hop, str route, "
     "str group_name, str site) -> Tensor",
@@ -214,8 +213,8 @@ def _reduce_tail(
     return chain.new_empty(1)
 
 
-# All-reduces ``tail`` into ``buffer`` from element ``offset`` on. ``tail``: the rows that remain, fewer than W, when an
-# all-reduce cuts its rows into W equal shards.
+# All-reduces ``tail`` into ``buffer`` from element ``offset`` on. ``tail``: the last rows, which are too few (less than
+# W) for equal shards.
 define(
     "reduce_tail(Tensor(a!) chain, Tensor(b!) buffer, Tensor tail, SymInt offset, str reduce_op, str group_name, str"
     " site) -> Tensor",
@@ -247,8 +246,8 @@ def _exchange_wait(
     return done
 
 
-# Waits for ``hops``. ``sent``: the pieces that these hops send, and tensors that must be computed before the wait. As
-# arguments, they live until the op has run. ``computed``: as in ``gather_step``.
+# Waits for ``hops``. ``sent``: the pieces that these hops send, kept alive until now, and tensors to compute before the
+# wait. ``computed``: as in ``gather_step``.
 define(
     "exchange_wait(Tensor(a!) chain, Tensor(b!) buffer, Tensor[] sent, SymInt[] bounds, int[] hops, str route, "
     "str group_name, str site, Tensor[]? computed=None) -> Tensor",
@@ -271,8 +270,8 @@ def _take_fake(
     return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
 
 
-# Returns ``length`` rows of the shard of rank ``r + shift``, from the shard's row ``start`` on. A shard has ``chunk``
-# rows of ``dim``.
+# Returns ``length`` rows of the shard of rank ``r + shift``, from row ``start`` on. A shard has ``chunk`` rows of
+# ``dim``.
 define(
     "take(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt length, str group_name) -> Tensor",
     _take,
@@ -292,8 +291,8 @@ def _rows_below(
     return out
 
 
-# ``x`` holds rows ``start, start + 1 ...`` of the shard of rank ``r + shift``. A shard has ``chunk`` rows of ``dim``.
-# Zeros the rows whose index in the gathered tensor is ``size`` or larger.
+# ``x``: rows ``start, start + 1 ...`` of the shard of rank ``r + shift``. A shard has ``chunk`` rows of ``dim``. Zeros
+# rows whose index in the gathered tensor is ``size`` or larger.
 define(
     "rows_below(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt size, str group_name) -> Tensor",
     _rows_below,
@@ -310,8 +309,8 @@ def _narrow_fake(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Te
     return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
 
 
-# A slice whose symbolic bounds are known to be inside the dim. Unlike ``aten.slice``, its lowering does not compare
-# sizes to clamp the bounds, so it adds no guards.
+# A slice whose symbolic bounds are known to be inside the dim. ``aten.slice`` would compare sizes to clamp the bounds,
+# which adds guards.
 define("narrow(Tensor x, int dim, SymInt start, SymInt length) -> Tensor", _narrow, _narrow_fake, FLEXIBLE)
 
 
@@ -319,8 +318,8 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-# A contiguous copy, written to memory once. Reshaping the copy adds no guards. For a view of symbolic size, Inductor
-# would compare sizes to find out whether a reshape needs a copy.
+# A contiguous copy, written to memory once. To reshape a view of symbolic size, Inductor would compare sizes, which
+# adds guards. The copy needs no such check.
 define("packed(Tensor x) -> Tensor", _packed, lambda x: x.new_empty(x.shape), FLEXIBLE)
 
 
@@ -375,7 +374,7 @@ def _assemble_fake(
 
 
 # Joins ``pieces`` to a tensor of ``shape``. Piece i belongs to the shard of rank ``r + shifts[i]``, which has ``chunk``
-# indices of ``dim``. ``starts``: where each piece begins in its shard, one number per dim and piece.
+# indices of ``dim``. ``starts``: where each piece begins in its shard, a number for each dim and piece.
 define(
     "assemble(Tensor[] pieces, SymInt[] shape, int dim, SymInt chunk, int[] shifts, SymInt[] starts, str group_name) ->"
     " Tensor",

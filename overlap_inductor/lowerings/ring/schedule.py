@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan and rewrite a site with schedule ``ring``: how the site is cut, from which token count on the ring pays, and
-whether its steps are unrolled."""
+"""Plan and rewrite a site with schedule ``ring``."""
 
 from __future__ import annotations
 
@@ -104,7 +103,7 @@ class RingSchedule:
             )
         if isinstance(site.nodes.tokens, int):
             return self.forced(site, config) if _pays(site, config) else None
-        # The looping op chooses at each call. Below the break-even, it runs the plain collective.
+        # Below the break-even, the looping op runs the plain collective.
         threshold = _break_even(site, config)
         if threshold is None:
             return None
@@ -144,7 +143,7 @@ class RingSchedule:
     def exchange(self, site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
         shared, unrolled = {k: v for k, v in piece.parameters.items() if k != "unrolled"}, piece.parameters["unrolled"]
         if shared["route"] == "travel" and not unrolled:
-            # The looping ops have no travelling accumulator. They send each partial sum straight to its owner.
+            # A looping op has no travelling accumulator: it sends each partial sum straight to its owner.
             shared["route"] = "owner"
         return ExchangeTerms(shared, form_of(site).cut(site, shared["sub_chunks"], unrolled), not unrolled)
 
@@ -154,8 +153,8 @@ def _transport(config: OverlapConfig) -> Exchanges:
 
 
 def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-    """The form's parameters. ``sub_chunks`` is the smallest of ``part_counts`` with which the ring is about as fast as
-    the fastest ring (``cost.fewest_parts``)."""
+    """The form's parameters, with the fewest ``sub_chunks`` that make the ring about as fast as it can be
+    (``cost.fewest_parts``)."""
     found = form_of(site).parameters(site, config)
     if len(part_counts(site, config)) > 1:
         sizes, machine = sizes_at(site), machine_of(site, config)
@@ -164,8 +163,8 @@ def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
 
 
 def part_counts(site: OverlapSite, config: OverlapConfig) -> list[int]:
-    """The numbers of sub-chunks to choose from, largest first. There are several only if ``auto`` plans a gather or a
-    reduction on a CPU: on GPUs, only the largest number was measured."""
+    """The numbers of sub-chunks to choose from, largest first. There are several only if ``auto`` plans a gather or
+    reduction on a CPU. On GPUs, only the largest was measured."""
     limit: int = form_of(site).parameters(site, config)["sub_chunks"]
     estimated = config.schedule == "auto" and isinstance(site.nodes, GatherNodes | ReduceNodes) and has_example(site)
     if estimated and not on_gpu(tools.value(site.collectives[0].input).device):
@@ -174,8 +173,8 @@ def part_counts(site: OverlapSite, config: OverlapConfig) -> list[int]:
 
 
 def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | None:
-    """Why ``torch._int_mm`` cannot, or may be unable to, multiply a piece of an int8 matmul; else ``None``. On a GPU,
-    it needs more than 16 rows, and multiples of 8 for N and K."""
+    """Why ``torch._int_mm`` cannot multiply a piece of an int8 matmul, or may fail to; else ``None``. On a GPU, it
+    needs more than 16 rows, and multiples of 8 for N and K."""
     parts, world_size = _parameters(site, config)["sub_chunks"], site.facts.collective.world_size
     for i, (matmul, facts) in enumerate(zip(site.matmuls, site.facts.matmuls, strict=True)):
         if matmul.kind != "int_mm" or not on_gpu(tools.value(matmul.lhs).device):
@@ -206,22 +205,22 @@ def _pays(site: OverlapSite, config: OverlapConfig, scale: float = 1.0) -> bool:
 
 
 def _margin(site: OverlapSite) -> float:
-    """How many times as fast as ``keep`` the ring must be estimated to be. Larger for attention on GPUs, where rings of
-    attention were not measured."""
+    """By which factor the ring must be estimated to be faster than ``keep``. It is larger for attention on GPUs, where
+    rings were not measured."""
     attention = any(matmul.kind == "attention" for matmul in site.facts.matmuls)
     return MARGIN_UNMEASURED if attention and on_gpu(tools.value(site.collectives[0].input).device) else MARGIN
 
 
 def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
-    """The smallest power-of-two token count, up to 2**20, at which the ring is estimated to pay; ``None`` if it never
-    does."""
+    """The smallest power of two, up to 2**20 tokens, at which the ring is estimated to pay; ``None`` if there is none.
+    """
     example = max(hint(site.nodes.tokens), 1)
     return next((2**exponent for exponent in range(21) if _pays(site, config, 2**exponent / example)), None)
 
 
 def unrolled_nodes(site: DecidedSite, parts: int | None = None) -> int | None:
-    """Estimated number of FX nodes that the site's unrolled steps add (``RingForm.unrolled_nodes``). ``parts``:
-    sub-chunks of a shard; ``None``: those of the site's plan."""
+    """Estimated number of FX nodes of the site's unrolled steps. ``parts``: sub-chunks of a shard; ``None``: those of
+    the plan."""
     parameters = site.decision.moving.parameters
     return form_of(site).unrolled_nodes(site, parts or parameters["sub_chunks"], parameters["route"])
 
@@ -230,16 +229,17 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     """Decide which rings are unrolled, and write that into their decisions. The others become looping ops.
 
     A ring is unrolled if its nodes fit into what is left of the graph's ``budget``. Rings without a looping op are
-    decided first, then the others, each in graph order. A ring is not unrolled if its op chooses by the token count, or
-    if a later pass moves nodes (``moving_pass``). A site that can be neither unrolled nor looped is refused.
+    decided first, then the others, each in graph order. Two kinds of rings are never unrolled: rings that choose by the
+    token count, and all rings if a later pass moves nodes (``moving_pass``). A site that can be neither unrolled nor
+    looped is refused.
 
-    Ranks may decide differently, because:
+    Ranks may decide differently for two reasons:
 
-    - a looping op may be able to compute a site on some ranks only;
-    - the ranks may count different numbers of pointwise ops for a site (rounded to multiples of 8).
+    - A looping op may be able to compute a site on some ranks only.
+    - Ranks may count different numbers of pointwise ops for a site (in multiples of 8).
 
-    Unrolled and looped ranks can exchange data if they send the same pieces on the same route. Otherwise their plans
-    differ, and all ranks run the graph without overlap.
+    Their plans are still equal if they send the same pieces, of the same values, on the same route. If plans differ,
+    all ranks run the graph without overlap.
     """
     mover = moving_pass()
     loopable = {s.facts.id: form_of(s).loopable(s) for s in rings}

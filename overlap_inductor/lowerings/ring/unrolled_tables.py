@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables`` as unrolled steps. Each step is a transfer
-from one rank to one other rank.
+"""Write ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables`` as unrolled steps.
 
-Tables are looked up for the whole batch. The results of one group of tables travel while the next group is looked up::
+The results of one group of tables travel while the next group is looked up, for the whole batch::
 
     for each group of tables:
         p = lookups of the group, for the whole batch                       # after the previous group's sends
@@ -49,12 +48,12 @@ overlap = torch.ops.overlap_inductor
 
 
 class _Exchange:
-    """The exchange of one site: a buffer with a slot for each rank, and in each slot one block for each table.
+    """The exchange of one site. The buffer has a slot for each rank. A slot has a block for each table.
 
     Attributes:
         groups: ``(first table, number of tables)`` of each group.
         bounds: offsets in a slot, in elements: where each group begins, and where the last one ends.
-        sent: for each hop, the piece that it sends. The op that waits for the hop keeps the piece alive.
+        sent: the piece that each hop sends. The op that waits for the hop keeps it alive.
     """
 
     def __init__(self, emit: StepEmitter, nodes: TableNodes, parts: int) -> None:
@@ -80,7 +79,7 @@ class _Exchange:
         self.emit.call(overlap.exchange_keep.default, self.buffer, own, self.emit.group_name)
 
     def wait(self, hops: list[int], after: list[fx.Node]) -> None:
-        """Wait for ``hops``, after the tensors ``after`` have been computed."""
+        """Wait for ``hops``. The tensors ``after`` are computed before."""
         held = [*(self.sent[hop] for hop in hops), *after]
         self.emit.communicate(
             overlap.exchange_wait.default, self.emit.chain, self.buffer, held, self.bounds, hops, *self.where
@@ -127,8 +126,8 @@ def rewrite_pooled(emit: StepEmitter, nodes: PooledNodes, parts: int) -> Replace
 
 
 def _looked_up(emit: StepEmitter, nodes: PooledNodes, tables: range, shift: int, token: fx.Node | None) -> fx.Node:
-    """The blocks of ``tables`` for rank ``r + shift``, looked up after the op that returned ``token``. ``after`` makes
-    Inductor write the blocks to memory, so no reader computes them again."""
+    """The blocks of ``tables`` for rank ``r + shift``, looked up after ``token``. Op ``after`` makes Inductor write
+    them to memory, so no reader computes them again."""
     blocks = []
     for lookup in nodes.lookups[tables.start : tables.stop]:
         count = tools.numel(tools.shape(lookup.lhs)) // emit.world_size
@@ -141,7 +140,7 @@ def _looked_up(emit: StepEmitter, nodes: PooledNodes, tables: range, shift: int,
 
 def _by_rank(emit: StepEmitter, nodes: PooledNodes, parts: list[fx.Node]) -> Callable[[int], fx.Node]:
     """A function of ``shift`` that returns the blocks for rank ``r + shift``. ``parts``: each table's results for the
-    whole batch. Blocks of several tables are copied, so that a rank's blocks follow each other."""
+    whole batch. Blocks of several tables are copied, to be contiguous for each rank."""
     ranks, size, count = emit.world_size, nodes.block_size, len(parts)
     rows = behind_reshapes(parts[0])
     chunk = tools.shape(rows)[0]
@@ -159,11 +158,11 @@ def _joined(emit: StepEmitter, blocks: list[fx.Node]) -> fx.Node:
 
 
 def _ordered(emit: StepEmitter, nodes: PooledNodes, table: int, token: fx.Node | None) -> fx.Node:
-    """``nodes.parts[table]``, with the table's lookup ordered after ``token``. Without this edge, Inductor may run all
-    lookups before the first send. A lookup before ``token`` in the graph gets no edge."""
+    """``nodes.parts[table]``, looked up after ``token``. Without this edge, Inductor may run all lookups before the
+    first send. A lookup that precedes ``token`` in the graph gets no edge."""
     lookup, part = nodes.lookups[table], nodes.parts[table]
-    # Inductor computes a plain lookup and its pointwise ops in one kernel, so the edge goes to the last of them. For
-    # bags, it goes to the result of the library call.
+    # Inductor computes a plain lookup and its pointwise ops in one kernel. The edge goes to its last node. For bags, it
+    # goes to the result of the library call.
     node = behind_reshapes(part)
     if lookup.is_tuple:
         node = next(user for user in lookup.node.users if user.target is getitem and user.args[1] == 0)
@@ -194,7 +193,7 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
     replaced: dict[fx.Node, fx.Node] = {}
     computed: list[fx.Node] = []
     for group, (start, length) in enumerate(exchange.groups):
-        # Waits stand in the order of the groups. So this wait stands before the first reader of this or a later group.
+        # Waits stand in the order of the groups, so this one stands before the first reader of this or a later group.
         later = [node for node, place in places.items() if place >= start]
         first = min((min(node.users, default=node) for node in later), default=emit.graph.output_node())
         with emit.graph.inserting_before(first):
