@@ -10,21 +10,19 @@ import torch
 
 
 def option_names() -> list[str]:
-    """The names of Inductor's options."""
     from torch._inductor import config
 
     return list(config._config)
 
 
 def mode_names() -> list[str]:
-    """The names of Inductor's modes, which ``torch.compile(mode=...)`` takes."""
     import torch._inductor
 
     return list(torch._inductor.list_mode_options())
 
 
 def is_option(name: str) -> bool:
-    """Whether Inductor has an option of this name, or a device backend has (torch 2.15 on). Dashes count as
+    """Whether Inductor has an option of this name, or (from torch 2.15 on) a device backend has one. Dashes count as
     underscores."""
     name = name.replace("-", "_")
     if name in option_names():
@@ -39,8 +37,8 @@ def is_option(name: str) -> bool:
 
 
 def option_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Inductor's settings for ``mode``, with ``options`` on top. Raises what ``torch.compile`` raises for an unknown
-    mode or option."""
+    """Inductor's settings for ``mode``, with ``options`` on top. Raises what ``torch.compile`` raises for unknown
+    ones."""
     return dict(torch._TorchCompileInductorWrapper(mode, options, None).config)
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a callback right after a module is first imported, without importing it.
 
-The pass must be installed before the first compile reads Inductor's configuration. But importing ``torch._inductor``
-takes two seconds, too long for ``import torch``. So a finder in ``sys.meta_path`` waits for the import of one module,
-and then removes itself.
+The pass must be installed before the first compile. But importing ``torch._inductor`` takes two seconds, too long for
+``import torch``. So a finder in ``sys.meta_path`` waits for the import of one module, and then removes itself.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _NEEDED = "overlap_inductor.inductor.pass_slot"
-"""The module that the callbacks use. If its own body triggers the awaited import, the callback is postponed until the
-body has run."""
+"""The module that the callbacks use. If its body imports the awaited module, the callback waits until the body has
+run."""
 _postponed: list[_Waiting] = []
-"""The finders whose callbacks were postponed. ``resume`` will run them."""
+"""The finders with such callbacks. ``resume`` will run them."""
 
 
 class _Waiting(MetaPathFinder):
-    """A finder that loads module ``name`` as usual and runs ``callback`` after the module's body."""
+    """Loads module ``name`` as usual and then runs ``callback``."""
 
     cancelled = False
 
@@ -84,13 +83,12 @@ def when_imported(name: str, callback: Callable[[], None]) -> Callable[[], None]
 
 
 def cancel_all() -> None:
-    """Cancel every callback that waits for an import or is postponed."""
     for waiting in [f for f in (*sys.meta_path, *_postponed) if isinstance(f, _Waiting)]:
         waiting.cancel()
 
 
 def resume() -> None:
-    """Run the postponed callbacks, each once. The last line of module ``_NEEDED`` calls this function."""
+    """Run the postponed callbacks. Called by the last line of module ``_NEEDED``."""
     while _postponed:
-        # Not ``run``: the body of ``_NEEDED`` still runs, so ``run`` would postpone the callback again.
+        # ``run`` would postpone the callback again, because the body of ``_NEEDED`` still runs.
         _postponed.pop(0).callback()

@@ -57,8 +57,8 @@ def _slot(group_name: str, shift: int) -> sympy.Expr:
 
 
 def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any:
-    """A view of a block of the realized buffer ``box``. The block has shape ``sizes`` and begins at index ``offsets``.
-    """
+    """A view of a block of the realized buffer ``box``. The block has shape ``sizes`` and begins at index
+    ``offsets``."""
     storage, layout = ir.as_storage_and_layout(box)
     offset = layout.offset + sum(o * s for o, s in zip(offsets, layout.stride, strict=True))
     fixed = ir.FixedLayout(layout.device, layout.dtype, list(sizes), list(layout.stride), offset)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps a ring's transfer in one CUDA graph.
 
-Inductor may cut a graph into partitions at nodes that cannot be in a CUDA graph (``config.graph_partition``). It
-captures each partition::
+Inductor may cut a graph at nodes that cannot be in a CUDA graph, and capture each partition
+(``config.graph_partition``)::
 
     | gather_start  mm |  .item()  | gather_step  mm |        two captures, the transfer begins in one and ends in the
                                                               other
@@ -37,8 +37,8 @@ _WHOLE = "_overlap_inductor_whole"
 
 
 def graph_partition(original: Callable[..., Any], scheduler: Any) -> Any:
-    """Around ``Scheduler.graph_partition``: if a partition would cut a transfer, partition again with nothing captured.
-    """
+    """Around ``Scheduler.graph_partition``: if a partition would cut a transfer, partition again with nothing
+    captured."""
     found = original(scheduler)
     partitions, signatures = found
     scope = compile_scope.current()
@@ -58,12 +58,8 @@ def should_partition(original: Callable[..., Any], scheduler: Any, node: Any) ->
 
 
 def cut(partitions: Sequence[Iterable[Any]], uncaptured: Sequence[bool]) -> bool:
-    """Whether a transfer has nodes in several partitions, at least one of them captured.
-
-    Args:
-        partitions: the scheduled nodes of each partition.
-        uncaptured: for each partition, whether no CUDA graph holds it.
-    """
+    """Whether a transfer has nodes in several partitions, at least one of them captured. ``uncaptured``: for each
+    partition, whether no CUDA graph holds it."""
     places: dict[str, set[int]] = {}
     for index, partition in enumerate(partitions):
         for scheduled in partition:
@@ -75,7 +71,7 @@ def cut(partitions: Sequence[Iterable[Any]], uncaptured: Sequence[bool]) -> bool
 
 
 def _transfer(kernel: Any) -> str | None:
-    """The name of the op that started the transfer to which ``kernel`` belongs, or ``None``."""
+    """The name of the op that started the transfer of ``kernel``, or ``None``."""
     from torch._inductor import ir
 
     op = getattr(kernel, "op_overload", None)
@@ -86,13 +82,13 @@ def _transfer(kernel: Any) -> str | None:
         return kernel.get_name()
     if name not in MEMBERS:
         return None
-    # All arguments before the buffer are tensors, so this is also its place among the inputs.
+    # All arguments before the buffer are tensors, so the inputs have the same indices.
     names = [argument.name for argument in op._schema.arguments]
     return _maker(kernel.inputs[names.index(MEMBERS[name])])
 
 
 def _maker(buffer: Any) -> str:
-    """The name of the op that computed ``buffer``. ``buffer`` may be a view, or one of several results."""
+    """The name of the op that computed ``buffer``, which may be a view or one of several results."""
     from torch._inductor import ir
 
     while not isinstance(buffer, ir.FallbackKernel):

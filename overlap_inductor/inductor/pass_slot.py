@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of Inductor that hold custom passes, and our passes in the form that these settings expect.
 
-They are ``post_grad_custom_post_pass`` and ``joint_custom_post_pass`` of ``torch._inductor.config``.
+``post_grad_custom_post_pass`` and ``joint_custom_post_pass`` differ between versions of torch:
 
-- Up to torch 2.12, a setting holds one callable. From 2.13 on, it holds a callable or a list of callables.
-- Up to torch 2.11, all threads see an assigned value. From 2.12 on, only the thread that assigned it sees it.
+- Up to 2.12, a setting holds one callable. From 2.13 on, it holds a callable or a list.
+- Up to 2.11, all threads see an assigned value. From 2.12 on, only the assigning thread does.
 """
 
 from __future__ import annotations
@@ -45,12 +45,8 @@ _Base: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_
 
 
 class OverlapPass(_Base):
-    """The pipeline's passes of one slot, as Inductor calls them.
-
-    Args:
-        source: returns the configuration. If it is ``None`` or has mode ``off``, the passes do nothing.
-        slot: one of the slots of ``passes.pipeline``.
-    """
+    """The pipeline's passes of one ``slot``, as Inductor calls them. ``source`` returns the configuration. If it is
+    ``None`` or has mode ``off``, the passes do nothing."""
 
     def __init__(self, source: Callable[[], OverlapConfig | None], slot: str = POST_GRAD) -> None:
         self._source, self.slot = source, slot
@@ -64,7 +60,7 @@ class OverlapPass(_Base):
     def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
         scope = compile_scope.current()
         if scope is not None:
-            # The pass may be installed twice, for example by us and inside another author's chain.
+            # The pass may be installed twice, for example in another author's chain.
             if id(graph) in scope.seen:
                 return
             scope.seen[id(graph)] = graph
@@ -83,7 +79,7 @@ class OverlapPass(_Base):
         if self.slot == JOINT:
             from torch._inductor.pattern_matcher import stable_topological_sort
 
-            # Inductor sorts the joint graph after this slot. Until then, a node may stand before its inputs.
+            # Inductor sorts the joint graph only after this slot, so nodes may stand before their inputs.
             stable_topological_sort(graph)
         written = _copy_of_inference(graph) if self.slot == JOINT else None
         for one in passes_in(self.slot):
@@ -122,7 +118,7 @@ class OverlapPass(_Base):
 
 
 def _copy_of_inference(graph: torch.fx.Graph) -> torch.fx.GraphModule | None:
-    """A copy of ``graph``, if it is an inference graph with a collective; else ``None``. Ranks run the copy if their
+    """A copy of ``graph`` if it is an inference graph with a collective; else ``None``. Ranks run the copy if their
     plans differ."""
     trains = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
     if trains or graph.owning_module is None or not any(True for _ in find_collectives(graph)):
@@ -133,7 +129,6 @@ def _copy_of_inference(graph: torch.fx.Graph) -> torch.fx.GraphModule | None:
 
 
 def _register_lowerings_of(graph: torch.fx.Graph) -> None:
-    """If the graph has ops of ours, register their Inductor lowerings."""
     from overlap_inductor.lowerings.library import NAMESPACE
     from overlap_inductor.torch_compat.operators import qualified_name
 
@@ -144,7 +139,7 @@ def _register_lowerings_of(graph: torch.fx.Graph) -> None:
 
 
 class PassChain(_Base):
-    """Several passes as one, for a slot that holds only one pass. It is cacheable if each of its passes is."""
+    """Several passes as one, for a slot that holds only one pass. Cacheable if each of its passes is."""
 
     def __init__(self, passes: tuple[Callable[..., None], ...]) -> None:
         self.passes = passes
@@ -188,7 +183,7 @@ def with_pass(value: Any, ours: OverlapPass) -> Any:
 
 
 def without_pass(value: Any) -> Any:
-    """A slot's value without our pass; the same object if our pass is not in it."""
+    """A slot's value without our pass. The same object if our pass is not in it."""
     ours = find(value)
     if ours is None:
         return value

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs Inductor's compile of a graph up to and including its post-grad passes, without generating code.
-
-``explain`` uses this module, because it needs only the report.
-"""
+"""Runs Inductor's compile of a graph up to and including its post-grad passes. ``explain`` needs no more."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ def run_post_grad_passes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]
 
     Args:
         gm: the graph that AOTAutograd made; changed in place.
-        example_inputs: its inputs, fake or real.
         scope: the current scope while the passes run. It collects their reports.
 
     Raises:
@@ -44,9 +40,9 @@ def run_post_grad_passes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]
 def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
     """A function that returns zeros with the shapes, strides, dtypes and devices of the outputs of ``gm``.
 
-    It takes the inputs of ``gm`` as one list and clears the list (the boxed calling convention). Symbolic sizes get
-    their values from the inputs; sizes that depend on data become 1. An output that is not a tensor is returned as it
-    is, or as the value of its symbol.
+    It takes the inputs of ``gm`` as one list and clears the list (the boxed calling convention). Symbolic sizes come
+    from the inputs; sizes that depend on data become 1. Outputs that are no tensors are returned as they are, or as the
+    value of their symbol.
     """
     from torch.fx.experimental.symbolic_shapes import SymTypes
 
@@ -59,7 +55,7 @@ def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[A
         if not isinstance(size, SymTypes):
             return size
         value = size.node.expr.xreplace(known)
-        # The size depends on data (nonzero, ...). Any size is right, because nothing is computed.
+        # The size depends on data (nonzero, ...). Any size is right here.
         return 1 if getattr(value, "free_symbols", None) else int(value)
 
     def run(args: list[Any]) -> list[Any]:
@@ -88,8 +84,8 @@ _stops = False
 
 @contextmanager
 def stopped_before_code() -> Iterator[None]:
-    """In this context, if our hooks are installed, Inductor's compile of a graph stops after the post-grad passes. The
-    compiled function returns zeros."""
+    """In this context, compiles stop after the post-grad passes, if our hooks are installed. The compiled function
+    returns zeros."""
     global _stops
     outer, _stops = _stops, True
     try:
@@ -100,14 +96,13 @@ def stopped_before_code() -> Iterator[None]:
 
 
 def stops() -> bool:
-    """Whether compiles are ``stopped_before_code``."""
     return _stops
 
 
 @contextmanager
 def every_graph_compiled_now() -> Iterator[None]:
-    """In this context, a call compiles all of its graphs: AOTAutograd's cache is off, and a backward graph is compiled
-    together with its forward graph."""
+    """In this context, a call compiles all of its graphs: AOTAutograd's cache is off, and a backward is compiled with
+    its forward."""
     from torch._functorch import config
 
     with config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
@@ -123,8 +118,8 @@ def without_compile_wrappers(fn: Any) -> Any:
 
 @contextmanager
 def in_place_compile_undone(fn: Any) -> Iterator[None]:
-    """In this context, earlier calls of ``module.compile()`` on modules of ``fn`` have no effect. They would otherwise
-    generate code."""
+    """In this context, earlier calls of ``module.compile()`` on modules of ``fn`` have no effect. Such a module would
+    run Inductor's code generation."""
     modules = list(fn.modules()) if hasattr(fn, "modules") else []
     calls = [(m, m._compiled_call_impl) for m in modules if getattr(m, "_compiled_call_impl", None) is not None]
     for module, _ in calls:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries features and settings of the installed torch for ``overlap-inductor doctor``, without a process group."""
+"""Queries features and settings of the installed torch for ``overlap-inductor doctor``."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def slot_content() -> str:
 
 
 def config_in_slot() -> OverlapConfig | None:
-    """The configuration with which the pass in Inductor's slot would run now. ``None`` if the slot does not hold the
-    pass, or if nothing is switched on.
+    """The configuration of the pass in Inductor's slot. ``None`` if the slot does not hold the pass, or if nothing is
+    switched on.
 
     Raises:
         ConfigError: a switch has a value that is not allowed.

@@ -7,8 +7,8 @@
     buf0 = 0
     extern_kernels.mm(reinterpret_tensor(x, (4, 8), (8, 1), 32*u0), w, out=buf1)
 
-A kernel that uses the symbol must run after the symbol's definition, and its partition needs the symbol as an input.
-Inductor ensures this for kernels that report the symbol. Two kinds of kernels do not, so this module finds them:
+A kernel that uses the symbol must run after its definition, and its partition needs the symbol as an input. Inductor
+ensures this for kernels that report the symbol. This module does so for two other kinds:
 
 - a template (Triton's, from max-autotune) that reads a view whose offset holds the symbol;
 - any kernel that writes into such a view.
@@ -29,12 +29,11 @@ from overlap_inductor.torch_compat.distributed import resolve_group
 
 _KNOWN = "_overlap_inductor_ranks"
 _ACCESSES = "_overlap_inductor_accesses"
-"""Attribute of a graph while its scheduler computes dependencies: what each buffer's kernel reads and writes, by the
-buffer's ``id``."""
+"""While the scheduler computes dependencies: what each buffer's kernel reads and writes, by the buffer's ``id``."""
 
 
 class GroupRank(ir.ExternKernel):
-    """Defines the symbol of this process's rank in a group. Generated code asks the group once per call."""
+    """Defines the symbol of this process's rank in a group."""
 
     def __init__(self, symbol: sympy.Symbol, group_name: str) -> None:
         super().__init__(None, ir.NoneLayout(device=torch.device("cpu")), [])
@@ -57,7 +56,7 @@ class GroupRank(ir.ExternKernel):
 
     def codegen(self, wrapper: Any) -> None:
         wrapper.writeline(f"{self.symbol} = torch.ops.overlap_inductor.group_rank.default({self.group_name!r})")
-        # A CUDA graph's partition gets this name as an input, because its kernels are ordered after this kernel. CUDA
+        # CUDA graph partitions get this name as an input, because their kernels are ordered after this kernel. CUDA
         # graph trees take only tensors and numbers.
         wrapper.writeline(f"{self.get_name()} = 0")
 
@@ -79,8 +78,8 @@ def rank_symbol(group_name: str) -> sympy.Symbol:
 def compute_dependencies(original: Callable[..., Any], scheduler: Any) -> Any:
     """Around ``Scheduler.compute_dependencies``: order every kernel with a rank-rotated view after the rank's symbol.
 
-    If a graph has such a symbol, Inductor asks every pointwise kernel for its symbols and traces its loads and stores
-    again. The scheduler's nodes already have them, so ``read_writes`` returns these.
+    To find symbols, Inductor would trace the loads and stores of every pointwise kernel again. The scheduler's nodes
+    have them, and ``read_writes`` returns these.
     """
     for node in scheduler.nodes:
         for rank in _needed(node.node):
@@ -107,7 +106,7 @@ def symbol_uses(original: Callable[..., Any], node: Any) -> Any:
 
 
 def _needed(kernel: Any) -> Iterator[GroupRank]:
-    """The ``GroupRank`` of each symbol that is in a view of ``kernel``."""
+    """The ``GroupRank`` of each symbol in a view of ``kernel``."""
     known: dict[str, GroupRank] = V.graph.__dict__.get(_KNOWN, {})
     if known and kernel is not None:
         symbols = {s for view in _views(kernel) for s in sympy.sympify(view.get_layout().offset).free_symbols}
@@ -115,8 +114,8 @@ def _needed(kernel: Any) -> Iterator[GroupRank]:
 
 
 def _views(kernel: Any) -> Iterator[Any]:
-    """The views that ``kernel`` reads as inputs or writes into. Views that generated pointwise kernels read are
-    missing: Inductor finds their symbols."""
+    """The views that ``kernel`` reads as inputs or writes into, without those that generated pointwise kernels read.
+    Inductor finds the symbols of the latter."""
     yield from (i for i in getattr(kernel, "inputs", ()) if isinstance(i, ir.ReinterpretView))
     layouts = [output.maybe_get_layout() for output in kernel.get_outputs()]
     yield from (layout.view for layout in layouts if isinstance(layout, ir.NonOwningLayout))

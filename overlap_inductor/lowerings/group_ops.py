@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops that serve a group in a rewritten graph, whatever its schedules: ``agree``, ``follow`` and ``group_rank``.
+"""The ops that serve a group in a rewritten graph, whatever its schedules.
 
 All communicating ops of a group form a *chain*, so they run in graph order. Each reads or mutates the chain's current
 token, a one-byte tensor::
@@ -42,7 +42,7 @@ def _agree(
                 f"sites of group {group_name!r} have no workspace: {reason} Free memory on that rank, lower "
                 "OVERLAP_INDUCTOR_WORKSPACE_LIMIT, or set OVERLAP_INDUCTOR=off."
             )
-    # The token only orders ops. Nothing reads its value.
+    # Nothing reads the token's value.
     return torch.empty(1, dtype=torch.uint8, device=like.device)
 
 
@@ -52,8 +52,8 @@ def _agree_fake(
     return torch.empty(1, dtype=torch.uint8, device=like.device)
 
 
-# ``like``: any tensor on the device of the group's sites. ``workspace``: JSON text ``[[site, bytes, signals], ...]`` of
-# sites that need workspace (``runtime.workspace.prepare``). ``limit``: MiB of workspace for the group on this rank.
+# ``like``: any tensor on the device of the group's sites. ``workspace``: JSON text ``[[site, bytes, signals], ...]``
+# (``runtime.workspace.prepare``). ``limit``: MiB of workspace for the group on this rank.
 define(
     "agree(str group_name, str plan, Tensor like, str? workspace=None, int limit=0) -> Tensor",
     _agree,

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain implementations of sites: the ordinary collective and the whole matmul, one after the other.
-
-An op that runs a whole site calls them if it does not overlap the site, e.g. below ``min_rows`` tokens.
-"""
+"""Plain implementations of sites: the ordinary collective and the whole matmul, one after the other."""
 
 from __future__ import annotations
 
@@ -34,11 +31,8 @@ def _average(tensor: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> 
 
 
 def reduced(pattern: str, partial: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of ``partial [M, N]`` over all ranks, or the average if ``reduce_op`` is ``avg``.
-
-    ``matmul_all_reduce`` returns all rows and overwrites ``partial``. Other patterns return this rank's rows ``[M / W,
-    N]``.
-    """
+    """The sum of ``partial [M, N]`` over all ranks, or the average if ``reduce_op`` is ``avg``. ``matmul_all_reduce``
+    returns all rows and overwrites ``partial``. Other patterns return this rank's rows ``[M / W, N]``."""
     if pattern == "matmul_all_reduce":
         dist.all_reduce(partial, group=group)
         return _average(partial, reduce_op, group)
@@ -57,7 +51,7 @@ def all_gather_matmul(
 
 
 def exchanged(whole: torch.Tensor, columns: bool, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send a slice of the rows of ``whole`` to each rank, or of its columns if ``columns``. Returns the arrived slices,
+    """Send each rank a slice of the rows of ``whole``, or of its columns if ``columns``. Returns the arrived slices,
     one below the other, in the order of their senders."""
     (rows, width), ranks = whole.shape, group.size()
     by_rank = whole

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bring rows into the ranks' order, for every site that is written as one op.
 
-Ops of some schedules (``lowerings.fused.ops`` ..., ``lowerings.ring.looped_reduce_ops``) compute 2-D matmuls whose rows
-are in the *ranks' order*: the rows of rank 0, then those of rank 1, and so on. Other sites are brought into this form:
+The ops of some schedules, and the ring's looping reductions, compute 2-D matmuls whose rows are in the *ranks' order*:
+the rows of rank 0, then those of rank 1, and so on. Other sites are brought into this form:
 
-- Rows in the order ``[outer, rank, chunk]`` (an inner dim is gathered or scattered) are permuted: in the result after a
-  gather, in the left operand before a scatter.
+- Rows in the order ``[outer, rank, chunk]`` are permuted: in the result after a gather, in the left operand before a
+  scatter.
 - If columns are cut, the op computes the transposed product. Its result is transposed and copied. The vendor's matmul
   reads transposed operands in place; a Triton kernel may need a copy (``operands.left_operand``).
 
-A cut contracted dim does not fit this form. ``lowerings.ring.looped_gather`` and ``one_op.exchange_rows`` have ops for
-it.
+For a cut contracted dim, there are other ops (``lowerings.ring.looped_gather``, ``one_op.exchange_rows``).
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ CONTRACTION = (
 )
 """Why an op that computes only rows or columns cannot compute a matmul."""
 Op = Callable[[str], Any]
-"""Takes the prefix before the pattern in the name of a schedule's op (empty, ``sum_`` or ``contracted_``). Returns the
-op's overload."""
+"""The overload of a schedule's op, by the prefix before the pattern in its name (empty, ``sum_`` or
+``contracted_``)."""
 
 
 def is_row(node: fx.Node) -> bool:
@@ -68,8 +67,8 @@ def transposed(emit: StepEmitter, x: fx.Node) -> fx.Node:
 
 
 def rows_in_place(emit: StepEmitter, x: fx.Node, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
-    """``x [rows, columns]`` with its rows moved from the ranks' order to the tensor's own order, or back if not
-    ``from_ranks``."""
+    """``x [rows, columns]`` with its rows moved from the ranks' order to the tensor's own order. Not ``from_ranks``:
+    moved back."""
     if isinstance(sharded.outer, int) and sharded.outer == 1:
         return x
     rank, columns = Atom(emit.world_size, rank=True), Atom(tools.shape(x)[1])
@@ -86,8 +85,7 @@ def columns_in_place(emit: StepEmitter, x: fx.Node, sharded: ShardedDim, from_ra
 
 
 def gathered_as(emit: StepEmitter, nodes: GatherNodes, gathered: fx.Node) -> dict[fx.Node, fx.Node]:
-    """``{old node: its replacement}`` for the collective and its wait. ``gathered``: the rows of all shards, in the
-    ranks' order."""
+    """The replacements of the collective and its wait. ``gathered``: the rows of all shards, in the ranks' order."""
     whole = as_bits_of(
         emit, emit.reshape(gathered, tools.shape(nodes.collective.node)), tools.dtype(nodes.collective.node)
     )

@@ -22,6 +22,7 @@ from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.step_emitter import StepEmitter
 
 Replaced = dict[fx.Node, fx.Node]
+"""``{old node: its replacement}``."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class OpCall:
         ranks: global ranks of the group.
         tokens: rows of the whole tensor: after a gather, or before a scatter.
         dtype: the operands' dtype.
-        sent: the dtype of the elements that the collective moves.
+        sent: the dtype that the collective moves.
         scaled: whether the operands are fp8 with scales.
     """
 
@@ -76,12 +77,12 @@ class SingleOp(Protocol):
 
     @property
     def parameters(self) -> type:
-        """The dataclass whose fields the settings may set."""
+        """The dataclass of the settings."""
         ...
 
     def why_no_call(self, call: OpCall, transport: str, device: torch.device) -> str | None:
-        """Why the op cannot compute ``call`` over ``transport`` (empty: over any transport), or ``None``. The answer is
-        the same on all ranks."""
+        """Why the op cannot compute ``call`` over ``transport`` (empty: any transport), or ``None``. The same on all
+        ranks."""
         ...
 
     def settings_of(self, call: OpCall, transport: str) -> dict[str, Any]:
@@ -103,17 +104,17 @@ class SiteSchedule(Protocol):
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Names of the transports that may move the schedule's bytes, as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
+        """Names of the transports that may move the schedule's bytes."""
         ...
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Names of the patterns that the schedule computes. Its methods get only sites of these patterns."""
+        """Names of the patterns that the schedule computes. Its methods get no other sites."""
         ...
 
     @property
     def noun(self) -> str:
-        """A noun for what computes a site, such as "fused kernel". Texts use it after "a" or "no"."""
+        """A noun such as "fused kernel". Texts use it after "a" or "no"."""
         ...
 
     @property
@@ -123,7 +124,7 @@ class SiteSchedule(Protocol):
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """Names of the modules that define the schedule's ops. ``registry.define_ops`` imports them."""
+        """The modules that define the schedule's ops. ``registry.define_ops`` imports them."""
         ...
 
     @property
@@ -139,17 +140,16 @@ class SiteSchedule(Protocol):
 
     @property
     def holds_workspace(self) -> bool:
-        """Whether the schedule's sites hold symmetric memory. If not, ``request`` always returns ``None``."""
+        """Whether the schedule's sites hold symmetric memory. If not, ``request`` returns ``None``."""
         ...
 
     def why_not_between(self, ranks: tuple[int, ...], device: torch.device) -> str | None:
-        """Why the schedule cannot run any site between these global ranks on ``device``, or ``None``. The same on all
-        ranks. The command ``doctor`` shows it."""
+        """Why the schedule cannot run between these global ranks on ``device``, or ``None``. The same on all ranks. The
+        command ``doctor`` shows it."""
         ...
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
-        """Why the schedule cannot compute ``site`` under ``config``, or ``None``. ``site`` has passed ``passes.check``.
-        """
+        """Why the schedule cannot compute ``site``, or ``None``. ``site`` has passed ``passes.check``."""
         ...
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
@@ -161,8 +161,8 @@ class SiteSchedule(Protocol):
         ...
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
-        """The plan with the token counts at which the schedule is estimated to pay. A ``Reason`` if it pays but cannot
-        be chosen; ``None`` if it never pays."""
+        """The plan with the token counts at which the schedule should pay. A ``Reason`` if it pays but cannot be
+        chosen; ``None`` if it never pays."""
         ...
 
     def joined(
@@ -174,8 +174,8 @@ class SiteSchedule(Protocol):
         ...
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Change the decisions of ``sites``, all of a graph for this schedule, so that the rewrites fit the budget of
-        nodes."""
+        """Change decisions so that the rewrites fit the graph's budget of nodes. ``sites``: the graph's sites for this
+        schedule."""
         ...
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request | None:
@@ -183,13 +183,12 @@ class SiteSchedule(Protocol):
         ...
 
     def anchor(self, site: DecidedSite) -> fx.Node | None:
-        """The node before which the site is written, if no node of the site must move (``SiteNodes.place``). ``None``:
-        before its last collective."""
+        """The node before which the site is written, if no node of it must move (``SiteNodes.place``). ``None``: its
+        last collective."""
         ...
 
     def exchange(self, site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
-        """What the ranks compare before they exchange data for ``piece``, a piece of the site's plan for this schedule.
-        """
+        """What the ranks compare before they exchange data for ``piece``, a piece of this schedule."""
         ...
 
     def rewrite(self, emit: StepEmitter, site: DecidedSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells an observer when torch begins or ends the capture of a CUDA graph, and when torch replays a graph.
+"""Tells an observer when torch captures or replays a CUDA graph, by wrapping three methods of torch's graph class.
 
-torch has no hook for this, so three methods of its graph class are wrapped. Graphs that the driver or another library
-captures and replays are not observed.
+Graphs that the driver or another library captures and replays are not observed.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ class Observer(Protocol):
     """What ``observe`` calls. No method may raise for a graph that has nothing to do with this package."""
 
     def begun(self, graph: Any) -> None:
-        """The capture of the current stream into ``graph`` has just begun."""
+        """The capture of the current stream into ``graph`` has begun."""
         ...
 
     def ended(self, graph: Any) -> None:
-        """The capture into ``graph`` has ended, or has failed."""
+        """The capture into ``graph`` has ended or failed."""
         ...
 
     def replaying(self, graph: Any) -> AbstractContextManager[object]:

@@ -15,11 +15,7 @@ from overlap_inductor.errors import OverlapError
 
 
 def resolve_group(group_name: str) -> dist.ProcessGroup:
-    """The live process group of this name.
-
-    Raises:
-        OverlapError: this process has no such group now.
-    """
+    """The live process group of this name. Raises ``OverlapError`` if this process has no such group now."""
     try:
         return _resolve_process_group(group_name)
     except (RuntimeError, ValueError) as error:
@@ -52,7 +48,7 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
 
 
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
-    """How long the group's backend waits for a collective; torch's default if the backend does not say."""
+    """The backend's timeout for a collective; torch's default if the backend has none."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     try:
         return group._get_backend(device).options._timeout
@@ -63,10 +59,10 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
 def counter(group: dist.ProcessGroup) -> tuple[Callable[[], int], bool]:
     """``(count, exact)``.
 
-    ``count`` returns how many collectives the group's backend has issued on this rank: the accelerator's backend or, if
-    it has no count, the CPU's. Without any count, it returns 0.
+    ``count`` returns how many collectives the group's backend has issued on this rank: the accelerator's backend, else
+    the CPU's. If neither counts, 0.
 
-    ``exact``: whether only collectives are counted. NCCL does so (``seqCollective_`` of torch's ``ProcessGroupNCCL``).
+    ``exact``: whether only collectives are counted, as in NCCL (``seqCollective_`` of torch's ``ProcessGroupNCCL``).
     Gloo also counts sends and receives.
     """
     for device in (torch.accelerator.current_accelerator(), torch.device("cpu")):
@@ -94,7 +90,6 @@ def group_description(group_name: str) -> str | None:
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether the group was created and not yet destroyed."""
     return group in distributed_c10d._world.pg_map
 
 
@@ -109,8 +104,8 @@ def is_fake(group: dist.ProcessGroup) -> bool:
 
 
 def why_no_send(group_name: str, device: torch.device) -> str | None:
-    """Why the group's backend cannot send tensors on ``device`` from rank to rank, or ``None``. Raises ``OverlapError``
-    if there is no such group."""
+    """Why the group's backend cannot send tensors on ``device``, or ``None``. Raises ``OverlapError`` if there is no
+    such group."""
     group = resolve_group(group_name)
     try:
         backend = group._get_backend(device).name()
@@ -122,7 +117,7 @@ def why_no_send(group_name: str, device: torch.device) -> str | None:
 
 
 def why_no_backend(device: torch.device) -> str | None:
-    """Why this torch has no backend for groups with tensors on ``device``, or ``None``."""
+    """Why this torch has no backend for tensors on ``device``, or ``None``."""
     if not dist.is_available():
         return "this torch was built without torch.distributed"
     backend = dist.get_default_backend_for_device(device)

@@ -14,7 +14,7 @@ from torch import fx
 
 def freezing() -> str | None:
     """Why the ranks cannot compare the inputs of the graph being compiled, if Inductor's freezing is on; else ``None``.
-    Freezing makes constants of parameters, so a call does not pass them."""
+    Freezing makes constants of parameters."""
     from torch._inductor import config
 
     if config.freezing and not torch.is_grad_enabled():
@@ -26,7 +26,7 @@ def nested_region(graph: fx.Graph) -> str | None:
     """Why the ranks cannot compare the inputs of ``graph``, if ``graph`` is a subgraph
     (``torch.compiler.nested_compile_region``); else ``None``. A call passes only the inputs of the whole graph.
 
-    AOTAutograd describes each input of a traced graph in its metadata. Inputs of subgraphs have no description.
+    AOTAutograd adds a description to each input of a traced graph, but not of its subgraphs.
     """
     inputs = graph.find_nodes(op="placeholder")
     if inputs and not any("desc" in node.meta for node in inputs):
@@ -36,10 +36,10 @@ def nested_region(graph: fx.Graph) -> str | None:
 
 def is_parameter(node: fx.Node) -> bool | None:
     """Whether a placeholder of the graph being compiled is a parameter or buffer, or an inner tensor of one. ``None``
-    if this is unknown, for example if Dynamo did not trace the graph.
+    if this is unknown (without Dynamo, for example).
 
-    AOTAutograd lists the positions of such inputs among the forward's inputs. The names of a backward's inputs contain
-    these positions, counted from 1.
+    AOTAutograd lists the positions of such inputs among the forward's inputs. Names of a backward's inputs contain the
+    positions, counted from 1.
     """
     from torch._guards import TracingContext
 

@@ -39,8 +39,8 @@ def starts_transfer(node: fx.Node) -> bool:
 
 
 def moving_pass() -> str | None:
-    """The name of a setting of Inductor that is on and lets a later pass move nodes past writes in place, or ``None``.
-    """
+    """The name of a setting of Inductor that is on and lets a later pass move nodes past writes in place, or
+    ``None``."""
     from torch._inductor import config
 
     for name in ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets the package's own errors pass through Dynamo and Inductor as they are.
 
-An exception of a backend reaches the user as ``BackendCompilerFailed``, between some 40 lines of torch's frames and
-advice about PyTorch bugs. Only an error of type ``ShortenTraceback`` is raised again as it is. Dynamo and Inductor ask
-it to drop their frames.
+Other exceptions of a backend become ``BackendCompilerFailed``, with some 40 lines of torch's frames and advice about
+PyTorch bugs. An error of type ``ShortenTraceback`` is raised again as it is. Dynamo and Inductor ask it to drop their
+frames.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ByStorage``: values that belong to the memory of tensors. Some tensors are new objects in the same memory at each
-call, for example a tensor that was saved for backward."""
+"""``ByStorage``: values that belong to the memory of tensors. A tensor that was saved for backward, for example, is a
+new object in the same memory at each call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ T = TypeVar("T")
 
 class ByStorage(Generic[T]):
     """A dictionary whose keys are sequences of tensors, compared by storage and offset. The address does not count:
-    FSDP2 frees a gathered parameter by resizing its storage, and later allocates its memory elsewhere.
+    FSDP2 frees and reallocates the memory of a parameter's storage.
 
-    An entry keeps no memory of the tensors alive. It ends when one of its storages is freed: ``get`` no longer finds
-    it, and the next ``put`` drops it. Until then, its weak reference keeps the storage's ``_cdata`` in use, so no later
-    storage has this number.
+    An entry keeps no memory alive. After one of its storages is freed, ``get`` no longer finds the entry, and the next
+    ``put`` drops it. Until then, its weak reference reserves the storage's ``_cdata``. So no new storage has this key.
     """
 
     def __init__(self) -> None:
@@ -40,5 +39,5 @@ class ByStorage(Generic[T]):
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    # The offset tells views of one storage apart.
+    # Views of one storage differ in their offset.
     return tuple([n for t in tensors for n in (t.untyped_storage()._cdata, t.storage_offset())])

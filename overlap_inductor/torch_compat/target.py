@@ -31,6 +31,5 @@ def target() -> Box | None:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether plans treat a tensor on ``device`` as a GPU tensor. While plans are made for another machine, every
-    tensor is."""
+    """Whether plans treat a tensor on ``device`` as a GPU tensor. Always, while plans are made for another machine."""
     return device.type == "cuda" or target() is not None

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports a compile where PyTorch's tools look: Dynamo's counters, ``TORCH_TRACE``, ``TORCH_LOGS`` and profiler ranges.
-"""
+"""Reports a compile where PyTorch's tools look: Dynamo's counters, ``TORCH_TRACE``, ``TORCH_LOGS`` and profiler
+ranges."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
 
 
 def register_log_name() -> None:
-    """Let ``TORCH_LOGS="+overlap_inductor"`` find our logger by name. Otherwise, PyTorch imports all our subpackages to
-    find it.
+    """Let ``TORCH_LOGS="+overlap_inductor"`` find our logger without importing all our subpackages.
 
     Works from torch 2.13 on, which runs autoload entry points before it reads ``TORCH_LOGS``.
     """
@@ -46,7 +45,7 @@ def register_log_name() -> None:
 
 def has_handlers_of_others(logger: logging.Logger) -> bool:
     """Whether a record of ``logger`` reaches a handler that PyTorch did not install. PyTorch gives every registered
-    logger a handler."""
+    logger one."""
     from torch._logging import _internal
 
     found: logging.Logger | None = logger
@@ -68,12 +67,8 @@ def global_rank() -> int:
 
 
 def in_range(name: str, site_at: int, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``implementation`` of op ``name`` in a profiler range that carries the site's id. So a trace can be joined
-    with the report.
-
-    Args:
-        site_at: index of the site's id among the op's arguments.
-    """
+    """Wrap ``implementation`` of op ``name`` in a profiler range with the site's id. So traces can be joined with the
+    report. ``site_at``: index of the site's id among the op's arguments."""
 
     import torch
 

@@ -13,8 +13,8 @@ from overlap_inductor.facts.cost_model import written_seconds
 from overlap_inductor.facts.machine import Machine
 
 TOLERANCE = 1.05
-"""Of the rings whose estimated time is at most this many times the fastest ring's, the one with the fewest sub-chunks
-is chosen. Each sub-chunk adds nodes that Inductor must compile."""
+"""The ring with the fewest sub-chunks is chosen among those that take at most this many times the fastest ring's time.
+Each sub-chunk adds nodes that Inductor must compile."""
 
 
 def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
@@ -38,8 +38,7 @@ def pays(sizes: SiteSizes, machine: Machine, parts: int, margin: float = MARGIN)
     """Whether the ring is estimated to be faster than ``keep`` by the factor ``margin``, and to hide at least what its
     steps cost.
 
-    The second condition protects the host, which launches every step. Without it, a tiny collective could get a ring
-    that hides almost nothing.
+    The second condition protects the host, which launches every step, from rings of tiny collectives.
     """
     matmul, wire = matmul_seconds(sizes, machine), sizes.legs * sizes.bytes_sent / machine.link_bytes
     if min(matmul, wire) < sizes.legs * (sizes.world_size - 1) * parts * machine.step_seconds:
@@ -50,7 +49,7 @@ def pays(sizes: SiteSizes, machine: Machine, parts: int, margin: float = MARGIN)
 
 def fewest_parts(sizes: SiteSizes, machine: Machine, limit: int) -> int:
     """The smallest of ``halved(limit)`` with which the ring pays and is about as fast as the fastest ring
-    (``TOLERANCE``). Returns ``limit`` if the ring does not pay with ``limit`` sub-chunks."""
+    (``TOLERANCE``); ``limit`` if the ring does not pay with ``limit``."""
     if not pays(sizes, machine, limit):
         return limit
     return fewest({n: seconds(sizes, machine, n) for n in halved(limit) if pays(sizes, machine, n)})
@@ -62,5 +61,5 @@ def halved(limit: int) -> list[int]:
 
 
 def fewest(estimates: Mapping[int, float]) -> int:
-    """The smallest key whose estimate, in seconds, is at most ``TOLERANCE`` times the smallest estimate."""
+    """The smallest key whose estimate is at most ``TOLERANCE`` times the smallest estimate."""
     return min(n for n, estimate in estimates.items() if estimate <= TOLERANCE * min(estimates.values()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write all-to-alls as looping ops: decide which sites an op computes, and lay out operands and results."""
+"""Write all-to-alls as looping ops: choose the sites, lay out operands and results."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ def computes_sent(nodes: SentNodes) -> bool:
 
 def rewrite_sent(emit: StepEmitter, nodes: SentNodes, parts: int, floor: int) -> tuple[fx.Node, Replaced]:
     """Write ``matmul -> all-to-all`` as one op. Returns ``(next token of the chain, {old node: its replacement})``.
-
-    Args:
-        parts: sub-chunks of a slice.
-        floor: below this token count, the op runs the plain collective.
+    Below ``floor`` tokens, the op runs the plain collective.
 
     Raises:
         RuntimeError: the op cannot compute the site.

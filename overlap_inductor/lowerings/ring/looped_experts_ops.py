@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping op of experts between two exchanges (Comet, arXiv:2502.19811): rows arrive, are computed by their experts
+"""The looping op of experts between two exchanges (Comet, arXiv:2502.19811). Rows arrive, are computed by their experts
 and return, piece by piece::
 
     start all hops of the first exchange
@@ -8,13 +8,11 @@ and return, piece by piece::
 
 The op returns while the last pieces are under way. Step ``exchange_wait`` waits for them.
 
-The rows of a piece are computed in the order of their experts. ``index`` puts all arrived rows into this order: row i
-is the arrived row ``index[i]``, and the rows of expert e end at ``ends[e]``. For a piece::
+In the experts' order, row i is the arrived row ``index[i]``, and the rows of expert e end at ``ends[e]``. A piece needs
+no row counts from the GPU::
 
     ordered = sort(positions of the piece's rows in the experts' order)     # from the inverse of index
     ends'   = searchsorted(ordered, ends)                                   # where each expert's rows end in the piece
-
-So the host reads no row counts from the GPU.
 """
 
 from __future__ import annotations
@@ -103,14 +101,13 @@ def _all_to_all_experts(
     arrived = x.new_empty(places[-1][-1], width)
     arrived[places[rank][0] : places[rank][-1]].copy_(x[cuts[rank][0] : cuts[rank][-1]])
     there = exchanges.open_uneven(arrived, in_elements(places, width), "direct", group, site, transport)
-    # An open exchange is found by its buffer's address, or by its site if the buffer is empty. If no rows arrive and
-    # none return, both exchanges would have the same key. So the first is removed here. Its hops still run, because
-    # this op holds the exchange.
+    # An exchange is found by its buffer's address, or by its site if the buffer is empty. If no rows arrive and none
+    # return, both exchanges have the same key. So the first is forgotten here. This op still holds it, so its hops run.
     exchanges.close_exchange(arrived, group, site)
     buffer = x.new_empty(cuts[-1][-1], parsed.width, dtype=getattr(torch, parsed.dtype))
     back = exchanges.open_uneven(buffer, in_elements(cuts, parsed.width), "direct", group, site, transport)
-    # A transport may move messages between two ranks in the order of their start. So every rank starts all hops of the
-    # first exchange before any hop of the second.
+    # A transport may move messages between two ranks in the order in which they start. So on every rank, all hops of
+    # the first exchange start before those of the second.
     for hop in range(there.hop_count):
         step, part = divmod(hop, parts)
         to = cuts[(rank + 1 + step) % world_size]
@@ -123,8 +120,7 @@ def _all_to_all_experts(
         start, stop = places[(rank - 1 - step) % world_size][part : part + 2]
         there.wait(hop)
         experts.compute(start, stop)
-        # These rows came from rank r - 1 - step. Route ``direct`` sends to rank r + 1 + i in step i, so i is world_size
-        # - 2 - step.
+        # The rows came from rank r - 1 - step, to which route ``direct`` sends in step world_size - 2 - step.
         back.post((world_size - 2 - step) * parts + part, experts.results[start:stop].view(-1))
     return buffer, experts.results, experts.handed_out, chain.new_empty(1)
 
@@ -148,8 +144,8 @@ def _all_to_all_experts_fake(
 
 
 # Returns ``(buffer of the returned rows, results that are being sent, what the program hands out, next token of the
-# chain)``. ``sent`` and ``received``: rows of the first exchange to and from each rank. ``parts``: pieces of the rows
-# for each rank.
+# chain)``. ``sent``, ``received``: rows of the first exchange to and from each rank. ``parts``: pieces of each rank's
+# rows.
 define(
     "all_to_all_experts(Tensor chain, Tensor x, Tensor index, Tensor ends, Tensor[] rows, Tensor[] whole, str program,"
     " SymInt[] sent, SymInt[] received, int parts, str group_name, str site, str transport='') -> (Tensor, Tensor,"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the sum of experts' rows and its reduction as one looping op of ``lowerings.ring.looped_grouped_ops``.
+"""Writes the sum of experts' rows and its reduction as one looping op.
 
 The op computes the steps of one grouped matmul (``sites.row_steps``) as a ``RowProgram``, and sums each token's rows.
 """
@@ -29,7 +29,6 @@ _PATTERNS = ("matmul_all_reduce", "matmul_reduce_scatter")
 
 
 def computes(pattern: str, nodes: ReduceNodes) -> bool:
-    """Whether a looping op of this module can compute a site of ``pattern``."""
     matmul = _matmul(nodes)
     if pattern not in _PATTERNS or matmul is None:
         return False
@@ -72,7 +71,7 @@ def rewrite(
 
 
 def _operands(matmul: GroupedMatmul) -> tuple[list[fx.Node], Operands]:
-    """The gathers among the steps, and the other steps as a program that is given the gathered rows. Raises
+    """The gathers among the steps, and a program of the other steps, which gets the gathered rows. Raises
     ``ValueError`` if an argument cannot be written as text."""
     steps = matmul.steps
     gathers = [n for n in steps if is_gather(n)]
@@ -81,7 +80,7 @@ def _operands(matmul: GroupedMatmul) -> tuple[list[fx.Node], Operands]:
 
 
 def _matmul(nodes: ReduceNodes) -> GroupedMatmul | None:
-    """The site's only leaf, if the site sums this leaf's rows for each token; else ``None``."""
+    """The site's only leaf, if the site sums its rows for each token; else ``None``."""
     region, sharded = nodes.region, nodes.sharded
     (matmul, *others) = nodes.leaves
     if region is None or others or not isinstance(matmul, GroupedMatmul) or len(tools.shape(matmul.node)) != 3:

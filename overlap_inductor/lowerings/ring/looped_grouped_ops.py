@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping ops that reduce sums of experts' rows. They run the loops of ``looped_reduce_ops``; a ``RowProgram``
-computes the rows.
+"""The looping ops that reduce sums of experts' rows. A ``RowProgram`` computes the rows.
 
-Shapes: S rows in the order of their experts, T tokens, E experts.
+S rows, in the order of their E experts; T tokens:
 
 - ``places [T, k]``: the k rows that each token sums.
 - ``ends [E]``: where each expert's rows end.
@@ -36,8 +35,7 @@ def sums_of_experts(
     program: RowProgram,
     dtype: torch.dtype,
 ) -> Rows:
-    """Returns a function ``compute(tokens)``, which sums the rows of the experts for each token of the slice
-    ``tokens``."""
+    """A function that sums, for each token of a slice of tokens, the rows of the token's experts."""
     bounds = ends.to(places.dtype)
 
     def compute(tokens: slice) -> torch.Tensor:
@@ -53,7 +51,7 @@ def sums_of_experts(
 
 
 def _op(reduce: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The op that reduces the sums of experts by ``reduce``: ``all_reduce_rows`` or ``reduce_scatter_rows``."""
+    """The op that reduces the sums of experts by ``reduce``."""
 
     def op(
         chain: torch.Tensor,

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The looping ops of reductions and of gathered outputs: one functional op per site, which runs the ring in a loop.
 
-A looping op keeps a graph small, for example with 80 layers or 1024 ranks. But Inductor cannot fuse other ops into its
-matmuls. Below ``min_rows`` tokens, it runs the plain collective and matmul. All ranks have the same token count, so all
-make the same choice.
+A looping op keeps a graph small (80 layers, 1024 ranks), but Inductor cannot fuse other ops into its matmuls. Below
+``min_rows`` tokens, the op runs the plain collective and matmul. All ranks have the same token count, so all make the
+same choice.
 
 Shapes (W ranks, this rank's view): ``rhs [K, N]``; ``lhs [W*m, K]`` for a reduction and ``[m, K]`` for a gathered
 output. ``lhs`` of an all-reduce may have up to W - 1 rows more. A bias is ``[N]`` or has the shape of ``lhs @ rhs``.
-The ring sends partial sums as ``dtype``, adds them in at least fp32 and rounds the sum to ``dtype``. All ops return the
-chain's next token last.
+Partial sums are sent as ``dtype``, added in at least fp32 and rounded to ``dtype``. All ops return the chain's next
+token last.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from overlap_inductor.transports import routes
 
 Tensors = list[torch.Tensor]
 Rows = Callable[[slice], torch.Tensor]
-"""Computes some rows of the tensor that the ring moves, contiguous and in this tensor's dtype."""
+"""Computes some rows of the tensor that the ring moves, contiguous, in the tensor's dtype."""
 
 
 def _cut(bias: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
@@ -54,11 +54,11 @@ def send_as_made(
     exchange: exchanges.Exchange | None,
     group: dist.ProcessGroup,
 ) -> Tensors:
-    """Compute the pieces for the other ranks, in the order of routes ``owner`` and ``direct``. Send each as soon as it
-    is computed. Returns the pieces, which must live until their hops have ended.
+    """Compute the pieces for the other ranks, in the order of routes ``owner`` and ``direct``, and send each at once.
+    Returns the pieces, which must live until their hops have ended.
 
     Args:
-        piece: computes sub-chunk ``part`` of the slice for rank ``slot``: ``piece(slot, part)``.
+        piece: ``piece(slot, part)`` computes sub-chunk ``part`` of the slice for rank ``slot``.
         bands: the sub-chunks to compute, by index.
         parts: the number of sub-chunks of a slice.
         exchange: sends the pieces; ``None`` if they have no elements.
@@ -75,8 +75,8 @@ def send_as_made(
 def wait_for_all(
     exchange: exchanges.Exchange | None, buffer: torch.Tensor, sent: Tensors, group: dist.ProcessGroup
 ) -> None:
-    """Wait for every hop of ``exchange``, which receives into ``buffer``, and close it. ``sent``: the pieces that it
-    sends, kept alive until then."""
+    """Wait for every hop of ``exchange``, which receives into ``buffer``, and close it. As an argument, ``sent`` (the
+    pieces) lives until then."""
     if exchange is not None:
         for hop in range(exchange.hop_count):
             exchange.wait(hop)
@@ -90,8 +90,8 @@ def _partials(
     exchange: exchanges.Exchange | None,
     group: dist.ProcessGroup,
 ) -> Tensors:
-    """Compute the sub-chunks ``bands``: first send the pieces for other ranks, then compute this rank's own. Returns
-    the sent pieces, then the own pieces."""
+    """Compute the sub-chunks ``bands``: send those for other ranks, then compute this rank's own. Returns the sent
+    pieces, then the own pieces."""
     rows = cuts[-1]
 
     def piece(slot: int, band: int) -> torch.Tensor:
@@ -121,13 +121,13 @@ def reduce_scatter_rows(
     site: str,
     transport: str = "",
 ) -> torch.Tensor:
-    """Reduce-scatter a tensor ``[W*m, N]`` while ``compute`` computes its rows. Returns this rank's ``[m, N]``.
+    """Reduce-scatter a tensor of ``shape (W*m, N)`` while ``compute`` computes its rows. Returns this rank's ``[m,
+    N]``.
 
     Args:
-        shape: ``(W*m, N)``.
         like: a tensor on the device of the result.
         parts: number of sub-chunks of each rank's rows.
-        min_rows: with fewer rows, all rows are computed first, and then the plain collective runs.
+        min_rows: with fewer rows, the plain collective runs after all rows are computed.
         dtype: of the rows and of the result.
         reduce_op: ``sum`` or ``avg``.
 
@@ -149,8 +149,7 @@ def reduce_scatter_rows(
 
 
 def _op(reduce: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The op that reduces the sum of ``lhs @ rhs`` and biases by ``reduce``: ``reduce_scatter_rows`` or
-    ``all_reduce_rows``."""
+    """The op that reduces the sum of ``lhs @ rhs`` and biases by ``reduce``."""
 
     def op(
         chain: torch.Tensor,
@@ -208,8 +207,8 @@ def all_reduce_rows(
     site: str,
     transport: str = "",
 ) -> torch.Tensor:
-    """As ``reduce_scatter_rows``, for an all-reduce: returns all rows. Up to W - 1 rows may follow the ``W*m`` rows.
-    The plain collective reduces them."""
+    """As ``reduce_scatter_rows``, for an all-reduce: returns all rows. The plain collective reduces up to W - 1 rows
+    after the ``W*m`` rows."""
     group = resolve_group(group_name)
     world_size, rank, (total_rows, width) = group.size(), group.rank(), shape
     if total_rows < min_rows:

@@ -212,8 +212,8 @@ def _margin(site: OverlapSite) -> float:
 
 
 def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
-    """The smallest power of two, up to 2**20 tokens, at which the ring is estimated to pay; ``None`` if there is none.
-    """
+    """The smallest power of two, up to 2**20 tokens, at which the ring is estimated to pay; ``None`` if there is
+    none."""
     example = max(hint(site.nodes.tokens), 1)
     return next((2**exponent for exponent in range(21) if _pays(site, config, 2**exponent / example)), None)
 

@@ -23,13 +23,13 @@ from overlap_inductor.sites.step_emitter import part_count
 
 
 def _parameters(nodes: TableNodes, config: OverlapConfig) -> dict[str, Any]:
-    """Sub-chunks are groups of tables. The last group's transfer is exposed. A group holds the slices of all ranks, so
-    it is larger than another form's sub-chunk. Four times as many groups keep the last transfer short."""
+    """Sub-chunks are groups of tables. A group holds the slices of all ranks, so it is larger than another form's
+    sub-chunk. Four times as many groups keep the last group's transfer, which is exposed, short."""
     return {"sub_chunks": part_count(nodes.count, 4 * config.sub_chunks), "route": ROUTE}
 
 
 class _TableRing:
-    """What both forms have in common. ``parts``: the number of groups of tables."""
+    """``parts``: the number of groups of tables."""
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
         return {None: parts}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the ring writes all-to-alls whose parts have different sizes (``form.RingForm``): always as one looping op.
 
-The numbers of rows are arguments of the op, as of the collective. All ranks cut a part into ``sub_chunks`` pieces,
+The op takes the numbers of rows as arguments, like the collective. All ranks cut a part into ``sub_chunks`` pieces,
 whatever its size.
 """
 
@@ -35,8 +35,6 @@ overlap = torch.ops.overlap_inductor
 
 
 class UnevenRing:
-    """What all forms of uneven parts share."""
-
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         return {"sub_chunks": config.sub_chunks, "route": unrolled_exchange.ROUTE}
 

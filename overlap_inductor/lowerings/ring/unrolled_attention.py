@@ -41,8 +41,7 @@ Buffers = dict[fx.Node, fx.Node]
 
 
 def rewrite(emit: StepEmitter, nodes: AttentionNodes, route: str) -> Replaced:
-    """Write the ring's steps at the insertion point. Returns ``{old node: its replacement}``. ``route``: ``ring`` or
-    ``bidirectional`` (``transports.routes``)."""
+    """Write the ring's steps at the insertion point. ``route``: ``ring`` or ``bidirectional``."""
     where = (route, emit.group_name, emit.site)
     bounds = {c.node: [0, tools.numel(tools.shape(c.input))] for c in nodes.collectives}
     buffers = {
@@ -64,16 +63,15 @@ def rewrite(emit: StepEmitter, nodes: AttentionNodes, route: str) -> Replaced:
 
 
 def _attend(emit: StepEmitter, nodes: AttentionNodes, buffers: Buffers, shift: int) -> tuple[fx.Node, fx.Node]:
-    """``(output, log-sum-exp)`` of the attention to the keys of rank ``r + shift``. The log-sum-exp is ``-inf`` for a
-    query that sees none of these keys."""
+    """``(output, log-sum-exp)`` of the attention to the keys of rank ``r + shift``. The log-sum-exp is ``-inf`` for
+    queries that see none of these keys."""
     key, value = (_shard(emit, operand, buffers, shift) for operand in (nodes.key, nodes.value))
     mask, sees_none = (_causal if nodes.attention.is_causal else _mask_of)(emit, nodes, shift)
     args, kwargs = attention.arguments_of_piece(nodes.attention, key, value, mask)
     results = emit.call(nodes.attention.node.target, *args, **kwargs)
     output, log_sum_exp = emit.call(getitem, results, 0), _sums(emit, nodes, emit.call(getitem, results, 1))
     if sees_none is not None:
-        # For a query that sees none of these keys, the op may return another log-sum-exp, such as 0. With -inf, these
-        # keys get no weight.
+        # For such queries, the op may return another log-sum-exp, such as 0. With -inf, these keys get no weight.
         log_sum_exp = emit.call(aten.where.ScalarSelf, sees_none, -math.inf, log_sum_exp)
         if not nodes.attention.hidden_is_zero:
             rows = emit.call(aten.unsqueeze.default, sees_none, -1)
@@ -97,20 +95,20 @@ def _shard(emit: StepEmitter, operand: GatheredOperand, buffers: Buffers, shift:
 
 
 def _sums(emit: StepEmitter, nodes: AttentionNodes, log_sum_exp: fx.Node) -> fx.Node:
-    """``log_sum_exp`` in the shape ``[batch, heads, queries]``. One of CUDA's ops appends a dim of size 1, another pads
-    the queries."""
+    """``log_sum_exp`` as ``[batch, heads, queries]``. One of CUDA's ops appends a dim of size 1, another pads the
+    queries."""
     if len(tools.shape(log_sum_exp)) == 4:
         return emit.call(aten.squeeze.dim, log_sum_exp, -1)
     return emit.narrow(log_sum_exp, 2, 0, nodes.attention.sizes[1])
 
 
 Hidden = tuple[fx.Node | None, fx.Node | None]
-"""``(what is added to the scores of a rank's keys, which queries see none of these keys)``. Both are ``None`` if the
-attention has no mask."""
+"""``(what is added to the scores of a rank's keys, which queries see none of these keys)``; twice ``None`` without a
+mask."""
 
 
 def _mask_of(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
-    """The columns of the mask that belong to the keys of rank ``r + shift``."""
+    """The mask's columns for the keys of rank ``r + shift``."""
     mask = _columns(emit, nodes, shift)
     if mask is None:
         return None, None
@@ -131,8 +129,8 @@ def _columns(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> fx.Node | 
 
 
 def _causal(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
-    """``is_causal`` for the keys of rank ``r + shift``, as a mask. It depends on ``r``, but all ranks have the same
-    graph. So the graph computes the mask at run time."""
+    """``is_causal`` for the keys of rank ``r + shift``, as a mask. All ranks have the same graph, so the graph computes
+    the mask from the rank at run time."""
     query = tools.value(nodes.attention.lhs)
     _, queries, total, _, _ = nodes.attention.sizes
     keys = nodes.sharded_dims[0].chunk
@@ -152,8 +150,8 @@ def _causal(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
 
 
 def _merged(emit: StepEmitter, pieces: list[tuple[fx.Node, fx.Node]], dtype: torch.dtype, masked: bool) -> fx.Node:
-    """The attention to all keys, from ``(output, log-sum-exp)`` of the attention to each rank's keys. ``masked``:
-    whether a query may see no key at all. Its output is 0."""
+    """The attention to all keys, from ``(output, log-sum-exp)`` for each rank's keys. ``masked``: whether a query may
+    see no key at all. Its output is then 0."""
     added = functools.partial(functools.reduce, lambda a, b: emit.call(aten.add.Tensor, a, b))
     sums = [log_sum_exp for _, log_sum_exp in pieces]
     wide = tools.dtype(sums[0])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``matmul -> row-wise ops -> all-to-all`` in bands of tokens (``sites.banded_nodes``). ``r``: the rank::
 
-    buffer = exchange_start()
-    for band: y = f(x[band] @ w); for i in 0 .. W-2: send the part of y for rank r + 1 + i
-    buffer[r] = the parts of all bands for r
-    kept = cat(pieces of all bands)                    # for each result that is also read elsewhere
-    wait for all hops                                  # where the program waits
+buffer = exchange_start()
+for band: y = f(x[band] @ w); for i in 0 .. W-2: send the part of y for rank r + 1 + i
+buffer[r] = the parts of all bands for r
+kept = cat(pieces of all bands)                    # for each result that is also read elsewhere
+wait for all hops                                  # where the program waits
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ overlap = torch.ops.overlap_inductor
 
 
 def rewrite(emit: StepEmitter, nodes: BandedNodes, parts: int) -> Replaced:
-    """Write the steps. Returns ``{old node: its replacement}``. ``parts``: the number of bands."""
+    """Write the steps. ``parts``: the number of bands."""
     (collective,) = nodes.collectives
     world_size, dtype = emit.world_size, tools.dtype(collective.input)
     cuts = pieces_of(nodes.lead, part_count(nodes.lead, parts))
@@ -87,7 +87,7 @@ def _pieces(emit: StepEmitter, nodes: BandedNodes, start: Size, length: Size, af
 
 
 def _in_memory(emit: StepEmitter, nodes: BandedNodes, pieces: BandPieces, after: fx.Node | None) -> fx.Node:
-    """The band's part of each rank's slice, as ``[W, elements]``, written to memory so that it can be sent."""
+    """The band's part of each rank's slice, ``[W, elements]``, written to memory to be sent."""
     last = nodes.collectives[0].input
     band = emit.convert(pieces.of(last), nodes.layouts[last].without_rank(), nodes.in_bands, pieces.sizes)
     return emit.call(overlap.after.default, band, after or emit.chain)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the two sites of a seam in bands: a reduce-scatter, and the gather after it.
 
-A band is a sub-chunk of every rank's shard. Each band of the reduce-scatter has its own wait, each band of the gather
-its own send. So ``passes.sequence.seams`` can move steps of the gather between the waits. ``r``: the rank::
+A band is a sub-chunk of every rank's shard. Each band has its own wait (reduce-scatter) or send (gather). So
+``passes.sequence.seams`` can move steps of the gather between the waits. ``r``: the rank::
 
     for band: for i in 0 .. W-2: p = slice(r + 1 + i)[band]; send p to rank r + 1 + i
     own = slice(r)
@@ -12,8 +12,6 @@ its own send. So ``passes.sequence.seams`` can move steps of the gather between 
     gathered = exchange_start()
     for band: send shard[band] to all ranks; y[r][band] = gathered[r][band] @ w
     for band: wait; for i in 1 .. W-1: y[r - i][band] = gathered[r - i][band] @ w
-
-Partial sums take route ``owner``, gathered bands route ``broadcast``.
 """
 
 from __future__ import annotations

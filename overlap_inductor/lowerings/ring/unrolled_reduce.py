@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``matmul(s) -> reduce-scatter | all-reduce | all-gather of the output`` as unrolled steps of a ring.
 
-Each slice of the collective's input is computed separately, in the order in which slices are sent. This rank's own
-slice is last, so its matmul can hide the last transfer. Below, ``r`` is the rank.
+Slices of the collective's input are computed in the order in which they are sent, this rank's own slice last. Its
+matmul can hide the last transfer. Below, ``r`` is the rank.
 
 Reduce-scatter, route ``owner`` (CommFuse Fig. 8b). Numerics ``preserve``: each partial sum travels once in the
 collective's dtype and is added once, in at least fp32::
@@ -13,13 +13,13 @@ collective's dtype and is added once, in at least fp32::
 Reduce-scatter, route ``travel`` (CommFuse Alg. 2). One accumulator for each slice visits every rank. It is rounded at
 each hop, so numerics ``allow_hop_rounding`` is needed::
 
-    for i in 0 .. W-1: add slice(r - 1 - i) to its accumulator; unless i = W-1, send the accumulator to rank r + 1
+    for i in 0 .. W-1: add slice(r - 1 - i) to its accumulator; if i < W-1: send the accumulator to rank r + 1
 
-All-reduce: the rows of a shard are cut into S bands. Each band has a reduce-scatter, route ``owner``, and then a
-broadcast of the sum. Its partial sums travel under the matmuls of the next band, its broadcast under those of the band
-after that. If W does not divide the rows, one small collective reduces the rest.
+All-reduce: the rows of a shard are cut into S bands. Band b is reduce-scattered on route ``owner`` under the matmuls of
+band b + 1. Its sum is broadcast under those of band b + 2. If W does not divide the rows, one small collective reduces
+the rest.
 
-All-gather of an output: this rank's rows are cut into S bands. A band is sent to all ranks while the next band is
+All-gather of an output: this rank's rows are cut into S bands. A band is sent to all ranks while the next is
 multiplied.
 """
 
@@ -51,8 +51,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def summed(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, dtype: torch.dtype) -> fx.Node:
-    """``own + received.sum(0)``, divided by the world size if ``reduce_op`` is ``avg``. Computed in ``_wide(dtype)``
-    and rounded once to ``dtype``, the collective's dtype."""
+    """``own + received.sum(0)``, divided by the world size for ``avg``, in ``_wide(dtype)``. Rounded once to ``dtype``,
+    the collective's dtype."""
     wide = _wide(dtype)
 
     def widen(x: fx.Node) -> fx.Node:
@@ -68,9 +68,7 @@ def summed(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, d
 
 def rewrite_reduce_scatter(emit: StepEmitter, nodes: ReduceNodes, parts: int, route: str) -> fx.Node:
     """Write the steps of a reduce-scatter. Returns this rank's result, contiguous and in the collective's shape.
-
-    ``parts``: sub-chunks of a shard. ``route``: ``owner`` or ``travel``.
-    """
+    ``parts``: sub-chunks of a shard. ``route``: ``owner`` or ``travel``."""
     collective, sharded = nodes.collectives[0], nodes.sharded
     world_size, dtype = emit.world_size, tools.dtype(collective.input)
     slices = Slices(emit, nodes)
@@ -140,7 +138,7 @@ def _sum_parts(
     if lead or len(blocks) == 1:
         received = emit.reshape(buffer, [emit.world_size - 1, *tools.shape(own)])
         return summed(emit, own, received, reduce_op, dtype)
-    # A slot of the buffer has the sub-chunks one after the other, but in the slice their rows are interleaved.
+    # In a slot of the buffer, sub-chunks follow each other. In the slice, their rows are interleaved.
     dim = sharded.dim
     shape = tools.shape(own)
     split = emit.reshape(own, [*shape[:dim], sharded.outer, sharded.chunk, *shape[dim + 1 :]])
