@@ -41,7 +41,7 @@ log = logging.getLogger("overlap_inductor")
 
 @dataclass
 class PlainProgram:
-    """All that is needed to compile a graph without overlap.
+    """What is needed to compile a graph without overlap.
 
     Attributes:
         data, large, keywords, settings: arguments of ``plain_program.compile_plain``.
@@ -64,10 +64,10 @@ class ComparedCall:
     """Calls ``overlapped`` if all ranks exchange the same, else the plain program.
 
     Args:
-        overlapped: the compiled graph's own callable. For a graph without overlap this is the plain program.
+        overlapped: the compiled graph's own callable. Without overlap, this is the plain program.
         reports: the reports of the graph and its subgraphs, with what they exchange.
         plain: compiles the plain program. ``None`` if there is none, or if it cannot be restored.
-        on_accelerator: whether the graph runs on a device other than the CPU. If so, ranks that share no memory page
+        on_accelerator: whether the graph runs on another device than the CPU. If so, ranks that share no memory page
             (``runtime.call_page``) compare a plan only at its first run.
         dump: the dump folder, or ``None``.
     """
@@ -88,23 +88,23 @@ class ComparedCall:
         self.groups: list[dist.ProcessGroup] | None = None
         same = [entry for r in reports for entry in r.same_inputs]
         self.in_plan = [(i, name) for i, name, _, lasting in same if lasting and len(self.names) == 1]
-        """Parameters and buffers whose digests are part of the plan: ``(index among the inputs, name)``. Empty if the
+        """``(index among the inputs, name)`` of parameters and buffers whose digests are part of the plan. None if the
         graph has several groups: all groups compare the plan, but a parameter may be the same in one group only."""
         self.apart_from_plan = [(i, name, group) for i, name, group, _ in same if (i, name) not in self.in_plan]
         """The other inputs that must be the same on all ranks of a group."""
         self.parameters: dict[str, list[int]] = {}
-        """The parameters and buffers among ``apart_from_plan``: their indices among the inputs, by group."""
+        """Indices of the parameters and buffers among ``apart_from_plan``, by group."""
         for index, name, group, lasting in same:
             if lasting and (index, name) not in self.in_plan:
                 self.parameters.setdefault(group, []).append(index)
         self.by_inputs: ByStorage[agreement.Comparison] = ByStorage()
-        """The comparison for each set of ``in_plan`` inputs that the graph was called with."""
+        """The comparison for each set of ``in_plan`` inputs of earlier calls."""
         self.by_digest: dict[str, agreement.Comparison] = {}
         """The comparisons by their plan's digest. Inputs with equal values share a comparison."""
         self.overlaps = any(p.overlaps for p in self.plans)
         self.ready = not self.overlaps
-        """Whether ``overlapped`` may run as soon as all ranks agree. True if the graph has no overlap, or ``_prepare``
-        has succeeded for ``groups``."""
+        """Whether ``overlapped`` may run as soon as all ranks agree: without overlap, or after ``_prepare`` for
+        ``groups``."""
         self.plain: Callable[[list[Any]], Any] | None = None
         self._boxed_call = True
 
@@ -119,11 +119,8 @@ class ComparedCall:
         return result
 
     def _decide(self, comparison: agreement.Comparison, new: bool, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        """Compare this call with the other ranks. Returns what this rank runs.
-
-        Args:
-            new: whether a parameter or buffer has not been compared yet.
-        """
+        """Compare this call with the other ranks. Returns what this rank runs. ``new``: a parameter or buffer has not
+        been compared yet."""
         outcome = comparison.call()
         if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):
             # On a fake group, sends and receives move nothing, so rings (no workspace) can overlap.

@@ -25,14 +25,13 @@ class CompileScope:
     """One call of Inductor's compiler for one graph.
 
     Attributes:
-        graph_id, is_backward, is_inference, cpp_wrapper: arguments of Inductor's ``compile_fx_inner``.
-        pinned: whether the graph must use ``config`` instead of the configuration that is switched on now. A backward
-            is pinned to its forward's configuration.
+        graph_id, is_backward, is_inference, cpp_wrapper: arguments of ``compile_fx_inner``.
+        pinned: whether the graph must use ``config``, not what is switched on now. A backward is pinned to its
+            forward's configuration.
         config: the configuration of a pinned scope. If overlap is off: ``None``, or mode ``off``.
         without_us: whether the graph was compiled without the pass, now or before it was cached.
         refusal: why nothing may be overlapped in the graph, or ``None``.
-        reports: reports that are not yet stored with a compiled graph. A subgraph's report comes before the report of
-            the graph that holds it.
+        reports: reports that are not yet stored with a compiled graph. A subgraph's comes before that of its graph.
         seen: FX graphs that the pass has visited, by ``id``. The dictionary keeps them alive, so no ``id`` is reused.
     """
 
@@ -49,7 +48,6 @@ class CompileScope:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> CompileScope:
-        """The scope of a compile with these keyword arguments of ``compile_fx_inner``."""
         return cls(
             graph_id=keywords.get("graph_id"),
             is_backward=bool(keywords.get("is_backward")),
@@ -107,8 +105,7 @@ def entered(scope: CompileScope) -> Iterator[CompileScope]:
 
 @contextmanager
 def plain(scope: CompileScope) -> Iterator[None]:
-    """Inside the ``with`` block, compiles on this thread use ``scope``, which must switch overlap off. Plain programs
-    are compiled in it."""
+    """Inside the ``with`` block, this thread compiles plain programs. ``scope`` must switch overlap off."""
     outer, _local.plain = _local.plain, scope
     try:
         yield
@@ -137,12 +134,8 @@ def current_phase() -> str | None:
 
 
 def refusal_context() -> str | None:
-    """Why no site may be overlapped in the graph being compiled, or ``None``. The reason is one of:
-
-    - AOTInductor's code runs in a process without our Python ops;
-    - ``cpp_wrapper`` generates C++, which cannot call Python ops;
-    - the scope has a ``refusal``.
-    """
+    """Why no site may be overlapped in the graph being compiled, or ``None``. AOTInductor and ``cpp_wrapper`` cannot
+    call our Python ops. The scope may have a ``refusal``."""
     from torch._inductor import config
     from torch._inductor.virtualized import V
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wraps functions of Inductor, mainly to store a graph's report with the compiled graph.
 
-On a cache hit, Inductor runs no pass, so the report must come with the compiled graph::
+On a cache hit, Inductor runs no pass, so the report must come with the graph::
 
     pass -> scope.reports -> attribute of CompiledFxGraph -> pickled into the FX graph cache, the AOTAutograd cache and
                                                              torch.compiler.save_cache_artifacts()
@@ -72,8 +72,8 @@ _local = _Local()
 
 
 class _Attached(str):
-    """Reports of a graph that this process compiled, as JSON. They are pickled as a plain ``str``. So a plain ``str``
-    marks a graph from a cache. ``known``: the reports were activated."""
+    """Reports of a graph that this process compiled, as JSON. They are pickled as a plain ``str``, which thus marks a
+    graph from a cache. ``known``: the reports were activated."""
 
     known = False
 
@@ -86,8 +86,7 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
 
     Args:
         expected: returns the configuration that is switched on, or ``None``.
-        shared_pass: the pass for a backward that is compiled while the slot does not hold our pass
-            (``_follow_forward``).
+        shared_pass: for a backward that is compiled while the slot does not hold our pass (``_follow_forward``).
     """
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
     from torch._inductor import compile_fx
@@ -175,7 +174,7 @@ def _compile_fx_inner(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         if scope.is_backward and scope.graph_id in _forward_configs:
             _follow_forward(scope, stack)
         stack.enter_context(compile_scope.entered(scope))
-        # Read the environment now, so that a bad value fails the compile even on a cache hit.
+        # A bad value in the environment must fail the compile even on a cache hit.
         config = config_in_effect()
         if config is not None and config.mode in ("on", "strict"):
             call_board.announce()
@@ -251,8 +250,8 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _plain_program(gm: Any, example_inputs: Any) -> plain_program.Captured | None:
-    """The plain program of ``gm``. ``None`` if ``gm`` is a training graph that was rewritten before it was cut into
-    forward and backward: the rewrite has changed what the forward saves."""
+    """The plain program of ``gm``. ``None`` if ``gm`` is a training graph that a pass on the joint graph has rewritten:
+    this changed what the forward saves."""
     if not rewritten(gm.graph):
         return plain_program.capture(gm, example_inputs)
     written = compile_scope.as_written(gm)
@@ -361,9 +360,9 @@ def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs:
 def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
     """Around ``BaseSchedulerNode.has_aliasing_or_mutation``, which Inductor calls only before it fuses nodes.
 
-    Inductor fuses no node into a template if the node's output aliases a buffer. Here it may, if the node writes a
-    piece straight to its place in a whole tensor. This is safe: readers of the whole tensor wait for all pieces, and no
-    other node writes to that place.
+    Inductor fuses no node into a template if the node's output aliases a buffer. This lifts the ban for a node that
+    writes a piece straight to its place in a whole tensor. It is safe: readers of the whole tensor wait for all pieces,
+    and no other node writes to that place.
     """
     outputs = node.get_outputs()
     if (
@@ -376,8 +375,8 @@ def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
 
 
 def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around ``AOTAutogradCache.try_load``: raise a ``StrictError`` after the load. AOTAutograd would take an exception
-    during the load for a cache miss."""
+    """Around ``AOTAutogradCache.try_load``: raise a ``StrictError`` after the load. During the load, AOTAutograd would
+    take it for a cache miss."""
     if (config := config_in_effect()) is not None and config.mode in ("on", "strict"):
         call_board.announce()
     outer, _local.deferred = _local.deferred, []
@@ -392,8 +391,8 @@ def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = True) -> None:
-    """Log, count and dump the reports. ``strict``: raise a ``StrictError``; during a load from AOTAutograd's cache,
-    ``_try_load`` raises it. Otherwise, drop it."""
+    """Log, count and dump the reports. ``strict``: raise a ``StrictError`` (in ``_try_load``, if a load from
+    AOTAutograd's cache is running). Otherwise, drop it."""
     config = config_in_effect()
     for report in reports:
         report.graph = compile_scope.current_graph_name() or report.graph
@@ -409,7 +408,7 @@ def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = T
 
 
 def _warn_overwritten() -> None:
-    """Warn that overlap is on but Inductor's slot no longer holds the pass. Warns once for each content of the slot."""
+    """Warn, once for each content of the slot, that overlap is on but the slot does not hold the pass."""
     from overlap_inductor.inductor import pass_slot
 
     scope = compile_scope.current()

@@ -10,9 +10,8 @@
 ``agree``                             a call
 ====================================  =================================================
 
-The slice of rank ``r + shift`` is a ``ReinterpretView``. Its offset contains this process's rank as a symbol
-(``rank_symbol``). Inductor's matmuls and pointwise kernels read such a view in place. They also write pieces straight
-to their places in the result::
+The slice of rank ``r + shift`` is a ``ReinterpretView``. Its offset contains the rank as a symbol (``rank_symbol``).
+Inductor's matmuls and pointwise kernels read the view in place, and write pieces straight to their places::
 
     a = take(x, 0, 1, 4, 0, 4, "tp")               u0 = torch.ops.overlap_inductor.group_rank.default('tp')
     b = mm(a, w)                                   buf = empty_strided(...)
@@ -44,7 +43,7 @@ from overlap_inductor.torch_compat.ordering import starts_transfer
 
 
 def _expression(size: Any) -> Any:
-    """A size in the form that Inductor's layouts expect: a sympy expression or an int."""
+    """A sympy expression or an int, as Inductor's layouts expect."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
@@ -57,8 +56,7 @@ def _slot(group_name: str, shift: int) -> sympy.Expr:
 
 
 def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any:
-    """A view of a block of the realized buffer ``box``. The block has shape ``sizes`` and begins at index
-    ``offsets``."""
+    """A view of a block of ``sizes`` in the realized buffer ``box``, from index ``offsets`` on."""
     storage, layout = ir.as_storage_and_layout(box)
     offset = layout.offset + sum(o * s for o, s in zip(offsets, layout.stride, strict=True))
     fixed = ir.FixedLayout(layout.device, layout.dtype, list(sizes), list(layout.stride), offset)
@@ -66,8 +64,8 @@ def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any
 
 
 def _agree(group_name: str, *args: Any) -> Any:
-    """Call the op. If the graph has a transfer of the group, define the rank's symbol first. Its host code must not
-    stand between steps of the transfer: it would split a CUDA graph there.
+    """Call the op. If the graph has a transfer of the group, define the rank's symbol first. Later, its host code could
+    split a CUDA graph between steps of the transfer.
 
     Raises:
         OverlapError: another pass has moved a step of a transfer.
@@ -177,10 +175,10 @@ def _after_computed(op: Any, args: tuple[Any, ...], plain: int) -> Any:
 
 def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
     """Make the kernel of ``source``, with FX node ``node``, write into ``view`` of the same sizes. If it cannot, copy
-    its result. Returns the buffer that is written.
+    its result. Returns the written buffer.
 
     ``ConcatKernel.realize_into`` does this for pointwise kernels, and for templates with a flexible layout. An extern
-    matmul has a fixed layout but takes ``out=``. So it can write into the view if the strides are equal.
+    matmul has a fixed layout but takes ``out=``. It can write into the view if the strides are equal.
     """
     data = source.data if isinstance(source, ir.TensorBox) else source
     buffer = data.data if isinstance(data, ir.StorageBox) else None
@@ -189,9 +187,8 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
         same = len(buffer.get_stride()) == len(view.get_stride()) and all(
             known(a, b) for a, b in zip(buffer.get_stride(), view.get_stride(), strict=True)
         )
-        # The memory of the assembled tensor may be freed after its last reader. So the matmul may write there in two
-        # cases:
-        # - the matmul has no other reader;
+        # The assembled tensor's memory may be freed after its last reader. So a matmul may write there in two cases:
+        # - it has no other reader;
         # - an ``after`` delays readers of the assembled tensor until the matmul's other readers have run.
         if same and (
             sum(u.target is not torch.ops.overlap_inductor.exchange_wait.default for u in node.users) == 1

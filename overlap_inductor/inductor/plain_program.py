@@ -8,7 +8,7 @@
     compile_plain data, large tensors                       ->  the same graph, compiled without overlap
 
 The bytes are stored with the compiled graph. So a rank that loaded its graph from a cache can run without overlap, too.
-They hold the nodes, the metadata that Inductor reads, the example inputs, and small tensors of the graph (frozen
+They hold the nodes, the metadata that Inductor reads, the example inputs, and the graph's small tensors (frozen
 weights).
 """
 
@@ -54,7 +54,7 @@ class _Program:
 
     Attributes:
         nodes: ``(op, name, target, args, kwargs, meta)`` of each node, in order.
-        held: the values that its ``get_attr`` nodes read, by name.
+        held: what its ``get_attr`` nodes read, by name.
     """
 
     nodes: list[tuple[Any, ...]]
@@ -114,7 +114,7 @@ def left_out(gm: fx.GraphModule | None, names: Sequence[str]) -> dict[str, torch
 
 
 def known_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of ``keywords`` that are parameters of Inductor's ``compile_fx_inner``."""
+    """The ``keywords`` that ``compile_fx_inner`` takes."""
     from torch._inductor.compile_fx import _CompileFxKwargs
 
     known = {*_CompileFxKwargs.__annotations__, "compile_region_name"}
@@ -137,8 +137,8 @@ def _attribute(gm: fx.GraphModule, name: str) -> Any:
 
 
 def _written(gm: fx.GraphModule, within: bool = False) -> _Program:
-    """``gm`` as data. ``within``: ``gm`` is a subgraph. Its nodes keep their values, because its shapes are not
-    propagated again. Nodes that make unbacked sizes keep theirs, because nothing recreates the symbols."""
+    """``gm`` as data. If ``gm`` is a subgraph (``within``), its nodes keep their values, because its shapes are not
+    propagated again. So do nodes that make unbacked sizes, because nothing recreates the symbols."""
     places = {node: _Node(i) for i, node in enumerate(gm.graph.nodes)}
 
     def meta(node: fx.Node) -> dict[str, Any]:
@@ -206,16 +206,13 @@ def inductor_settings() -> dict[str, Any]:
 def compile_plain(
     data: bytes, large: Mapping[str, torch.Tensor], keywords: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[Any, list[Any]]:
-    """Compile a plain program with Inductor, without overlap.
+    """Compile a plain program with Inductor, without overlap. Returns ``(compiled graph, example inputs)``.
 
     Args:
         data: ``Captured.data``.
         large: the tensors that ``data`` leaves out, by name.
-        keywords: arguments of ``compile_fx_inner`` with which the overlapped graph was compiled.
+        keywords: arguments of ``compile_fx_inner`` for the overlapped graph.
         settings: Inductor's configuration when the overlapped graph was compiled.
-
-    Returns:
-        ``(compiled graph, example inputs)``.
 
     Raises:
         OverlapError: ``large`` lacks a tensor.
@@ -240,7 +237,7 @@ def compile_plain(
 
 
 def _objects(program: _Program, inputs: Sequence[Any]) -> dict[int, int]:
-    """``{index of a result: index of an input}`` for the inputs that the graph returns and that are no tensors.
+    """``{index of a result: index of an input}`` for inputs that the graph returns and that are no tensors.
 
     Example: a ``DeviceMesh`` that a forward passes to its backward. Its pickled example input is ``None``.
     """
@@ -270,14 +267,8 @@ def _with_objects(compiled: Any, objects: Mapping[int, int]) -> Any:
 
 
 def guarded(plain: Any, examples: Sequence[Any]) -> Any:
-    """``plain`` behind a check of each call's sizes, because its compile may have added guards on sizes.
-
-    Args:
-        plain: a boxed callable.
-        examples: the example inputs with which it was compiled.
-
-    The returned callable raises ``OverlapError`` if a call's sizes break a guard.
-    """
+    """``plain``, a boxed callable, behind a check of each call's sizes. Its compile, with ``examples`` as inputs, may
+    have added guards on sizes. The returned callable raises ``OverlapError`` if a call breaks a guard."""
     from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
     places = [i for i, e in enumerate(examples) if isinstance(e, torch.SymInt) and not has_free_unbacked_symbols(e)]

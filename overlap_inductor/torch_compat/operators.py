@@ -84,7 +84,6 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def leaves(values: Any) -> list[Any]:
-    """The values in nested lists, tuples and dictionaries."""
     return _pytree.tree_leaves(values)
 
 

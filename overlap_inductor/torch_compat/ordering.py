@@ -3,7 +3,7 @@
 
 Unrolled steps of a ring write to a buffer in flight and read from it. Some later passes of Inductor move nodes by data
 dependencies alone. If such a pass is on (``moving_pass``), rings are not unrolled. If another pass has moved a step
-(``moved``), the compile raises an error, because the graph would read data that has not arrived.
+(``moved``), the compile raises an error. The graph would read data that has not arrived.
 
 ``preserve_order`` makes each key of ``edges`` run after its values, with Inductor's ``control_deps``::
 
@@ -39,8 +39,7 @@ def starts_transfer(node: fx.Node) -> bool:
 
 
 def moving_pass() -> str | None:
-    """The name of a setting of Inductor that is on and lets a later pass move nodes past writes in place, or
-    ``None``."""
+    """An Inductor setting that is on and lets a later pass move nodes past writes in place, or ``None``."""
     from torch._inductor import config
 
     for name in ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx"):
@@ -51,8 +50,8 @@ def moving_pass() -> str | None:
 
 
 def prefetcher() -> str | None:
-    """The name of a setting of Inductor that is on and moves gathers of weights ahead, or ``None``. Without it, a
-    gather stands where its weight is used."""
+    """An Inductor setting that is on and moves gathers of weights ahead, or ``None``. Without it, a gather stands where
+    its weight is used."""
     from torch._inductor import config
 
     if config.reorder_for_compute_comm_overlap:
@@ -94,7 +93,7 @@ def _each_access(graph: fx.Graph, visit: Callable[[fx.Node, dict[str, int]], obj
 def preserve_order(graph: fx.Graph, edges: dict[fx.Node, set[fx.Node]]) -> None:
     """Make Inductor schedule every key of ``edges`` after its values, without copies.
 
-    Call this last in a pass: it wraps the keys in ``control_deps``, which hides their targets from pattern matching.
+    Call this last in a pass: ``control_deps`` hides the targets of the keys from pattern matching.
     """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet

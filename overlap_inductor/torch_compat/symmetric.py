@@ -29,7 +29,7 @@ class SymmetricBuffer:
 
     Attributes:
         local: this rank's allocation.
-        peers: all ranks' allocations as tensors of this process; ``local`` at this rank's index.
+        peers: all ranks' allocations; ``local`` at this rank's index.
         pointers: int64 ``[ranks]`` on the device, the addresses of ``peers``.
         handle: torch's handle, kept alive.
     """
@@ -63,7 +63,7 @@ def allocate(
         NotOnAllRanks: a rank could not allocate or map (raised by ``together``).
     """
     # CUDA graph trees claim what the thread of a graph's first run allocates. The rendezvous keeps a little such
-    # memory, so it has its own thread.
+    # memory.
     with ThreadPoolExecutor(1, "overlap_inductor allocates") as thread:
         return thread.submit(_allocate, elements, dtype, device, group, together).result()
 
@@ -108,7 +108,7 @@ def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def lasting_bytes(size: int, device: torch.device) -> torch.Tensor:
-    """``size`` uninitialized bytes (int8) in the pool of symmetric memory. Allowed while a CUDA graph is captured."""
+    """``size`` uninitialized bytes in the pool of symmetric memory. Allowed while a CUDA graph is captured."""
     from torch.distributed import _symmetric_memory
 
     with torch.inference_mode(False):
@@ -168,8 +168,8 @@ class Reach(NamedTuple):
 
 
 def reach() -> Reach | None:
-    """The ``Reach`` of this process's GPU, or of a GPU of the machine that plans are made for (``target``). ``None``
-    for this machine before CUDA is initialized."""
+    """The ``Reach`` of this process's GPU, or of a GPU of ``target``. ``None`` for this machine before CUDA is
+    initialized."""
     if (box := target()) is not None:
         return Reach(box.capability, box.gpus, box.gpus, ())
     if not torch.cuda.is_initialized():
@@ -239,8 +239,5 @@ def _all_cut_off(gpus: tuple[int, ...]) -> bool:
 
 def write_value_on_stream(flags: torch.Tensor, index: int, value: int) -> None:
     """Queue the write ``flags[index] = value`` on the current stream. Not allowed while a CUDA graph is captured.
-
-    Args:
-        flags: int32, this rank's memory or a peer's.
-    """
+    ``flags``: int32, this rank's memory or a peer's."""
     torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(flags.view(torch.uint32), index, value)

@@ -99,8 +99,8 @@ class PreparedKernel:
             self._launch = _Direct(compiled, grid, values, places, scratch, self._by_triton)
 
     def __call__(self, *varying: torch.Tensor | None) -> None:
-        """Launch on the current stream. ``varying``: a tensor or ``None`` for each varying argument. For a tensor
-        descriptor, pass the tensor that it describes."""
+        """Launch on the current stream, with a tensor or ``None`` for each varying argument. For a tensor descriptor,
+        pass the tensor that it describes."""
         self._launch(*varying)
 
     def _by_triton(self, *varying: torch.Tensor | None) -> None:
@@ -111,7 +111,7 @@ class PreparedKernel:
 
 
 def _with_scratch(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """``run`` with an allocator for the kernel's own memory. The caller's allocator stays as it is."""
+    """``run`` with an allocator for the kernel's own memory. The caller's allocator stays."""
     import contextvars
 
     def launch(*arguments: Any) -> None:
@@ -139,11 +139,11 @@ def _scratch(size: int, device: torch.device) -> torch.Tensor:
 
 
 class _Direct:
-    """For Triton 3.6: calls the C launcher below ``CudaLauncher``, with tensor maps that are already encoded.
+    """Calls Triton 3.6's C launcher below ``CudaLauncher``, with tensor maps that are already encoded.
 
     Args:
         arguments: examples of all arguments, in the kernel's order.
-        places: indices of the varying arguments, in the order in which a launch takes them.
+        places: indices of the varying arguments, in a launch's order.
         documented: launches in the documented way.
     """
 
@@ -186,8 +186,8 @@ class _Direct:
         for at, _ in self._varying:
             values[at] = [None] * (at.stop - at.start) if isinstance(at, slice) else None
         self._values = values
-        # ``values`` holds a descriptor's tensor map but not its tensor. ``compiled.function`` belongs to the module
-        # that ``compiled`` loaded.
+        # Keep the descriptors' tensors, which ``values`` does not hold, and the loaded module, to which
+        # ``compiled.function`` belongs.
         self._alive = compiled, [a for number, a in enumerate(arguments) if number not in places]
 
     def __call__(self, *varying: torch.Tensor | None) -> None:

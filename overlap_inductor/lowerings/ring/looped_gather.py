@@ -127,12 +127,7 @@ def rewrite(
     emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route: str
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """Write the site as one op. Returns ``(next token of the chain, {old node: its replacement})``. A replacement has
-    the shape and strides of the old node.
-
-    Args:
-        parts: sub-chunks of a shard.
-        floor: below this token count, the op runs the plain collective.
-        route: ``ring`` or ``bidirectional`` (``transports.routes``).
+    the old node's shape and strides. Below ``floor`` tokens, the op runs the plain collective.
 
     Raises:
         RuntimeError: no looping op can compute the site.
@@ -159,8 +154,8 @@ def write(
 
     Args:
         forms: how the op reads the shards; ``None`` if it cannot compute the site.
-        sent: returns the tensor that the op sends, given the sizes ``[m, k]`` of a shard as the op sees it.
-        how: the op's arguments after the matmuls' forms.
+        sent: returns the tensor to send, given the sizes ``[m, k]`` of a shard as the op sees it.
+        how: the op's arguments after the forms.
 
     Raises:
         RuntimeError: no looping op can compute the site.
@@ -187,8 +182,7 @@ def write(
 
 
 def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Node:
-    """This rank's shard of ``operand``, in the order of the collective's input. ``operand`` may be computed from the
-    gathered tensor."""
+    """This rank's shard of ``operand``, in the order of the collective's input."""
     if not nodes.layouts:
         return evaluate(emit, nodes, operand, nodes.collective.input, {})
     raw = nodes.raw.without_rank()
@@ -197,7 +191,7 @@ def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Nod
 
 
 def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:
-    """The matmul's other operand. If its contracted dim is the gathered one, it is put in the ranks' order."""
+    """The matmul's other operand. If its contracted dim is the gathered one, that dim is put in the ranks' order."""
     if consumer.role != "K":
         return consumer.other_node
     return _in_place(

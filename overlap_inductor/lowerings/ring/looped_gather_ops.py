@@ -34,8 +34,8 @@ class Form:
     """How a matmul reads the slices.
 
     Attributes:
-        operand: the operand that consists of slices: ``lhs`` or ``rhs``.
-        role: the role of the dim along which the slices are joined: M, N or K.
+        operand: the operand that the slices form: ``lhs`` or ``rhs``.
+        role: the role of the joined dim: M, N or K.
         transposed: whether each slice is read transposed.
     """
 
@@ -54,8 +54,7 @@ class Form:
 
     @property
     def whole(self) -> bool:
-        """Whether the matmul needs whole shards: a sub-chunk has some rows of a shard, and would split its contracted
-        dim."""
+        """Whether the matmul needs whole shards. A sub-chunk, some rows of a shard, would split its contracted dim."""
         return self.transposed and not self.contracted
 
     def __str__(self) -> str:
@@ -72,7 +71,7 @@ class Form:
         return x.t() if self.operand == "rhs" else x
 
     def result_shape(self, shard: torch.Tensor, other: torch.Tensor, world_size: int) -> list[int]:
-        """The shape of the result for ``shard [m, k]`` and the matmul's other operand."""
+        """The shape of the result for ``shard [m, k]`` and the other operand."""
         rows = shard.shape[1 if self.transposed else 0] * (1 if self.contracted else world_size)
         columns = self.turned(other).shape[1]
         return [columns, rows] if self.operand == "rhs" else [rows, columns]
@@ -98,8 +97,8 @@ class Matmul:
 
     Args:
         received: the buffer of all shards, ``[rows of all slots, k]``.
-        places: the rows of each slot in ``received`` (``routes.places``). Unless ``form.by_rows``, all slots have the
-            same size.
+        places: the rows of each slot in ``received`` (``routes.places``). Unless ``form.by_rows``, slots are equally
+            large.
     """
 
     def __init__(
@@ -221,13 +220,13 @@ def multiply_arrivals(
     sent: Callable[[int], torch.Tensor | None] = lambda hop: None,
 ) -> Tensors:
     """Multiply every shard of ``gathered [rows, k]``: this rank's own first, then sub-chunks as they arrive. Returns
-    the result of each matmul. As many hops are in flight as a shard has sub-chunks.
+    each matmul's result. As many hops are in flight as a shard has sub-chunks.
 
     Args:
-        forms, others, biases: how each matmul reads the shards, its other operand and its bias.
+        others: each matmul's other operand.
         places: the rows of each shard's sub-chunks in ``gathered`` (``routes.places``).
         exchange: brings the sub-chunks; closed at the end. ``None`` if the shards have no elements.
-        sent: what a hop of the exchange sends, as ``Exchange.post`` takes it.
+        sent: what a hop sends, as ``Exchange.post`` takes it.
     """
     world_size, rank, parts = group.size(), group.rank(), len(places[0]) - 1
     matmuls = [Matmul(f, gathered, o, b, places) for f, o, b in zip(forms, others, biases, strict=True)]
@@ -243,7 +242,7 @@ def multiply_arrivals(
     for step, distances in enumerate(routes.distances(route, world_size)):
         for part in range(parts):
             hop = step * parts + part
-            # Without an exchange, the results are still computed: they are zeros, or the bias.
+            # Without an exchange, results are zeros or the bias.
             if exchange is not None:
                 exchange.wait(hop)
                 if hop + parts < exchange.hop_count:

@@ -168,8 +168,8 @@ def _exchange_send(
     return started
 
 
-# Starts hop ``hop``, which sends ``piece``. The next piece's matmul is ordered after the returned token (``after``).
-# Otherwise Inductor may run every matmul before the first send.
+# Starts hop ``hop``, which sends ``piece``. The next matmul is ordered after the returned token (``after``). Otherwise
+# Inductor may run every matmul before the first send.
 define(
     "exchange_send(Tensor(a!) chain, Tensor(b!) buffer, Tensor piece, SymInt[] bounds, int hop, str route, "
     "str group_name, str site) -> Tensor",
@@ -184,7 +184,7 @@ def _exchange_keep(buffer: torch.Tensor, own: torch.Tensor, group_name: str) -> 
     return buffer.new_empty(1)
 
 
-# Copies ``own``, the slice that this rank keeps, into this rank's slot of ``buffer [W, ...]``.
+# Copies ``own``, the slice that this rank keeps, into its slot of ``buffer [W, ...]``.
 define(
     "exchange_keep(Tensor(a!) buffer, Tensor own, str group_name) -> Tensor",
     _exchange_keep,
@@ -318,8 +318,8 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-# A contiguous copy, written to memory once. To reshape a view of symbolic size, Inductor would compare sizes, which
-# adds guards. The copy needs no such check.
+# A contiguous copy, written to memory once. It can be reshaped without guards. For a view of symbolic size, Inductor
+# would compare sizes first.
 define("packed(Tensor x) -> Tensor", _packed, lambda x: x.new_empty(x.shape), FLEXIBLE)
 
 
@@ -334,8 +334,8 @@ define("after(Tensor piece, Tensor token) -> Tensor", _after, lambda piece, toke
 def assembled_index(
     shape: Sequence[int], dim: int, chunk: int, slot: int, start: Sequence[int], piece: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """``(offset, length)`` of a piece's block in every dim of the assembled tensor. In ``dim``, ``start`` counts from
-    the beginning of ``slot``, whose length is ``chunk``."""
+    """``(offset, length)`` of a piece's block in each dim of the assembled tensor. In ``dim``, ``start`` counts from
+    the beginning of ``slot``, of length ``chunk``."""
     offsets = [s + (slot * chunk if d == dim else 0) for d, s in enumerate(start)]
     return list(zip(offsets, piece, strict=True))
 

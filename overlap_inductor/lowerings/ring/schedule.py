@@ -219,8 +219,7 @@ def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
 
 
 def unrolled_nodes(site: DecidedSite, parts: int | None = None) -> int | None:
-    """Estimated number of FX nodes of the site's unrolled steps. ``parts``: sub-chunks of a shard; ``None``: those of
-    the plan."""
+    """Estimated number of FX nodes of the site's unrolled steps. ``parts``: ``None`` for the plan's number."""
     parameters = site.decision.moving.parameters
     return form_of(site).unrolled_nodes(site, parts or parameters["sub_chunks"], parameters["route"])
 

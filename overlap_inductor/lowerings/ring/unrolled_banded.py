@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``matmul -> row-wise ops -> all-to-all`` in bands of tokens (``sites.banded_nodes``). ``r``: the rank::
 
-buffer = exchange_start()
-for band: y = f(x[band] @ w); for i in 0 .. W-2: send the part of y for rank r + 1 + i
-buffer[r] = the parts of all bands for r
-kept = cat(pieces of all bands)                    # for each result that is also read elsewhere
-wait for all hops                                  # where the program waits
+    buffer = exchange_start()
+    for band: y = f(x[band] @ w); for i in 0 .. W-2: send the part of y for rank r + 1 + i
+    buffer[r] = the parts of all bands for r
+    kept = cat(pieces of all bands)                    # for each result that is also read elsewhere
+    wait for all hops                                  # where the program waits
+
+One matmul computes a band. The band is written to memory once, in the order in which its parts are sent.
 """
 
 from __future__ import annotations

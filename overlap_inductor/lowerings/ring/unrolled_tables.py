@@ -53,7 +53,7 @@ class _Exchange:
     Attributes:
         groups: ``(first table, number of tables)`` of each group.
         bounds: offsets in a slot, in elements: where each group begins, and where the last one ends.
-        sent: the piece that each hop sends. The op that waits for the hop keeps it alive.
+        sent: the piece of each hop, kept alive by the op that waits for the hop.
     """
 
     def __init__(self, emit: StepEmitter, nodes: TableNodes, parts: int) -> None:
@@ -68,7 +68,7 @@ class _Exchange:
         )
 
     def send(self, step: int, group: int, piece: fx.Node) -> fx.Node:
-        """Send ``piece``, a group's blocks for rank ``r + step + 1``. Returns the send's token."""
+        """Send ``piece``, a group's blocks for rank ``r + step + 1``. Returns the token."""
         hop = step * len(self.groups) + group
         self.sent[hop] = piece
         return self.emit.communicate(
@@ -90,8 +90,7 @@ class _Exchange:
 
 
 def rewrite_pooled(emit: StepEmitter, nodes: PooledNodes, parts: int) -> Replaced:
-    """Write the steps of ``lookups -> all-to-all``. Returns ``{old node: its replacement}``. ``parts``: groups of
-    tables."""
+    """Write the steps of ``lookups -> all-to-all``. ``parts``: the number of groups of tables."""
     exchange = _Exchange(emit, nodes, parts)
     steps = range(emit.world_size - 1)
     token: fx.Node | None = None
@@ -161,8 +160,8 @@ def _ordered(emit: StepEmitter, nodes: PooledNodes, table: int, token: fx.Node |
     """``nodes.parts[table]``, looked up after ``token``. Without this edge, Inductor may run all lookups before the
     first send. A lookup that precedes ``token`` in the graph gets no edge."""
     lookup, part = nodes.lookups[table], nodes.parts[table]
-    # Inductor computes a plain lookup and its pointwise ops in one kernel. The edge goes to its last node. For bags, it
-    # goes to the result of the library call.
+    # Inductor computes a plain lookup and its pointwise ops in one kernel, whose last node gets the edge. For bags, the
+    # result of the library call gets it.
     node = behind_reshapes(part)
     if lookup.is_tuple:
         node = next(user for user in lookup.node.users if user.target is getitem and user.args[1] == 0)
@@ -176,8 +175,7 @@ def _ordered(emit: StepEmitter, nodes: PooledNodes, table: int, token: fx.Node |
 
 
 def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Replaced:
-    """Write the steps of ``all-to-all -> gradients of tables``. Returns ``{old node: its replacement}``. ``parts``:
-    groups of tables."""
+    """Write the steps of ``all-to-all -> gradients of tables``. ``parts``: the number of groups of tables."""
     exchange = _Exchange(emit, nodes, parts)
     size, count, steps = nodes.block_size, nodes.count, range(emit.world_size - 1)
     blocks = emit.reshape(emit.convert(nodes.source, nodes.source_layout, nodes.wire), [emit.world_size, count, size])
@@ -207,7 +205,7 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
 
 
 def _read(emit: StepEmitter, nodes: GradientNodes, buffer: fx.Node, place: int, old: fx.Node) -> fx.Node:
-    """The blocks at ``place`` of every slot. They replace ``old``, the gradient of one table's result."""
+    """The blocks at ``place`` of every slot, in place of ``old``, the gradient of one table's result."""
     blocks = emit.reshape(buffer, [emit.world_size, nodes.count, nodes.block_size])
     table: Any = emit.narrow(blocks, 1, place, 1)
     own = Layout(nodes.block.refined().dims)
