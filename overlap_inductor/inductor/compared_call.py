@@ -88,7 +88,7 @@ class ComparedCall:
         self.groups: list[dist.ProcessGroup] | None = None
         same = [entry for r in reports for entry in r.same_inputs]
         self.in_plan = [(i, name) for i, name, _, lasting in same if lasting and len(self.names) == 1]
-        """``(index among the inputs, name)`` of parameters and buffers whose digests are part of the plan. None if the
+        """``(index among the inputs, name)`` of parameters and buffers whose digests are part of the plan. Empty if the
         graph has several groups: all groups compare the plan, but a parameter may be the same in one group only."""
         self.apart_from_plan = [(i, name, group) for i, name, group, _ in same if (i, name) not in self.in_plan]
         """The other inputs that must be the same on all ranks of a group."""

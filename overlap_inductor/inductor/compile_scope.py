@@ -31,7 +31,7 @@ class CompileScope:
         config: the configuration of a pinned scope. If overlap is off: ``None``, or mode ``off``.
         without_us: whether the graph was compiled without the pass, now or before it was cached.
         refusal: why nothing may be overlapped in the graph, or ``None``.
-        reports: reports that are not yet stored with a compiled graph. A subgraph's comes before that of its graph.
+        reports: reports that are not yet stored with a compiled graph. A graph's report follows those of its subgraphs.
         seen: FX graphs that the pass has visited, by ``id``. The dictionary keeps them alive, so no ``id`` is reused.
     """
 
@@ -134,8 +134,8 @@ def current_phase() -> str | None:
 
 
 def refusal_context() -> str | None:
-    """Why no site may be overlapped in the graph being compiled, or ``None``. AOTInductor and ``cpp_wrapper`` cannot
-    call our Python ops. The scope may have a ``refusal``."""
+    """Why no site may be overlapped in the graph being compiled, or ``None``. Code of AOTInductor and of
+    ``cpp_wrapper`` cannot call our Python ops. The scope may have another reason."""
     from torch._inductor import config
     from torch._inductor.virtualized import V
 

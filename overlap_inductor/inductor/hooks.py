@@ -72,8 +72,8 @@ _local = _Local()
 
 
 class _Attached(str):
-    """Reports of a graph that this process compiled, as JSON. They are pickled as a plain ``str``, which thus marks a
-    graph from a cache. ``known``: the reports were activated."""
+    """Reports of a graph that this process compiled, as JSON. They are pickled as a plain ``str``. So a plain ``str``
+    marks a graph from a cache. ``known``: the reports were activated."""
 
     known = False
 
@@ -251,7 +251,7 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
 
 def _plain_program(gm: Any, example_inputs: Any) -> plain_program.Captured | None:
     """The plain program of ``gm``. ``None`` if ``gm`` is a training graph that a pass on the joint graph has rewritten:
-    this changed what the forward saves."""
+    the rewrite has changed what the forward saves."""
     if not rewritten(gm.graph):
         return plain_program.capture(gm, example_inputs)
     written = compile_scope.as_written(gm)
@@ -360,9 +360,9 @@ def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs:
 def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
     """Around ``BaseSchedulerNode.has_aliasing_or_mutation``, which Inductor calls only before it fuses nodes.
 
-    Inductor fuses no node into a template if the node's output aliases a buffer. This lifts the ban for a node that
-    writes a piece straight to its place in a whole tensor. It is safe: readers of the whole tensor wait for all pieces,
-    and no other node writes to that place.
+    Inductor fuses no node into a template if the node's output aliases a buffer. This function allows it for a node
+    that writes a piece straight to its place in a whole tensor. The fusion is safe: readers of the whole tensor wait
+    for all pieces, and no other node writes to that place.
     """
     outputs = node.get_outputs()
     if (
@@ -376,7 +376,7 @@ def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
 
 def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around ``AOTAutogradCache.try_load``: raise a ``StrictError`` after the load. During the load, AOTAutograd would
-    take it for a cache miss."""
+    take the error for a cache miss."""
     if (config := config_in_effect()) is not None and config.mode in ("on", "strict"):
         call_board.announce()
     outer, _local.deferred = _local.deferred, []

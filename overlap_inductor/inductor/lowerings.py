@@ -64,8 +64,8 @@ def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any
 
 
 def _agree(group_name: str, *args: Any) -> Any:
-    """Call the op. If the graph has a transfer of the group, define the rank's symbol first. Later, its host code could
-    split a CUDA graph between steps of the transfer.
+    """Call the op. If the graph has a transfer of the group, define the rank's symbol first. If it were defined later,
+    its host code could split a CUDA graph between steps of the transfer.
 
     Raises:
         OverlapError: another pass has moved a step of a transfer.
@@ -120,10 +120,10 @@ def _after(piece: Any, token: Any) -> Any:
 
 
 def _remaining(name: str) -> str:
-    """A buffer that the kernel of buffer ``name`` writes and that Inductor keeps.
+    """The name of a buffer that the kernel of buffer ``name`` writes and that Inductor keeps.
 
-    No kernel reads a step's token, so Inductor removes it with its scheduling edges. Edges start at an argument that
-    the step writes in place.
+    No kernel reads a step's token, so Inductor removes the token with its scheduling edges. So edges start at an
+    argument that the step writes in place.
     """
     buffer = V.graph.get_buffer(name)
     if isinstance(buffer, ir.MultiOutput):

@@ -7,8 +7,8 @@
     buf0 = 0
     extern_kernels.mm(reinterpret_tensor(x, (4, 8), (8, 1), 32*u0), w, out=buf1)
 
-A kernel that uses the symbol must run after its definition, and its partition needs the symbol as an input. Inductor
-ensures this for kernels that report the symbol. This module does so for two other kinds:
+A kernel that uses the symbol must run after the symbol's definition, and its partition needs the symbol as an input.
+Inductor ensures this for kernels that report the symbol. This module ensures it for two other kinds:
 
 - a template (Triton's, from max-autotune) that reads a view whose offset holds the symbol;
 - any kernel that writes into such a view.
@@ -114,8 +114,8 @@ def _needed(kernel: Any) -> Iterator[GroupRank]:
 
 
 def _views(kernel: Any) -> Iterator[Any]:
-    """The views that ``kernel`` reads as inputs or writes into, without those that generated pointwise kernels read.
-    Inductor finds the symbols of the latter."""
+    """The views that ``kernel`` reads as inputs or writes into. Reads of generated pointwise kernels are left out,
+    because Inductor finds their symbols."""
     yield from (i for i in getattr(kernel, "inputs", ()) if isinstance(i, ir.ReinterpretView))
     layouts = [output.maybe_get_layout() for output in kernel.get_outputs()]
     yield from (layout.view for layout in layouts if isinstance(layout, ir.NonOwningLayout))

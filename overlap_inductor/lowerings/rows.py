@@ -67,8 +67,8 @@ def transposed(emit: StepEmitter, x: fx.Node) -> fx.Node:
 
 
 def rows_in_place(emit: StepEmitter, x: fx.Node, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
-    """``x [rows, columns]`` with its rows moved from the ranks' order to the tensor's own order. Not ``from_ranks``:
-    moved back."""
+    """``x [rows, columns]`` with its rows moved from the ranks' order to the tensor's own order. If not ``from_ranks``,
+    they are moved back."""
     if isinstance(sharded.outer, int) and sharded.outer == 1:
         return x
     rank, columns = Atom(emit.world_size, rank=True), Atom(tools.shape(x)[1])

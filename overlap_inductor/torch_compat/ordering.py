@@ -3,7 +3,7 @@
 
 Unrolled steps of a ring write to a buffer in flight and read from it. Some later passes of Inductor move nodes by data
 dependencies alone. If such a pass is on (``moving_pass``), rings are not unrolled. If another pass has moved a step
-(``moved``), the compile raises an error. The graph would read data that has not arrived.
+(``moved``), the compile raises an error. Otherwise, the graph would read data that has not arrived.
 
 ``preserve_order`` makes each key of ``edges`` run after its values, with Inductor's ``control_deps``::
 
@@ -39,7 +39,7 @@ def starts_transfer(node: fx.Node) -> bool:
 
 
 def moving_pass() -> str | None:
-    """An Inductor setting that is on and lets a later pass move nodes past writes in place, or ``None``."""
+    """The name of an Inductor setting that is on and lets a later pass move nodes past writes in place, or ``None``."""
     from torch._inductor import config
 
     for name in ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx"):
@@ -50,8 +50,8 @@ def moving_pass() -> str | None:
 
 
 def prefetcher() -> str | None:
-    """An Inductor setting that is on and moves gathers of weights ahead, or ``None``. Without it, a gather stands where
-    its weight is used."""
+    """The name of an Inductor setting that is on and moves gathers of weights ahead, or ``None``. Without it, a gather
+    stands where its weight is used."""
     from torch._inductor import config
 
     if config.reorder_for_compute_comm_overlap:
@@ -66,8 +66,8 @@ def note_order(graph: fx.Graph) -> None:
 
 
 def moved(graph: fx.Graph) -> str | None:
-    """A node whose number of preceding writes differs from the record of ``note_order``, or ``None``. Newer nodes have
-    no record and are not checked."""
+    """The name of a node whose number of preceding writes differs from the record of ``note_order``, or ``None``. Newer
+    nodes have no record and are not checked."""
     found: list[str] = []
     _each_access(
         graph, lambda node, counts: found.append(node.name) if node.meta.get(_NOTED, counts) != counts else None

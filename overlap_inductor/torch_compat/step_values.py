@@ -82,7 +82,7 @@ class StepValues:
 
     def _as_before(self, node: fx.Node) -> FakeTensor | None:
         """The value of ``node`` for its present arguments: the stored value or, for a view, a new one. Marks the node.
-        ``None``, without a mark: it cannot be evaluated here, or the layout, dtype or device changes."""
+        Returns ``None``, without a mark, if the node cannot be evaluated here, or if layout, dtype or device change."""
         value = node.meta.get("val")
         if operators.operator(node) is None or operators.is_mutable(node) or not isinstance(value, FakeTensor):
             return None

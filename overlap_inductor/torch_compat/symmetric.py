@@ -121,8 +121,8 @@ def capturing() -> bool:
 
 @functools.cache
 def hardware_queues() -> int:
-    """Number of hardware queues of this process's streams: ``CUDA_DEVICE_MAX_CONNECTIONS``, by default 8. CUDA, too,
-    reads the variable only once."""
+    """Number of hardware queues of this process's streams: ``CUDA_DEVICE_MAX_CONNECTIONS``, by default 8. Cached: CUDA
+    reads the variable only once, too."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return int(given) if given.isdecimal() and int(given) else 8
 
@@ -186,7 +186,7 @@ def _reach(here: int, local: int) -> Reach:
 
 
 def why_no_kernels(device: torch.device) -> str | None:
-    """Why this package's kernels cannot run on the GPU, or ``None``. The same on all ranks with such a GPU."""
+    """Why this package's kernels cannot run on the GPU, or ``None``. The same on all ranks with this kind of GPU."""
     facts = reach()
     if not on_gpu(device):
         return f"it needs NVIDIA GPUs; the tensors are on {device.type}"

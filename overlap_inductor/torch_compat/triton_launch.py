@@ -186,8 +186,7 @@ class _Direct:
         for at, _ in self._varying:
             values[at] = [None] * (at.stop - at.start) if isinstance(at, slice) else None
         self._values = values
-        # Keep the descriptors' tensors, which ``values`` does not hold, and the loaded module, to which
-        # ``compiled.function`` belongs.
+        # ``values`` holds no descriptor's tensor. ``compiled.function`` belongs to the module that ``compiled`` loaded.
         self._alive = compiled, [a for number, a in enumerate(arguments) if number not in places]
 
     def __call__(self, *varying: torch.Tensor | None) -> None:

@@ -70,8 +70,8 @@ class GroupedRows:
         return _Shared(places, ends, weights)
 
     def piece(self, cut: matmuls.Slicer, dim: int, after: fx.Node | None) -> fx.Node:
-        """The rows that ``cut`` takes along dim ``dim`` of the result, computed after token ``after``, that of the last
-        send."""
+        """The rows that ``cut`` takes along dim ``dim`` of the result. They are computed after ``after``, the token of
+        the last send."""
         emit, matmul, shared = self.emit, self.matmul, self._shared
         mine = cut(shared.places, dim)
         flat = emit.reshape(mine, [tools.numel(tools.shape(mine))])
@@ -144,8 +144,8 @@ def places_from_zero(emit: StepEmitter, matmul: GroupedMatmul) -> fx.Node:
 
 
 def _with_rows(matmul: GroupedMatmul) -> fx.Node:
-    """A tensor with one entry for each row, which the steps read but do not compute. (If the size of a step were read,
-    the step would stay in the graph and compute all rows.)"""
+    """A tensor with one entry for each row, which the steps read but do not compute. If the size of a step were read,
+    the step would stay in the graph and compute all rows."""
     steps, last = matmul.steps, matmul.index.args[0]
     for node in steps:
         if is_gather(node):

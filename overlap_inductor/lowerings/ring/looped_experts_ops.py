@@ -8,8 +8,8 @@ and return, piece by piece::
 
 The op returns while the last pieces are under way. Step ``exchange_wait`` waits for them.
 
-In the experts' order, row i is the arrived row ``index[i]``, and the rows of expert e end at ``ends[e]``. A piece needs
-no row counts from the GPU::
+In the experts' order, row i is the arrived row ``index[i]``, and the rows of expert e end at ``ends[e]``. The GPU finds
+where each expert's rows end in a piece, so the host reads no row counts::
 
     ordered = sort(positions of the piece's rows in the experts' order)     # from the inverse of index
     ends'   = searchsorted(ordered, ends)                                   # where each expert's rows end in the piece

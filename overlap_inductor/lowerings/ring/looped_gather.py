@@ -72,13 +72,12 @@ def _is_plain(consumer: GatherConsumer) -> bool:
 
 
 def _gathers_operand(nodes: GatherNodes) -> bool:
-    """Whether all matmuls read one operand that can be gathered.
+    """Whether all matmuls read one operand that can be gathered: the gathered tensor itself, or an operand whose shard
+    each rank can compute before it sends. For such an operand:
 
-    The gathered tensor itself can. A rank may also compute its shard of the operand before it sends, if:
-
-    - only this operand is computed from the gathered tensor, and only the matmuls read it;
+    - only it is computed from the gathered tensor, and only the matmuls read it;
     - no other tensor takes part, because it may differ between ranks;
-    - the operand's dtype is not wider than the shard's.
+    - its dtype is not wider than the shard's.
     """
     (operand, *others) = {nodes.behind_views(c.operand_node) for c in nodes.consumers}
     wait = nodes.collective.wait
@@ -200,6 +199,6 @@ def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:
 
 
 def _in_place(emit: StepEmitter, x: fx.Node, dim: int, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
-    """``x`` with the indices of ``dim`` moved from the ranks' order to the tensor's own order. Not ``from_ranks``:
-    moved back."""
+    """``x`` with the indices of ``dim`` moved from the ranks' order to the tensor's own order. If not ``from_ranks``,
+    they are moved back."""
     return (columns_in_place if dim else rows_in_place)(emit, x, sharded, from_ranks)

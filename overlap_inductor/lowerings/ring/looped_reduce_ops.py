@@ -75,8 +75,8 @@ def send_as_made(
 def wait_for_all(
     exchange: exchanges.Exchange | None, buffer: torch.Tensor, sent: Tensors, group: dist.ProcessGroup
 ) -> None:
-    """Wait for every hop of ``exchange``, which receives into ``buffer``, and close it. As an argument, ``sent`` (the
-    pieces) lives until then."""
+    """Wait for every hop of ``exchange``, which receives into ``buffer``, and close it. The argument ``sent`` keeps the
+    pieces alive until then."""
     if exchange is not None:
         for hop in range(exchange.hop_count):
             exchange.wait(hop)

@@ -71,7 +71,7 @@ class Slices:
 
     def in_memory(self, piece: fx.Node) -> fx.Node:
         """``piece``, written to memory once. Otherwise the op that waits for the piece's hop could get a second copy,
-        computed again. It would keep only this copy alive, and the memory that is being sent could be reused."""
+        computed again. The op would keep only this copy alive, and the memory that is being sent could be reused."""
         if piece.target is overlap.after.default or piece.target in matmuls.KINDS:
             return piece  # Inductor never inlines a matmul into the kernel that reads it.
         return self.emit.call(overlap.after.default, piece, self.after or self.emit.chain)
@@ -127,8 +127,8 @@ class Slices:
         return self.whole[operand]
 
     def _placed(self, node: fx.Node, region: Region, cuts: Cuts) -> fx.Node:
-        """``node``, which the region reads but does not compute, laid out over the matmuls' dims. The cut dim, if it
-        has it, is cut."""
+        """``node``, which the region reads but does not compute, laid out over the matmuls' dims. If it has the cut
+        dim, it is cut."""
         if not tools.shape(node):
             return node
         place = region.places[node]

@@ -205,8 +205,8 @@ def _pays(site: OverlapSite, config: OverlapConfig, scale: float = 1.0) -> bool:
 
 
 def _margin(site: OverlapSite) -> float:
-    """By which factor the ring must be estimated to be faster than ``keep``. It is larger for attention on GPUs, where
-    rings were not measured."""
+    """The factor by which the ring must be estimated to be faster than ``keep``. It is larger for attention on GPUs,
+    where rings were not measured."""
     attention = any(matmul.kind == "attention" for matmul in site.facts.matmuls)
     return MARGIN_UNMEASURED if attention and on_gpu(tools.value(site.collectives[0].input).device) else MARGIN
 

@@ -24,7 +24,7 @@ from overlap_inductor.sites.step_emitter import part_count
 
 def _parameters(nodes: TableNodes, config: OverlapConfig) -> dict[str, Any]:
     """Sub-chunks are groups of tables. A group holds the slices of all ranks, so it is larger than another form's
-    sub-chunk. Four times as many groups keep the last group's transfer, which is exposed, short."""
+    sub-chunk. The last group's transfer is exposed. To keep it short, there are four times as many groups."""
     return {"sub_chunks": part_count(nodes.count, 4 * config.sub_chunks), "route": ROUTE}
 
 

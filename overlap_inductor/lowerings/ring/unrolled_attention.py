@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``all-gathers of keys and values -> attention`` as a ring of unrolled steps (Ring Attention, arXiv:2310.01889,
-section 3): keys and values travel while attention reads the shards that have arrived. ``r``: the rank::
+section 3). Keys and values travel while attention reads the shards that have arrived. ``r``: the rank::
 
     keys, values = gather_start(own keys), gather_start(own values)       # or one gather of both
     y[r], l[r]   = attention(q, keys[r], values[r], mask[:, r])           # under the first hop
@@ -103,7 +103,7 @@ def _sums(emit: StepEmitter, nodes: AttentionNodes, log_sum_exp: fx.Node) -> fx.
 
 
 Hidden = tuple[fx.Node | None, fx.Node | None]
-"""``(what is added to the scores of a rank's keys, which queries see none of these keys)``; twice ``None`` without a
+"""``(what is added to the scores of a rank's keys, which queries see none of these keys)``. Both are ``None`` without a
 mask."""
 
 
@@ -150,8 +150,8 @@ def _causal(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
 
 
 def _merged(emit: StepEmitter, pieces: list[tuple[fx.Node, fx.Node]], dtype: torch.dtype, masked: bool) -> fx.Node:
-    """The attention to all keys, from ``(output, log-sum-exp)`` for each rank's keys. ``masked``: whether a query may
-    see no key at all. Its output is then 0."""
+    """The attention to all keys, from ``(output, log-sum-exp)`` for each rank's keys. If ``masked``, a query may see no
+    key at all. The output of such a query is 0."""
     added = functools.partial(functools.reduce, lambda a, b: emit.call(aten.add.Tensor, a, b))
     sums = [log_sum_exp for _, log_sum_exp in pieces]
     wide = tools.dtype(sums[0])
