@@ -89,7 +89,7 @@ class ComparedCall:
         same = [entry for r in reports for entry in r.same_inputs]
         self.in_plan = [(i, name) for i, name, _, lasting in same if lasting and len(self.names) == 1]
         """``(index among the inputs, name)`` of parameters and buffers whose digests are part of the plan. Empty if the
-        graph has several groups: all groups compare the plan, but a parameter may be the same in one group only."""
+        graph has several groups: all compare the plan, but a parameter may be the same in one only."""
         self.apart_from_plan = [(i, name, group) for i, name, group, _ in same if (i, name) not in self.in_plan]
         """The other inputs that must be the same on all ranks of a group."""
         self.parameters: dict[str, list[int]] = {}
@@ -98,7 +98,6 @@ class ComparedCall:
             if lasting and (index, name) not in self.in_plan:
                 self.parameters.setdefault(group, []).append(index)
         self.by_inputs: ByStorage[agreement.Comparison] = ByStorage()
-        """The comparison for each set of ``in_plan`` inputs of earlier calls."""
         self.by_digest: dict[str, agreement.Comparison] = {}
         """The comparisons by their plan's digest. Inputs with equal values share a comparison."""
         self.overlaps = any(p.overlaps for p in self.plans)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The identity of the pass: a hash of everything besides the graph that can change what the pass makes of a graph.
+"""The identity of the pass: a hash of everything that can change its result, except the graph.
 
-The hash is part of the cache keys of Inductor and AOTAutograd. It leaves out the dump folder: reports are stored with
-the compiled graph, so a cache hit can write its dump to any folder.
+The hash is part of the cache keys of Inductor and AOTAutograd. It leaves out the dump folder. A cache hit can write the
+graph's stored reports to any folder.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def registered() -> list[tuple[str, str]]:
 
     - module of a package: every Python file below the module's folder;
     - other module: the module's file;
-    - module without a file (a notebook): a digest that is new in each process, so that no cache returns old code.
+    - module without a file (a notebook): a digest that is new in each process. So no cache returns old code.
     """
     entries: list[SiteSchedule | Pattern | Transport] = [*SCHEDULES, *PATTERNS, *transports()]
     found = []

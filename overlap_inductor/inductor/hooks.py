@@ -250,8 +250,8 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _plain_program(gm: Any, example_inputs: Any) -> plain_program.Captured | None:
-    """The plain program of ``gm``. ``None`` if ``gm`` is a training graph that a pass on the joint graph has rewritten:
-    the rewrite has changed what the forward saves."""
+    """The plain program of ``gm``. ``None`` if a pass on the joint graph has rewritten a training graph: this has
+    changed what the forward saves."""
     if not rewritten(gm.graph):
         return plain_program.capture(gm, example_inputs)
     written = compile_scope.as_written(gm)

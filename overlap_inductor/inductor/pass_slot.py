@@ -91,7 +91,7 @@ class OverlapPass(_Base):
         _register_lowerings_of(graph)
 
     def _take(self, report: OverlapReport, config: OverlapConfig) -> None:
-        """Leave a report in the compile scope. Outside a scope, activate it now."""
+        """Leave a report in the compile scope. Without a scope, activate it."""
         scope = compile_scope.current()
         if inductor_config._micro_pipeline_tp:
             report.notices.append(MICRO_PIPELINE_NOTICE)
@@ -205,7 +205,6 @@ def read(slot: str = POST_GRAD) -> Any:
 
 
 def write(value: Any, slot: str = POST_GRAD) -> None:
-    """Assign the slot on this thread if its value changes."""
     if value is not read(slot):
         setattr(inductor_config, SETTINGS[slot], value)
 
@@ -228,7 +227,6 @@ def patched(value: Any) -> Iterator[None]:
 
 
 def describe(value: Any) -> str:
-    """The passes in a slot's value, in words for a message."""
     passes = members(value)
     if not passes:
         return "nothing"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries features and settings of the installed torch for ``overlap-inductor doctor``."""
+"""Queries the installed torch for ``overlap-inductor doctor``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def symmetric_memory_backend(device_index: int = 0) -> str:
     """The backend that symmetric memory uses on a GPU: ``CUDA``, ``NVSHMEM`` or ``NCCL``.
 
     Raises:
-        RuntimeError: this torch has no symmetric memory for the GPU; the message says why.
+        RuntimeError: this torch has no symmetric memory for the GPU.
     """
     try:
         import torch.distributed._symmetric_memory as symmetric_memory
@@ -51,8 +51,7 @@ def slot_content() -> str:
 
 
 def config_in_slot() -> OverlapConfig | None:
-    """The configuration of the pass in Inductor's slot. ``None`` if the slot does not hold the pass, or if nothing is
-    switched on.
+    """The configuration of the pass in Inductor's slot. ``None`` if there is no pass, or if nothing is switched on.
 
     Raises:
         ConfigError: a switch has a value that is not allowed.

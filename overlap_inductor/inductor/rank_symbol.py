@@ -7,7 +7,7 @@
     buf0 = 0
     extern_kernels.mm(reinterpret_tensor(x, (4, 8), (8, 1), 32*u0), w, out=buf1)
 
-A kernel that uses the symbol must run after the symbol's definition, and its partition needs the symbol as an input.
+If a kernel uses the symbol, it must run after the symbol's definition. Its partition needs the symbol as an input.
 Inductor ensures this for kernels that report the symbol. This module ensures it for two other kinds:
 
 - a template (Triton's, from max-autotune) that reads a view whose offset holds the symbol;

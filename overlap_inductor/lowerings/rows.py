@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bring rows into the ranks' order, for every site that is written as one op.
 
-The ops of some schedules compute 2-D matmuls with rows in the *ranks' order*: the rows of rank 0, then those of rank 1,
-and so on. Other sites are brought into this form:
+In the *ranks' order*, the rows of rank 0 come first, then those of rank 1, and so on. The ops of some schedules compute
+2-D matmuls with rows in this order. Other sites are brought into this form:
 
 - Rows in the order ``[outer, rank, chunk]`` are permuted: in the result after a gather, in the left operand before a
   scatter.

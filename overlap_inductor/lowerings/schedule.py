@@ -168,9 +168,8 @@ class SiteSchedule(Protocol):
     def joined(
         self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]
     ) -> list[PlanPiece] | None:
-        """A plan for a dynamic token count: ``own``, and the first of ``others`` for token counts that ``own`` does not
-        serve. ``others``: plans of schedules that are ``called_by_others``. ``None`` if this schedule does not join
-        plans."""
+        """A plan for a dynamic token count: ``own``, and the first of ``others`` where ``own`` does not serve.
+        ``others``: plans of schedules that are ``called_by_others``. ``None`` if this schedule does not join plans."""
         ...
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:

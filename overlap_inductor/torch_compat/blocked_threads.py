@@ -16,9 +16,9 @@ _NOT_OF_ALL_RANKS = {"monitored_barrier", "send", "recv", "isend", "irecv", "bat
 
 
 def in_collective(thread: int) -> bool:
-    """Whether the thread ``thread`` (``threading.get_ident``) is inside a collective: an op of a namespace of
-    collectives, or a function of ``torch.distributed``. Sends, receives and ``monitored_barrier`` do not count: gloo
-    counts them differently on each rank."""
+    """Whether the thread ``thread`` (``threading.get_ident``) is inside a collective: an op of collectives, or a
+    function of ``torch.distributed``. Sends, receives and ``monitored_barrier`` do not count: gloo counts them
+    differently on each rank."""
     frame = sys._current_frames().get(thread)
     for _ in range(_FRAMES):
         if frame is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups by name: their ranks, store, timeout, and what they can do."""
+"""Process groups by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def default_group() -> dist.ProcessGroup | None:
 
 
 def group_ranks(group_name: str) -> tuple[int, ...] | None:
-    """Global ranks of a group in group order, or ``None`` if this process has no such group."""
+    """Global ranks of a group in group order, or ``None`` if there is no such group."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     try:

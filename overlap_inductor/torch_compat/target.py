@@ -15,8 +15,8 @@ _target: Box | None = None
 
 @contextmanager
 def planning_for(box: Box | None) -> Iterator[None]:
-    """Inside the ``with`` block, plan graphs as if their ranks ran on the GPUs of ``box``, whatever the device of their
-    tensors. Such a plan cannot be run here. ``None``: plan for this machine."""
+    """In this context, plan graphs as if their ranks ran on the GPUs of ``box``, whatever their tensors' device. Such a
+    plan cannot be run here. ``None``: plan for this machine."""
     global _target
     outer, _target = _target, box
     try:

@@ -111,7 +111,7 @@ class PreparedKernel:
 
 
 def _with_scratch(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """``run`` with an allocator for the kernel's own memory. The caller's allocator stays."""
+    """``run`` with an allocator for the kernel's memory. The caller's allocator stays."""
     import contextvars
 
     def launch(*arguments: Any) -> None:

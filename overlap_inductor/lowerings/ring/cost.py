@@ -13,8 +13,8 @@ from overlap_inductor.facts.cost_model import written_seconds
 from overlap_inductor.facts.machine import Machine
 
 TOLERANCE = 1.05
-"""The ring with the fewest sub-chunks is chosen among those that take at most this many times the fastest ring's time.
-Each sub-chunk adds nodes that Inductor must compile."""
+"""A ring may take this many times the fastest ring's time if it has fewer sub-chunks. Each sub-chunk adds nodes that
+Inductor must compile."""
 
 
 def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
@@ -35,8 +35,8 @@ def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine, parts: int, margin: float = MARGIN) -> bool:
-    """Whether the ring is estimated to be faster than ``keep`` by the factor ``margin``, and to hide at least what its
-    steps cost.
+    """Whether two estimates hold: the ring is faster than ``keep`` by the factor ``margin``, and hides at least what
+    its steps cost.
 
     The second condition protects the host, which launches every step, from rings of tiny collectives.
     """
@@ -48,8 +48,8 @@ def pays(sizes: SiteSizes, machine: Machine, parts: int, margin: float = MARGIN)
 
 
 def fewest_parts(sizes: SiteSizes, machine: Machine, limit: int) -> int:
-    """The smallest of ``halved(limit)`` with which the ring pays and is about as fast as the fastest ring
-    (``TOLERANCE``); ``limit`` if the ring does not pay with ``limit``."""
+    """The smallest of ``halved(limit)`` with which the ring pays and is about as fast as possible (``TOLERANCE``). If
+    the ring does not pay with ``limit``, returns ``limit``."""
     if not pays(sizes, machine, limit):
         return limit
     return fewest({n: seconds(sizes, machine, n) for n in halved(limit) if pays(sizes, machine, n)})

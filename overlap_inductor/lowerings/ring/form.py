@@ -4,8 +4,7 @@
     unrolled    for each piece: an op that waits for and starts transfers, and the mm of the piece
     looping     overlap_inductor::<pattern>(chain, shard, ...)       one op, which loops over the pieces
 
-In all methods, ``parts`` is the number of sub-chunks of a shard, ``route`` the route of shards or partial sums
-(``transports.routes``).
+``parts``: sub-chunks of a shard. ``route``: the route of shards or partial sums (``transports.routes``).
 """
 
 from __future__ import annotations

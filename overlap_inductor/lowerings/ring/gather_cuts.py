@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a shard of a gathered tensor can be cut into sub-chunks, and which dim of a matmul they then cut."""
+"""Where a gathered tensor's shard can be cut into sub-chunks, and which dim of a matmul they cut."""
 
 from __future__ import annotations
 

@@ -76,13 +76,13 @@ class GatherRing:
 
 def _nodes_a_piece(consumer: GatherConsumer) -> int:
     """Estimated number of nodes of a piece's matmul and its views. If the gathered dim is contracted, more nodes cut
-    the other operand, widen a narrow sum, and zero the padding of short shards."""
+    the other operand, widen sums and zero the padding of short shards."""
     narrow = consumer.role == "K" and tools.dtype(consumer.matmul.node).itemsize < 4
     short = consumer.role == "K" and consumer.sharded.short
     return {"M": 2, "N": 3, "K": 4, "B": 3}[consumer.role] + (2 if narrow else 0) + (3 if short else 0)
 
 
 def in_eights(nodes: Iterable[fx.Node]) -> int:
-    """The number of pointwise ops among ``nodes``, rounded down to a multiple of 8. Rounding hides a bias, cast or
-    padding that only one rank has. So ranks probably unroll the same sites."""
+    """The number of pointwise ops among ``nodes``, rounded down to a multiple of 8. One rank may have a bias, a cast or
+    padding that others lack. Rounding rarely lets this change what is unrolled."""
     return sum(tools.is_pointwise(n) and n.target not in tools.SAME for n in nodes) // 8 * 8

@@ -46,8 +46,8 @@ class Piece:
 
 
 class Consumer:
-    """Multiplies one consumer's pieces and joins their results. If sub-chunks cut a dim of the operand other than the
-    gathered one, that dim is the *crossing dim*."""
+    """Multiplies one consumer's pieces. If sub-chunks cut a dim of the operand other than the gathered one, that dim is
+    the *crossing dim*."""
 
     def __init__(self, emit: StepEmitter, consumer: GatherConsumer, lead: Atom | None) -> None:
         self.emit, self.consumer = emit, consumer
@@ -197,7 +197,7 @@ class EpiloguePieces:
     def finish(self) -> dict[fx.Node, fx.Node]:
         results = {}
         for node, pieces in self.pieces.items():
-            # All matmuls have the output's rows. A matmul of the output's width places the pieces.
+            # A matmul of the output's width places the pieces.
             width = tools.shape(node)[-1]
             consumer = next(c for n, c in self.base.items() if same_size(tools.shape(n)[-1], width))
             whole = consumer.assemble(pieces)

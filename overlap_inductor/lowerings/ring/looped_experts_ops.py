@@ -60,7 +60,6 @@ class Experts:
         self.results, *self.handed_out = _outputs(arrived, program)
 
     def compute(self, start: int, stop: int) -> None:
-        """Compute the rows ``start, ... stop - 1`` of ``arrived``."""
         if start == stop:
             return
         ordered = self.inverse[start:stop].sort().values

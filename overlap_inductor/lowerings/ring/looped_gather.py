@@ -72,8 +72,8 @@ def _is_plain(consumer: GatherConsumer) -> bool:
 
 
 def _gathers_operand(nodes: GatherNodes) -> bool:
-    """Whether all matmuls read one operand that can be gathered: the gathered tensor itself, or an operand whose shard
-    each rank can compute before it sends. For such an operand:
+    """Whether all matmuls read one operand that can be gathered. The gathered tensor itself can. So can an operand
+    whose shard each rank can compute before it sends:
 
     - only it is computed from the gathered tensor, and only the matmuls read it;
     - no other tensor takes part, because it may differ between ranks;

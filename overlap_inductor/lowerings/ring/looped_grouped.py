@@ -92,7 +92,7 @@ def _matmul(nodes: ReduceNodes) -> GroupedMatmul | None:
 
 
 def _sums_only(nodes: ReduceNodes, matmul: GroupedMatmul) -> bool:
-    """Whether the collective's input is the sum of the matmul's rows over dim 1, through views and at most one cast."""
+    """Whether the collective's input sums the matmul's rows over dim 1, through views and at most one cast."""
     assert nodes.region is not None
     node, casts, sums = nodes.computed[0], 0, 0
     while node is not matmul.node:

@@ -51,7 +51,6 @@ def sums_of_experts(
 
 
 def _op(reduce: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The op that reduces the sums of experts by ``reduce``."""
 
     def op(
         chain: torch.Tensor,

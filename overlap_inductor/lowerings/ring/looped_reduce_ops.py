@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping ops of reductions and of gathered outputs: one functional op per site, which runs the ring in a loop.
+"""The looping ops of reductions and of gathered outputs: one op per site, which runs the ring in a loop.
 
 A looping op keeps a graph small (80 layers, 1024 ranks), but Inductor cannot fuse other ops into its matmuls. Below
 ``min_rows`` tokens, the op runs the plain collective and matmul. All ranks have the same token count, so all make the
@@ -149,7 +149,6 @@ def reduce_scatter_rows(
 
 
 def _op(reduce: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The op that reduces the sum of ``lhs @ rhs`` and biases by ``reduce``."""
 
     def op(
         chain: torch.Tensor,

@@ -11,8 +11,8 @@ A gather in the graph (W ranks, S sub-chunks; token ``chain`` orders the ops of 
     ...
     y        = assemble([y0, y1, ...], shifts=[0, -1, ...])
 
-- Order: the op that waits for a hop *mutates* the buffer, and Inductor moves no read of a buffer past a write to it.
-  This fixes the order start, matmul, step, matmul.
+- Order: the op that waits for a hop *mutates* the buffer. Inductor moves no read of a buffer past a write to the
+  buffer. This fixes the order start, matmul, step, matmul.
 - Lifetime: each step has the buffer as an argument, so it lives until the last hop has ended. A reduction also sends
   other pieces. They are arguments of the op that waits for their hops.
 - Ranks: ``take`` and ``assemble`` compute slots from the rank at run time. So the graph's text is the same on all

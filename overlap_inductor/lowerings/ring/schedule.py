@@ -212,8 +212,7 @@ def _margin(site: OverlapSite) -> float:
 
 
 def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
-    """The smallest power of two, up to 2**20 tokens, at which the ring is estimated to pay; ``None`` if there is
-    none."""
+    """The smallest power of two, up to 2**20 tokens, at which the ring should pay; ``None`` if there is none."""
     example = max(hint(site.nodes.tokens), 1)
     return next((2**exponent for exponent in range(21) if _pays(site, config, 2**exponent / example)), None)
 
@@ -228,9 +227,9 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     """Decide which rings are unrolled, and write that into their decisions. The others become looping ops.
 
     A ring is unrolled if its nodes fit into what is left of the graph's ``budget``. Rings without a looping op are
-    decided first, then the others, each in graph order. Two kinds of rings are never unrolled: rings that choose by the
-    token count, and all rings if a later pass moves nodes (``moving_pass``). A site that can be neither unrolled nor
-    looped is refused.
+    decided first, then the others, each in graph order. A ring that chooses by the token count is never unrolled. If a
+    later pass moves nodes (``moving_pass``), no ring is unrolled. A site that can be neither unrolled nor looped is
+    refused.
 
     Ranks may decide differently for two reasons:
 

@@ -37,7 +37,7 @@ overlap = torch.ops.overlap_inductor
 
 
 Buffers = dict[fx.Node, fx.Node]
-"""For the node of each gather: the buffer into which its shards arrive."""
+"""The buffer of each gather, by the gather's node."""
 
 
 def rewrite(emit: StepEmitter, nodes: AttentionNodes, route: str) -> Replaced:

@@ -67,7 +67,6 @@ def rewrite(emit: StepEmitter, nodes: BandedNodes, parts: int) -> Replaced:
 
 
 def _joined(emit: StepEmitter, nodes: BandedNodes, node: fx.Node, pieces: list[fx.Node]) -> fx.Node:
-    """``node`` as a whole. ``pieces``: those of all bands."""
     dim = place_of(nodes.layouts[node], nodes.band)
     if dim is None:
         raise RuntimeError(f"the pieces of {node.name} cannot be joined; expected a site without such a node")
@@ -76,7 +75,7 @@ def _joined(emit: StepEmitter, nodes: BandedNodes, node: fx.Node, pieces: list[f
 
 
 def _pieces(emit: StepEmitter, nodes: BandedNodes, start: Size, length: Size, after: fx.Node | None) -> BandPieces:
-    """What is computed from the matmul's rows of one band: ``length`` indices of ``nodes.band``, from ``start`` on.
+    """What is computed from one band of the matmul's rows: ``length`` indices of ``nodes.band``, from ``start`` on.
     ``after``: the token of the last send, if any."""
     leaf, rows = nodes.leaves[0], (start * nodes.unit, length * nodes.unit)
     lhs = emit.narrow(leaf.lhs, 0, *rows)
@@ -89,7 +88,7 @@ def _pieces(emit: StepEmitter, nodes: BandedNodes, start: Size, length: Size, af
 
 
 def _in_memory(emit: StepEmitter, nodes: BandedNodes, pieces: BandPieces, after: fx.Node | None) -> fx.Node:
-    """The band's part of each rank's slice, ``[W, elements]``, written to memory to be sent."""
+    """The band's part of each rank's slice, ``[W, elements]``, written to memory."""
     last = nodes.collectives[0].input
     band = emit.convert(pieces.of(last), nodes.layouts[last].without_rank(), nodes.in_bands, pieces.sizes)
     return emit.call(overlap.after.default, band, after or emit.chain)

@@ -36,7 +36,7 @@ overlap = torch.ops.overlap_inductor
 
 
 class Steps:
-    """Multiplies sub-chunks of ``gathered``, the buffer of all ranks' shards, as they arrive.
+    """Multiplies sub-chunks of ``gathered``, the buffer of all shards, as they arrive.
 
     Args:
         parts: sub-chunks of a shard; 1 is used if ``can_cut`` forbids cuts.
@@ -78,7 +78,6 @@ class Steps:
         self.epilogue.compute()
 
     def finish(self) -> dict[fx.Node, fx.Node]:
-        """The replacements of the matmuls and of the epilogue's outputs."""
         base = self.epilogue.base
         whole = {t.consumer.matmul.node: t.finish() for t in self.consumers if t.consumer.matmul.node not in base}
         return {**whole, **self.epilogue.finish()}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables`` as unrolled steps.
 
-The results of one group of tables travel while the next group is looked up, for the whole batch::
+The results of one group of tables travel while the next group is looked up::
 
     for each group of tables:
         p = lookups of the group, for the whole batch                       # after the previous group's sends
@@ -79,7 +79,7 @@ class _Exchange:
         self.emit.call(overlap.exchange_keep.default, self.buffer, own, self.emit.group_name)
 
     def wait(self, hops: list[int], after: list[fx.Node]) -> None:
-        """Wait for ``hops``. The tensors ``after`` are computed before."""
+        """Wait for ``hops``, after the tensors ``after`` are computed."""
         held = [*(self.sent[hop] for hop in hops), *after]
         self.emit.communicate(
             overlap.exchange_wait.default, self.emit.chain, self.buffer, held, self.bounds, hops, *self.where
@@ -158,7 +158,7 @@ def _joined(emit: StepEmitter, blocks: list[fx.Node]) -> fx.Node:
 
 def _ordered(emit: StepEmitter, nodes: PooledNodes, table: int, token: fx.Node | None) -> fx.Node:
     """``nodes.parts[table]``, looked up after ``token``. Without this edge, Inductor may run all lookups before the
-    first send. A lookup that precedes ``token`` in the graph gets no edge."""
+    first send."""
     lookup, part = nodes.lookups[table], nodes.parts[table]
     # Inductor computes a plain lookup and its pointwise ops in one kernel, whose last node gets the edge. For bags, the
     # result of the library call gets it.
@@ -191,7 +191,7 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
     replaced: dict[fx.Node, fx.Node] = {}
     computed: list[fx.Node] = []
     for group, (start, length) in enumerate(exchange.groups):
-        # Waits stand in the order of the groups, so this one stands before the first reader of this or a later group.
+        # Waits stand in the order of the groups, so this one precedes the first reader of this or a later group.
         later = [node for node, place in places.items() if place >= start]
         first = min((min(node.users, default=node) for node in later), default=emit.graph.output_node())
         with emit.graph.inserting_before(first):
