@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find an exchange of keys and values that can run under the attention to the same keys and values.
 
-TokenRing and torch's context parallelism attend to one rank's keys at a time. While a rank attends to the block that it
-holds, it passes the block on (``all_to_all``), or gathers the blocks of all ranks (``all_gather``)::
+TokenRing and torch's context parallelism attend to one rank's keys at a time. Meanwhile a rank passes its block on
+(``all_to_all``), or gathers the blocks of all ranks (``all_gather``)::
 
     block = cat([flatten(k), flatten(v)])
     moved = all_to_all_single(block, ...)               # to the next rank
@@ -10,8 +10,8 @@ holds, it passes the block on (``all_to_all``), or gathers the blocks of all ran
     k, v  = pieces of wait_tensor(moved)
     y1    = scaled_dot_product_attention(q, k, v); merge y1 into y0
 
-Without the overlap pass, Inductor may start the exchange after ``y0`` and wait for it at once. Then nothing hides it.
-Contract: the graph does not change.
+Without the overlap pass, Inductor may start the exchange after ``y0``, where nothing hides it. Contract: the graph does
+not change.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ from overlap_inductor.sites.pieces import piece_of
 from overlap_inductor.torch_compat import operators
 
 NAMESPACES = ("aten", "prims", *operators.FUNCTIONAL_COLLECTIVES)
-"""Namespaces in which an op's name shows whether it is a collective. An op of another namespace may issue a collective
-inside."""
+"""Namespaces in which an op's name shows whether it is a collective. Any other op may issue a collective inside."""
 STEPS = 12
-"""The most nodes on the way from the keys to the exchange, and from the keys to the attention."""
+"""The most nodes from the keys to the exchange, and from the keys to the attention."""
 
 
 class AttentionExchange:
-    """Pattern ``attention beside an exchange of its keys and values`` (see ``Pattern``). A program may exchange keys
-    and values separately. Then both exchanges are one site, which starts at the first exchange."""
+    """Pattern ``attention beside an exchange of its keys and values`` (see ``Pattern``). Separate exchanges of keys and
+    of values are one site, which starts at the first exchange."""
 
     early = False
     example = None
@@ -91,15 +90,15 @@ def _attentions(collective: CollectiveNode) -> list[AttentionNode]:
 
 
 def _independent(reader: AttentionNode, collective: CollectiveNode) -> bool:
-    """Whether neither the attention nor the exchange needs the result of the other."""
+    """Whether neither the attention nor the exchange needs the other's result."""
     return not tools.depends_on(reader.node, collective.node, {}) and not tools.depends_on(
         collective.node, reader.node, {}
     )
 
 
 def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> list[CollectiveNode]:
-    """The later exchanges that can run under the attention together with ``first``. They send keys or values of the
-    same attention, by a collective of the same kind in the same group."""
+    """The later exchanges that can run under the attention together with ``first``. They send keys or values of this
+    attention, with the same kind of collective in the same group."""
     found: list[CollectiveNode] = []
     unavailable = {*search.merged, *search.taken()}
     for node, kind, other in search.collectives.values():
@@ -117,8 +116,7 @@ def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> lis
 
 
 def _why_not_moved(nodes: HeldNodes) -> Reason | None:
-    """Why an exchange cannot start before the attention, or why a wait cannot stand behind the attention. ``None`` if
-    both are possible."""
+    """Why an exchange cannot start before the attention, or why a wait cannot stand behind it; else ``None``."""
     late, early = nodes.late_starts(), nodes.early_readers()
     where = nodes.attention.node.name
     if late and early:
@@ -126,7 +124,7 @@ def _why_not_moved(nodes: HeldNodes) -> Reason | None:
         return Reason("hoist", f"{text} before {where}; expected at most one of the two")
     if late:
         # The ranks' attention ops may differ, but all ranks must issue a group's collectives in the same order. So the
-        # exchange is not moved before another collective of its group.
+        # exchange does not move past another collective of its group.
         node = nodes.attention.node
         own = {c.node for c in nodes.exchanges}
         while (node := node.next) is not late[-1].node:
@@ -138,7 +136,7 @@ def _why_not_moved(nodes: HeldNodes) -> Reason | None:
                 return Reason("hoist", f"{text} and may issue collectives; expected the exchange to come first")
         for exchange in late:
             if (reader := _later_reader(exchange, nodes.attention.node)) is not None:
-                # Inductor may compute such an op in place, although the exchange is still sending the tensor.
+                # Inductor may compute such an op in place while the exchange still sends the tensor.
                 text = f"{reader.name} reads what {exchange.node.name} sends, between {where} and the exchange"
                 return Reason("hoist", f"{text}; expected only views, copies and attention there")
     waits = {wait for c in nodes.exchanges for wait in c.chain()}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables``, as DLRM writes them. Each rank holds tables
-of its own, and each rank needs the results of all tables for its slice of the batch.
+of its own, and needs the results of all tables for its slice of the batch.
 
 ::
 
@@ -10,8 +10,9 @@ of its own, and each rank needs the results of all tables for its slice of the b
     g = wait_tensor(all_to_all_single(dy))                                        # backward
     dw0, dw1 = embedding_bag_backward(g[:, :width], ...), embedding_bag_backward(g[:, width:], ...)
 
-Contract: the graph does not change. Views and permuted copies may stand between ``cat`` and collective. Between a
-lookup and the ``cat``, pointwise ops and sums may stand, too. The results of all tables must have one shape and dtype.
+Contract: the graph does not change. Views and permuted copies may stand between ``cat`` and collective. Views,
+pointwise ops and sums may stand between a lookup and the ``cat``. The results of all tables must have one shape and
+dtype.
 """
 
 from __future__ import annotations
@@ -41,15 +42,14 @@ from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
 STEPS = 12
-"""The most nodes that the search may see on its way from a part of the ``cat`` back to the part's lookup."""
+"""The most nodes that the search may see from a part of the ``cat`` back to its lookup."""
 FEW = 16
 """The most tables that are looked up rank by rank. Each such table adds nodes for every rank."""
 _POOLS = (aten.sum.dim_IntList, aten.mean.dim)
 
 
 def lookups_before(collective: CollectiveNode) -> list[tuple[fx.Node, LookupNode]]:
-    """``(part, its lookup)`` for each part of the collective's input, in order. Empty if a part has no
-    lookup."""
+    """``(part, its lookup)`` for each part of the collective's input, in order. Empty if a part has no lookup."""
     node: fx.Node = collective.input
     while _views(node):
         node = node.args[0]
@@ -59,8 +59,7 @@ def lookups_before(collective: CollectiveNode) -> list[tuple[fx.Node, LookupNode
 
 
 def gradients_after(collective: CollectiveNode) -> list[LookupNode]:
-    """The gradients of tables that are computed from the collective's result, through views, slices and pointwise
-    ops."""
+    """The tables' gradients that are computed from the collective's result through views, slices and pointwise ops."""
     found: list[LookupNode] = []
 
     def goes_on(node: fx.Node) -> bool:
@@ -103,8 +102,8 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
         and statically_known_true(tools.numel(tools.shape(lookup.lhs)) % collective.world_size == 0)
         for part, lookup in found
     )
-    # Bags cannot be looked up rank by rank: which indices belong to a slice of the batch is known only at run time. If
-    # the whole batch is looked up at once, one table's exchange can only hide behind another table's lookups.
+    # The rows of a bag that belong to a slice of the batch are known only at run time. So bags cannot be looked up rank
+    # by rank, and a table's exchange can only hide behind another table's lookups.
     if len(parts) == 1 and not by_rank:
         return _one_table(collective, ", or one table of plain rows that can be looked up rank by rank")
     return PooledNodes(
@@ -113,8 +112,8 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
 
 
 def _not_sent_as_made(parts: list[fx.Node], joined: fx.Node, collective: CollectiveNode) -> Reason | None:
-    """Why the parts of ``joined`` cannot be sent as they were looked up; ``None`` if they can. ``joined`` is the tensor
-    of which the collective's input is a view."""
+    """Why the parts of ``joined`` cannot be sent as they were looked up, or ``None``. The collective's input is a view
+    of ``joined``."""
     if parts != (list(joined.args[0]) if joined.target is aten.cat.default else [joined]):
         text = f"{joined.name} is a view of the tables' results in which the ranks' slices cannot be told apart"
         return Reason("layout", f"{text}; expected slices of whole rows")
@@ -198,7 +197,7 @@ def _computed(part: fx.Node, lookup: LookupNode) -> bool:
 
 
 def _readers(part: fx.Node, lookup: LookupNode) -> set[fx.Node]:
-    """The nodes that read the result of ``lookup`` or a view of it, other than the views that lead to ``part``."""
+    """The readers of the result of ``lookup`` and of its views, without the views that lead to ``part``."""
     views = {part}
     while part is not lookup.node:
         part = part.args[0]
@@ -232,9 +231,8 @@ def _split(layout: Layout, dim: int, count: int, shape: list[Size]) -> tuple[Lay
 
 
 def _led_by_rank(layout: Layout, moves: bool = False) -> Layout:
-    """``layout`` with each atom in a dim of its own and the rank atom in front. ``moves``: whether the rank
-    atom may stand anywhere in ``layout``; otherwise it must stand first. Raises ``LayoutError`` if the rank atom stands
-    where it may not, or if the batch is not known to be a multiple of the number of ranks."""
+    """``layout`` with each atom in a dim of its own and the rank atom in front. Raises ``LayoutError`` if the rank atom
+    was not first and ``moves`` is false, or if the batch may not be a multiple of the number of ranks."""
     atoms = layout.flat()
     rank = next(atom for atom in atoms if atom.rank)
     if atoms[0] is not rank and not moves:
@@ -246,7 +244,7 @@ def _led_by_rank(layout: Layout, moves: bool = False) -> Layout:
 
 def _slices(base: fx.Node) -> tuple[int, Size, dict[fx.Node, Size]] | None:
     """``(dim, number of indices of one table, {slice: its first index})`` if all readers of ``base`` are slices along
-    one dim, and each slice is one table; else ``None``."""
+    one dim, each of one table; else ``None``."""
     found = list(_selected(base))
     if not found or any(dim != found[0][1] or not same_size(length, found[0][3]) for _, dim, _, length in found):
         return None

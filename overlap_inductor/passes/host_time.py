@@ -2,24 +2,23 @@
 """Decide whether a graph keeps its GPU busy: whether the GPU needs longer to run it than the host needs to launch it.
 
 If the host is slower, a GPU waits for its host after every op, and hiding a transfer saves nothing. Overlap can then
-even cost time. The hosts of a group compare their plans before each call, so each call waits for the slowest of them.
-And the sequence-parallel rewrite replaces one collective by two, so the host must launch more collectives. On 4 H200s,
-two layers of Llama-70B ran 0.73 to 0.99 times as fast with overlap at 1024 tokens, and 1.12 times as fast at 4096.
+cost time: the hosts compare their plans before each call, and the sequence-parallel rewrite launches more collectives.
+On 4 H200s, two layers of Llama-70B ran 0.73 to 0.99 times as fast with overlap at 1024 tokens, and 1.12 times as fast
+at 4096.
 
-Both times are estimates::
+Estimates of the two times::
 
     GPU   all matmuls, attentions and sites of lookups + all collectives, one after the other
     host  ``launch_seconds`` for each matmul, attention and site of lookups + ``call_seconds`` for each collective
 
-The two times are not compared in four cases:
+They are not compared in four cases:
 
 - Inductor captures the graph as a CUDA graph, which is one launch.
-- The graph has only one collective. Then the schedules' own estimates allow for the host time
-  (``chunked/cost.py``). Rows that ``bench.operators`` measured with the host in the loop agree with these estimates.
+- The graph has only one collective. The schedules' own estimates then include the host time (``chunked/cost.py``).
 - A size is known only at run time.
 - The FLOPs of an op cannot be counted (``sites/flops.py``).
 
-A joint graph holds a forward and a backward graph. Each of the two is launched by itself, so each has times of its own.
+In a joint graph, the forward and the backward are launched separately, so each has its own estimates.
 """
 
 from __future__ import annotations
@@ -45,15 +44,14 @@ from overlap_inductor.torch_compat.cuda_graphs import captured_by_inductor
 
 MARGIN = 2.0
 """Sites are overlapped only if the GPU is estimated to need at least this many times the estimated host time. The
-slowest host of the group sets the time of each call, and may be slower than the estimate. On the slowest of four
-machines with 4 H200s, the host needed 2.1 times its estimated time for two layers as written. It needed twice its
-estimated time for the same layers after the sequence-parallel rewrite."""
+slowest host of the group sets the time of each call. On the slowest of four machines with 4 H200s, the host needed 2.1
+times its estimated time."""
 
 
 @dataclass
 class _Launched:
-    """What a graph launches: ``multiplied``, its matmuls and attentions; ``others``, the sites of grouped matmuls and
-    of lookups, whose FLOPs PyTorch does not count; and its ``collectives``."""
+    """What a graph launches: matmuls and attentions (``multiplied``), sites of grouped matmuls and of lookups
+    (``others``), and collectives."""
 
     multiplied: list[fx.Node]
     others: list[OverlapSite]
@@ -82,8 +80,8 @@ def limits(found: SiteFinder, config: OverlapConfig) -> dict[fx.Node, Reason]:
 
 
 def _backward_of_joint(found: SiteFinder) -> Collection[fx.Node]:
-    """The nodes that the partitioner puts into the backward graph, because they read a tangent. Empty if the graph is
-    not a joint graph."""
+    """The nodes that the partitioner puts into the backward graph, because they depend on a tangent. Empty if the graph
+    is not a joint graph."""
     later: set[fx.Node] = set()
     if found.phase == "forward":
         for node in found.graph.nodes:

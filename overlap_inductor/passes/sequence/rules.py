@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules by which rows propagate: for each kind of op, whether it can be computed on rows, and how.
 
-Each rule has two methods. ``held`` returns how the result is held as rows, or raises ``NotRowWise``. It changes
-nothing. ``write`` writes the op for a rank's rows. T tokens, W ranks, t = ceil(T / W)::
+T tokens, W ranks, t = ceil(T / W)::
 
     add [B, S, H] + [B, S, H]      -> [t, H] + [t, H]                an operand that is not held as rows is cut first
     mul [B, S, H] * weight [H]     -> [t, H] * [H]
@@ -11,8 +10,8 @@ nothing. ``write`` writes the op for a rank's rows. T tokens, W ranks, t = ceil(
     view [B, S, H] as [T, H]       -> the same rows
     permute, slice, split, cat     -> the same on the features
 
-An op that no rule knows, or that mixes tokens, needs all rows. The rules follow the placements of DTensor's op
-strategies (torch/distributed/tensor/_ops): Shard on the tokens, Replicate, and Partial for a sum over tokens.
+An op that no rule knows, or that mixes tokens, needs all rows. The rules follow DTensor's op strategies
+(torch/distributed/tensor/_ops): Shard on the tokens, Replicate, and Partial for a sum over tokens.
 """
 
 from __future__ import annotations
@@ -51,13 +50,12 @@ class Writer(Protocol):
         ...
 
     def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
-        """The rank's rows of ``node``, which has all rows and the same values on every rank. The first ``ahead`` dims
-        of ``node`` are token dims. These dims are first expanded to ``dims``."""
+        """The rank's rows of ``node``, which has all rows and is equal on all ranks. Its first ``ahead`` dims are token
+        dims, and are first expanded to ``dims``."""
         ...
 
     def reshape(self, node: fx.Node, shape: list[Any]) -> fx.Node:
-        """``node`` in ``shape``. If ``node``, or a tensor of which ``node`` is a view, has this shape already, that
-        tensor is returned."""
+        """``node`` in ``shape``. Returns a tensor of which ``node`` is a view if that tensor has this shape already."""
         ...
 
     def size(self, size: Any) -> Any:
@@ -172,7 +170,7 @@ class _Expand:
 
 
 class _Permute:
-    """Permutations of the feature dims. Token dims of size 1 may also change places with other token dims."""
+    """Permutations of the feature dims. Token dims of size 1 may also move among the token dims."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         source: Any = node.args[0]
@@ -246,9 +244,9 @@ _ON_DIM = {aten.slice.Tensor, aten.select.int, *tools.SPLITS}
 
 
 def _may_be_own_part(node: fx.Node, dim: int, world_size: int) -> bool:
-    """Whether ``node`` takes one or more of ``world_size`` equal parts of ``dim``, but at least one part is
-    read by no node. Then ``node`` may scatter features: each rank may take only its own part. The ranks' rows would
-    hold different features, and could not be gathered."""
+    """Whether each rank may take only its own one of ``world_size`` equal parts of ``dim``. This is assumed if ``node``
+    takes such a part and some part is never read. The ranks' rows would then hold different features, and could not be
+    gathered."""
     source: Any = node.args[0]
     size = tools.shape(source)[dim]
     if node.target in tools.SPLITS:
@@ -303,8 +301,7 @@ def reduced_dims(node: fx.Node, rank: int) -> list[int]:
 
 
 def feature_dim(node: fx.Node, dim: Any, rows: Rows) -> int:
-    """``dim`` of the first input of ``node``, counted from 0. Raises ``NotRowWise`` if ``dim`` is a token dim.
-    ``rows``: how the inputs are held."""
+    """``dim`` of the first input of ``node``, counted from 0. Raises ``NotRowWise`` if ``dim`` is a token dim."""
     source: Any = node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
     dim = int(dim or 0) % len(tools.shape(source))
     if dim < rows.lead:
@@ -346,8 +343,8 @@ def broadcast(node: fx.Node, inputs: list[fx.Node], held: Held) -> Rows:
 
 
 def same_op(node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
-    """Write the elementwise ``node`` for a rank's rows. It reads the rows of each input that is held as rows. Other
-    inputs are cut or reshaped to match these rows."""
+    """Write the elementwise ``node`` for a rank's rows. Inputs that are not held as rows are cut or reshaped to
+    match."""
     shape = tools.shape(node)
 
     def operand(source: fx.Node) -> fx.Node:

@@ -11,12 +11,10 @@ Before and after, for two bands (``lowerings.ring.unrolled_bands`` wrote the ste
     wait 0; ...                                     r = cat(r0, r1)                     # if other nodes read r
                                                     wait 0; ...
 
-Contract: the graph computes the same numbers, because each band is computed by the rules of ``passes.sequence.rules``.
-If a step of another site stands between the two sites, ``write`` raises an error. The seam's waits would have to move
-past that step, but waits of one group must keep their order.
+Contract: the graph computes the same numbers: each band is computed by the rules of ``passes.sequence.rules``. Waits of
+one group must keep their order, so no step of another site may stand between the seam's steps.
 
-Source: Domino (Wang et al., arXiv:2409.15241) cuts the batch and the weights of each layer by hand. The collective of
-one part then runs under the matmuls of another part.
+Source: Domino (Wang et al., arXiv:2409.15241), which cuts the batch and the weights of each layer by hand.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ def write(
 
     Args:
         emitted: the communicating ops of all sites.
-        parts: the bands of each tensor that earlier seams wrote in bands. The bands of this seam are added.
+        parts: the bands of each tensor that earlier seams wrote in bands. This seam adds its own.
         values: evaluates the nodes that are written.
 
     Raises:
@@ -101,7 +99,7 @@ class _Steps:
         return len(self.waits)
 
     def sums(self, band: int) -> list[fx.Node]:
-        """The scatter's nodes from the wait of ``band`` to the rows of that band."""
+        """The scatter's nodes from the wait of ``band`` to its rows."""
         ends = [*self.waits, self.rows]
         return _range(ends[band], ends[band + 1])
 
@@ -141,8 +139,8 @@ def _give_whole(
     parts: dict[fx.Node, list[fx.Node]],
     values: StepValues,
 ) -> None:
-    """After the last send, join the bands of each node of ``region`` that nodes outside the region read. The nodes in
-    ``readers`` (from ``_readers``) also move behind the last send."""
+    """After the last send, join the bands of each node of ``region`` that nodes outside read. ``readers`` move behind
+    the last send, too."""
     inside, last = set(region), steps.sends[-1]
     behind = last.next
     behind.prepend(steps.rows)
@@ -168,7 +166,7 @@ def _give_whole(
 
 def _readers(rows: fx.Node, last: fx.Node, inside: set[fx.Node], pieces: set[fx.Node]) -> list[fx.Node]:
     """In graph order, the nodes before ``last`` that are computed from ``rows``. Left out are the nodes ``inside``,
-    ``pieces``, and what is computed from ``rows`` only through ``pieces``."""
+    ``pieces``, and what depends on ``rows`` only through ``pieces``."""
     found: list[fx.Node] = []
 
     def visit(node: fx.Node) -> bool:
