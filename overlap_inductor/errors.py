@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions that users of the package may see. A message says what was wrong and, where that is known, what was
-expected and what to do."""
+"""The exceptions that users of the package may see. A message says what was wrong and, if known, what was expected and
+what to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ConfigError(OverlapError, ValueError):
     or option, its value, and what is allowed.
 
     Attributes:
-        field: the field of ``OverlapConfig`` whose value is not allowed; empty if the error is about something else.
+        field: the field of ``OverlapConfig`` with the value; empty if the error is about something else.
         problem: what is wrong with the value and what is allowed, as the end of a sentence.
     """
 
@@ -23,10 +23,10 @@ class ConfigError(OverlapError, ValueError):
 
 
 class StrictError(OverlapError):
-    """Overlap that was asked for in mode ``strict`` is not possible.
+    """Overlap that was asked for in mode ``strict`` is not possible: a site was refused or its rewrite failed, the pass
+    failed, the ranks' plans differ, or a workspace could not be made.
 
-    A site was refused or its rewrite failed, the pass failed, the ranks' plans differ, or a workspace could not be
-    made. Mode ``on`` runs the site or the graph without overlap instead.
+    Mode ``on`` runs the site or the graph without overlap instead.
     """
 
 

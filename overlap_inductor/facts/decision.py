@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Decision`` holds what was decided for a site: ``PlanPiece`` objects and ``Reason`` objects. Plain data, no FX, no
-kernels."""
+"""``Decision`` holds what was decided for a site: ``PlanPiece`` objects and ``Reason`` objects."""
 
 from __future__ import annotations
 
@@ -25,13 +24,13 @@ class PlanPiece:
 
     Attributes:
         schedule: name of the schedule, or ``keep``.
-        transport: name of the transport; ``None`` for ``keep``. Several names joined by "or" if the op chooses one of
-            them at each call.
-        tokens: first and last token count that the piece serves, counted in rows of the rank's own matmul. If the last
-            count is ``None``, there is no upper bound.
+        transport: name of the transport; ``None`` for ``keep``. If the op chooses at each call, several names joined by
+            "or".
+        tokens: first and last token count that the piece serves, in rows of the rank's own matmul. A last count of
+            ``None`` means no upper bound.
         parameters: parameters of the schedule (``sub_chunks``, ``route``, ``unrolled``...).
-        estimate_us: estimated microseconds of every schedule that was compared, of ``keep``, and of the two parts of
-            ``keep``: ``matmul`` and ``collective``.
+        estimate_us: estimated microseconds of every schedule that was compared, of ``keep``, and of its two parts,
+            ``matmul`` and ``collective``.
         overlaps: whether the transfer runs at the same time as the matmul; else it runs after the matmul, in the
             schedule's own kernel (``small_message``).
     """
@@ -46,8 +45,7 @@ class PlanPiece:
 
 @dataclass
 class Decision:
-    """What happens to a site. ``status``: overlapped | kept | refused | failed; ``source``: analytic | forced.
-    (``profile`` and ``measured`` are reserved for the switch ``tune``.)"""
+    """What happens to a site. ``status``: overlapped | kept | refused | failed; ``source``: analytic | forced."""
 
     status: str
     source: str

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check whether a site may be rewritten: an ordered list of small checks.
 
-Each check has a reason code. To refuse a site, it returns a sentence that names the values it refuses. Otherwise it
-returns ``None``. The graph does not change.
+Each check has a reason code. It returns a sentence that names the values it refuses, or ``None``. The graph does not
+change.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ _FP8 = {
 
 @dataclass
 class Context:
-    """What the checks read in addition to the site: switches, limits of the compile, and the sites accepted so far.
+    """What the checks read in addition to the site.
 
     Attributes:
         refusal: why the compile can hold no overlap ops, or ``None``.
-        taken: the matmuls of accepted sites. The value is the site's id.
-        needed: nodes that must come before the steps of accepted sites: the steps' operands, the nodes moved up for
-            them, and what those nodes read. The value is the earliest anchor (``Placement.anchor``) that needs the
-            node.
-        sunk: nodes of accepted sites that the rewrite will move down. The value is the anchor to which the node moves.
+        taken: the matmuls of accepted sites, each with its site's id.
+        needed: nodes that must come before the steps of accepted sites, each with the earliest anchor
+            (``Placement.anchor``) that needs it.
+        sunk: nodes of accepted sites that the rewrite will move down, each with the anchor to which it moves.
     """
 
     config: OverlapConfig
@@ -177,8 +176,8 @@ def _streams(site: OverlapSite, context: Context) -> str | None:
 
 @check("mutation")
 def _mutation(site: OverlapSite, context: Context) -> str | None:
-    """Refuse a site that reads a tensor which another node writes in place between the site's first and last node. If
-    the rewrite moved the read across the write, the site would read other data."""
+    """Refuse a site that reads a tensor which another node writes in place between the site's first and last node. The
+    rewrite could move the read across the write."""
     members = [*_members(site), *site.nodes.others()]
     read = {id(i): i for n in members for i in n.all_input_nodes}
     node, last = min(members), max(members)
@@ -192,23 +191,22 @@ def _mutation(site: OverlapSite, context: Context) -> str | None:
 
 @check("hoist")
 def _hoist(site: OverlapSite, context: Context) -> str | None:
-    """Refuse a site if its matmuls' operands cannot be computed before its steps. There are two such cases. A node that
-    must stay where it is would have to move. Or the site and an accepted site would wait for each other."""
+    """Refuse a site if a node that must stay in place would have to move, or if the site and an accepted site would
+    wait for each other."""
     placement = site.nodes.place()
     if placement is None:
         return None
     if placement.obstacle is not None:
         blocking = f"{placement.obstacle.name} ({placement.obstacle.target})"
         return f"the site's steps need {blocking}, which is computed too late and cannot be moved up"
-    # The site is refused only if accepted sites block every place that has no obstacle.
+    # Refuse the site only if accepted sites block every place without an obstacle.
     crossings = [_crossing(site, p, context) for p in site.nodes.places() if p.obstacle is None]
     return None if None in crossings else crossings[0]
 
 
 def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str | None:
-    """Why this site at ``placement`` and an accepted site would wait for each other's results, or ``None``. Sites are
-    accepted in the order in which they are found. The rewrite moves their nodes in the same order. So when it moves
-    this site's nodes, it has already moved those of the accepted sites."""
+    """Why this site at ``placement`` and an accepted site would wait for each other's results, or ``None``. The rewrite
+    moves the nodes of sites in the order of acceptance, so the accepted sites' nodes have already moved."""
     late = {n for n in _read(placement) if n in context.sunk and placement.anchor < context.sunk[n]}
     if late:
         return f"another overlapped site would compute {_names(late)} only after this site's steps need {_them(late)}"

@@ -36,13 +36,13 @@ def find_and_choose(
 ) -> Choice:
     """Find and decide all sites.
 
-    A reducing site may sum several matmuls. If one of them belongs to another site, the reducing site leaves it to that
-    site and reads the matmul's result as a plain tensor. So a matmul may be left to a site that is not overlapped. Two
-    changes are tried. Each is kept only if it overlaps more sites, or the same number of sites with more matmuls:
+    A reducing site may sum several matmuls. It leaves a matmul of another site to that site, and reads the result as a
+    plain tensor. The other site may then not be overlapped. So two changes are tried. Each is kept only if it overlaps
+    more sites, or as many sites with more matmuls:
 
-    - If the other site is not overlapped, find again, and let the reducing site take the matmul.
-    - If the other site's matmul has the rest of the sum as its bias, write the matmul and the addition as two nodes
-      (``fused_sums.unfold``) and find again.
+    - If the other site is not overlapped, the reducing site takes the matmul.
+    - If the rest of the sum is the bias of the other site's matmul, the matmul and the addition become two nodes
+      (``fused_sums.unfold``).
 
     Args:
         phase: inference, forward or backward.
@@ -76,8 +76,7 @@ def find_and_choose(
 
 
 def _idle_owners(choice: Choice) -> set[str]:
-    """The sites to which a reducing site left a matmul, but which are not overlapped. Returns the name of each site's
-    first collective."""
+    """The first collective's name of each site that is not overlapped although a reducing site left a matmul to it."""
     taken, left = {s.facts.id for s in choice.chosen}, choice.found.left
     return {
         s.collectives[0].node.name
@@ -98,8 +97,8 @@ def choose(
     failed: dict[str, Reason],
     host_bound: Mapping[fx.Node, Reason],
 ) -> tuple[list[DecidedSite], list[DecidedSite]]:
-    """Decide every site. Returns ``(all sites with their decisions, the sites to overlap)``. ``refusal`` and ``failed``
-    are as in ``find_and_choose``, and ``host_bound`` is the result of ``host_time.limits``."""
+    """Decide every site. Returns ``(all sites with their decisions, the sites to overlap)``. ``host_bound``: the result
+    of ``host_time.limits``. Other arguments as in ``find_and_choose``."""
     context = legality.Context(config, refusal)
     decided = [_decide(site, config, context, failed, host_bound) for site in sites]
     planner.fit_workspace(_overlapped(decided), config)

@@ -40,8 +40,8 @@ STEPS = 12
 
 
 class AllGatherAttention:
-    """Pattern ``all-gathers of keys and values -> attention`` (see ``Pattern``). If keys and values have a
-    gather each, the site starts at the first gather."""
+    """Pattern ``all-gathers of keys and values -> attention`` (see ``Pattern``). If keys and values have a gather each,
+    the site starts at the first gather."""
 
     name = "all_gather_attention"
     kind = "all_gather"
@@ -142,8 +142,8 @@ def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -
 
 
 def _other_results(reader: AttentionNode) -> Reason | None:
-    """Why the site must stay as written: a node reads a result of the attention op other than the output. ``None`` if
-    only the output is read."""
+    """Why the site must stay as written: a node reads another result of the attention op than the output. Else
+    ``None``."""
     others = [node for node, number in reader.results().items() if number and node.users]
     if not others:
         return None

@@ -4,11 +4,11 @@ exchange that returns the rows (``sites.dispatched_nodes``)::
 
     wait_tensor(all_to_all(x))[index] -> grouped matmuls, pointwise ops -> index_put(empty, [index], y) -> all_to_all
 
-The experts' rows are cut into pieces. Each piece holds the rows that one rank sent. The pieces give the same results,
-because the grouped matmuls and the pointwise ops compute each row by itself, and a piece's rows keep their experts.
+The experts' rows are cut into pieces, each of the rows that one rank sent. The results stay the same, because grouped
+matmuls and pointwise ops compute each row by itself, and a row keeps its expert.
 
-The index must be proved to hold each row once (``sites.permutations``). If the index left a row out, ``index_put``
-would keep the old values of that row. If the index held a row twice, the row would be computed twice.
+The index must be proved to hold each row once (``sites.permutations``). ``index_put`` would leave a missing row at its
+old values, and a repeated row would be computed twice.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ aten = tools.aten
 def find_dispatched(
     dispatch: CollectiveNode, collectives: dict[fx.Node, CollectiveNode]
 ) -> tuple[DispatchedNodes | None, Reason | None]:
-    """``(site at the first exchange, None)``, or ``(None, why there is no site)``. ``(None, None)`` if no rows go from
-    this exchange through grouped matmuls to another exchange. ``collectives``: the collectives that may be part of a
-    site, by node."""
+    """``(site at the first exchange, None)``, or ``(None, why there is no site)``. ``(None, None)`` if no rows go
+    through grouped matmuls to another exchange. ``collectives``: those that may be part of a site, by node."""
     indexed = _indexed(dispatch)
     if indexed is None:
         return None, None
@@ -53,7 +52,7 @@ def find_dispatched(
 
 def _indexed(dispatch: CollectiveNode) -> fx.Node | None:
     """The node that puts the exchange's rows into the order of an index; ``None`` if there is none, or if another node
-    reads the rows too."""
+    reads the rows."""
     if changes_shards(dispatch.node) or len(tools.shape(dispatch.wait)) != 2:
         return None
     readers = [u for u in dispatch.wait.users if u.target is not aten.sym_size.int]
@@ -66,8 +65,8 @@ def _indexed(dispatch: CollectiveNode) -> fx.Node | None:
 
 
 def _steps(indexed: fx.Node) -> list[fx.Node]:
-    """``indexed`` and the nodes after it from which the rows for ``index_put`` are computed, in graph order. Each node
-    computes row by row. Other nodes may also read the results, for example the matmul of a weight's gradient."""
+    """``indexed`` and the nodes after it from which the rows for ``index_put`` are computed, in graph order. Each
+    computes row by row."""
     found = {indexed}
 
     def visit(node: fx.Node) -> bool:

@@ -10,8 +10,8 @@
     POST_GRAD  forward, backward and inference graphs, each on its own
                pass "overlap": collectives and the matmuls beside them become overlap ops
 
-If a slot has no pass, Inductor's setting for it and Inductor's cache keys stay as they were. If such a slot gets a pass
-while overlap is enabled, the pass begins to run after the next call of ``enable``, ``disable`` or ``overlap``.
+A slot without a pass leaves Inductor's setting and cache keys as they were. A pass that is added to such a slot later
+first runs after the next call of ``enable``, ``disable`` or ``overlap``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class GraphContext:
     """What a pass gets besides the graph.
 
     Attributes:
-        config: the configuration for this graph.
         is_inference: whether the graph is compiled for inference; ``None`` if Inductor does not say, as for joint
             graphs.
         graph_id: Dynamo's name of the graph, the same on all ranks.
@@ -47,13 +46,11 @@ class GraphContext:
 
 
 class GraphPass(Protocol):
-    """A pass over one FX graph, which it changes in place. It does not communicate, but must make the same decisions on
-    all ranks.
+    """A pass over one FX graph. It does not communicate, but must make the same decisions on all ranks.
 
     Attributes:
         name: the name of the pass in Inductor's cache keys.
-        version: the version of the pass in Inductor's cache keys, because two versions may write different graphs. If
-            it is empty, the pass is not in the keys.
+        version: the version of the pass in Inductor's cache keys. If it is empty, the pass is not in the keys.
     """
 
     @property
@@ -69,7 +66,7 @@ class GraphPass(Protocol):
 
 
 class Overlap:
-    """Runs ``passes.overlap_pass``. Its ``version`` is empty: the cache keys already cover the package's sources."""
+    """Runs ``passes.overlap_pass``. ``version`` is empty: the cache keys already cover the package's sources."""
 
     name, version = "overlap", ""
 
@@ -86,8 +83,7 @@ class Overlap:
 
 
 class SequenceParallel:
-    """Runs ``passes.sequence_parallel``. ``run`` returns no report. The overlap pass reports the rewrite later, with
-    the graphs that the partitioner cuts from the joint graph."""
+    """Runs ``passes.sequence_parallel``. The overlap pass reports this rewrite later."""
 
     name, version = "sequence_parallel", ""
 

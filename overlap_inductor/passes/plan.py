@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan which schedule serves which token counts of a site.
 
-The planner reads facts that all ranks share, never a measurement of one rank. It does not change the graph.
-
-Pseudo-code::
+The planner reads only facts that all ranks share. It does not change the graph. Pseudo-code::
 
     can  = [s for s in SCHEDULES if s is allowed and s.why_not(site) is None]
     cost = {s: s.seconds(site) for s in can}
@@ -38,8 +36,8 @@ from overlap_inductor.sites.sizes import sizes_at
 
 def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None = None) -> Decision:
     """The decision for one legal site. ``host_bound``: why nothing is worth hiding in the site's graph, or ``None``
-    (``passes.host_time``). ``fit_workspace`` and ``SiteSchedule.fit`` may change the decision later to keep within
-    limits of the whole graph. For example, ``SiteSchedule.fit`` decides whether a ring's steps are unrolled."""
+    (``passes.host_time``). ``fit_workspace`` and ``SiteSchedule.fit`` may change it later, to keep within limits of the
+    whole graph."""
     asked = [s for s in SCHEDULES if config.schedule in ("auto", s.name)]
     refusals = {s.name: _why_not(s, site, config) for s in asked}
     able = [s for s in asked if refusals[s.name] is None]
@@ -104,7 +102,7 @@ def _why_not(schedule: SiteSchedule, site: OverlapSite, config: OverlapConfig) -
 
 def _estimate_us(site: OverlapSite, config: OverlapConfig, able: list[SiteSchedule]) -> dict[str, float]:
     """Estimated microseconds of ``keep``, the matmul alone, the collective alone, and every schedule in ``able``. Empty
-    if a size of the site depends on data, so that nothing can be estimated."""
+    if a size of the site depends on data."""
     if not has_example(site):
         return {}
     sizes, machine = sizes_at(site), machine_of(site, config)
@@ -168,8 +166,8 @@ def workspace_bytes(sites: list[DecidedSite]) -> list[dict[str, Any]]:
 
 
 def workspace(sites: list[DecidedSite]) -> dict[str, list[list[Any]]]:
-    """``{group: [[site id, bytes, number of signals]]}`` of the sites that need workspace, in graph order. A site whose
-    protocol is not ``CREDITS`` has the protocol as a fourth element."""
+    """``{group: [[site id, bytes, number of signals]]}`` of the sites that need workspace, in graph order. A protocol
+    other than ``CREDITS`` is a fourth element."""
     return {group: [_numbers(r) for _, r in members] for group, members in _requests(sites).items()}
 
 

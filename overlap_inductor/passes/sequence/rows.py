@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that are held as rows: each rank of a group holds ``ceil(T / W)`` of their T tokens.
 
-A tensor has T tokens if its leading dims together have T elements: ``[T, H]``, ``[B, S, H]`` with ``B * S = T``. The
-dims behind them are the tensor's features. A rank's rows have shape ``[ceil(T / W), *features]``, whatever the leading
-dims were. If W does not divide T, the last ranks hold rows beyond the last token. The values in these rows are
-arbitrary, and no result of the graph may depend on them.
+A tensor has T tokens if its leading dims together have T elements: ``[T, H]``, ``[B, S, H]`` with ``B * S = T``. Its
+other dims are its features. A rank's rows have shape ``[ceil(T / W), *features]``. If W does not divide T, the last
+ranks hold arbitrary values in rows beyond the last token. No result of the graph may depend on them.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ class Tokens:
 
     @property
     def padded(self) -> Size:
-        """The number of all ranks' rows, including the rows beyond the last token."""
+        """The number of all ranks' rows, with the rows beyond the last token."""
         return self.count if self.even else self.shard * self.world_size
 
     @property
     def even(self) -> bool:
-        """Whether W is known to divide T, so that no rank holds rows beyond the last token."""
+        """Whether W is known to divide T."""
         return same_size(self.count % self.world_size, 0)
 
 
@@ -76,8 +75,8 @@ def local_shape(node: fx.Node, rows: Rows) -> list[Size]:
 
 
 def leading_dims(shape: Sequence[Size], tokens: Size, behind: Sequence[Size]) -> int | None:
-    """The number of leading dims of ``shape`` that together have ``tokens`` elements. ``None`` if there is no such
-    number, or if the other dims together do not have as many elements as the dims ``behind``."""
+    """The number of leading dims of ``shape`` that together have ``tokens`` elements. ``None`` if there is none, or if
+    the other dims have another number of elements than the dims ``behind``."""
     for lead in range(1, len(shape) + 1):
         if same_size(tools.numel(list(shape[:lead])), tokens):
             same = same_size(tools.numel(list(shape[lead:])), tools.numel(list(behind)))

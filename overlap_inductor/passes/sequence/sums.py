@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions over all tokens of a tensor that is held as rows: each rank reduces its rows, then the ranks combine
-their results.
-
-The gradient of a norm's weight is such a reduction. So is the largest value of a tensor that is quantised with one
-scale::
+"""Reductions over all tokens of a tensor that is held as rows: each rank reduces its rows, then the ranks combine their
+results. An example is the gradient of a norm's weight::
 
     sum(x [B, S, H], [0, 1])   ->   wait(all_reduce(sum(x [t, H], 0)))
 
-A sum in a floating type of fewer than 32 bits is added in fp32 on the ranks and between them, and rounded once at the
-end.
+A sum in a floating type of fewer than 32 bits is added in fp32, and rounded once at the end.
 """
 
 from __future__ import annotations

@@ -81,14 +81,13 @@ def _row_wise(seam: Seam, bands: int) -> bool:
 
 
 def _joinable(seam: Seam) -> bool:
-    """Whether each node whose bands are joined (``Seam.joined``) is a tensor of known size. The bands of an op with
-    several results, such as ``var_mean``, cannot be joined."""
+    """Whether each node whose bands are joined (``Seam.joined``) is a tensor of known size. Several results of one op,
+    such as ``var_mean``, cannot be joined."""
     return all(tools.is_tensor(n) and not tools.has_unbacked(tools.shape(n)) for n in seam.joined)
 
 
 def _independent(seam: Seam) -> bool:
-    """Whether the gathered tensor is the only input of the gather's matmuls that is computed from the scattered
-    rows."""
+    """Whether only the gathered tensor, of all inputs of the gather's matmuls, is computed from the scattered rows."""
     nodes, known = seam.gather.nodes, dict[fx.Node, bool]()
     known[seam.gather.collectives[0].node] = False
     inside = {*nodes.others(), *(m.node for m in nodes.matmuls)}
@@ -97,7 +96,7 @@ def _independent(seam: Seam) -> bool:
 
 
 def _may_move(seam: Seam) -> bool:
-    """Whether the nodes between the two collectives may move: none of them is a collective or writes in place."""
+    """Whether the nodes between the two collectives may move: none is a collective or writes in place."""
     node = seam.scattered.next
     while node is not seam.gather.collectives[0].node:
         if kept_kind(node) is not None or operators.is_mutable(node):

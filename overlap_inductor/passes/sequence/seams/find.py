@@ -5,7 +5,7 @@
     r = reduce_scatter(o_proj(a)) + x;  n = norm(r);  y = up(all_gather(n))
         scatter                         region        gather
 
-Finding a seam changes nothing, and says nothing about whether it may be written in bands (``check``).
+The finder changes nothing. ``check`` says whether a seam may be written in bands.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class Seam:
     Attributes:
         scatter: the reduce-scatter with its matmuls.
         gather: the all-gather with its matmuls.
-        region: the nodes between the two sites, in graph order. They are computed from the scattered rows, and the
-            gathered rows are computed from them.
+        region: the nodes on the way from the scattered rows to the gathered rows, in graph order.
     """
 
     scatter: DecidedSite
@@ -49,8 +48,7 @@ class Seam:
 
     @property
     def joined(self) -> list[fx.Node]:
-        """The nodes of ``region`` that have a reader other than the gather. If the seam is written in bands, the bands
-        of these nodes are joined for such readers."""
+        """The nodes of ``region`` that have a reader other than the gather. Their bands are joined for such readers."""
         known = {*self.region, *self.gather.collectives[0].chain()}
         return [n for n in self.region if not known.issuperset(n.users)]
 
@@ -74,8 +72,8 @@ def find(sites: Iterable[DecidedSite]) -> list[Seam]:
 
 
 def between(first: fx.Node, last: fx.Node) -> list[fx.Node] | None:
-    """The nodes on the way from ``first`` to ``last``: they are computed from ``first``, and ``last`` is computed from
-    them. In graph order, with ``last`` and without ``first``. ``None`` if ``last`` does not depend on ``first``."""
+    """The nodes on the way from ``first`` to ``last`` in graph order, with ``last`` and without ``first``. ``None`` if
+    ``last`` does not depend on ``first``."""
     known: dict[fx.Node, bool] = {}
     if not tools.depends_on(last, first, known):
         return None
