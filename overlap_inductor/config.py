@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``OverlapConfig``: every switch. Each field has one environment variable.
-
-Values are validated when a config is made, never at import. So a bad variable is an error of the call that uses it, not
-of ``import torch``.
-"""
+"""``OverlapConfig``: every switch. Values are checked when a config is made, not at import: a bad variable is an error
+of the call that uses it, not of ``import torch``."""
 
 from __future__ import annotations
 
@@ -43,8 +40,7 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def _named(name: str, value: Any, always: tuple[str, ...], known: names.Names) -> str:
-    """``value`` if it is one of ``always`` or of the ``known`` names. The registry of ``known`` is imported only if
-    needed."""
+    """``value`` if it is one of ``always`` or ``known``. The registry of ``known`` is imported only if needed."""
     return value if value in always else _choice(name, value, (*always, *known.known()))
 
 
@@ -211,8 +207,8 @@ class OverlapConfig:
         return config
 
     def cache_key(self) -> tuple[tuple[str, Any], ...]:
-        """The fields that decide which code is generated, as ``(name, value)``, for a pass's ``uuid``. A rank also
-        publishes them with its plan. If plans differ, the message names the fields that differ."""
+        """The fields that decide which code is generated, as ``(name, value)``, for a pass's ``uuid`` and a rank's
+        plan."""
         return tuple((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata["cache_key"])
 
 
@@ -222,16 +218,15 @@ def variables() -> tuple[str, ...]:
 
 
 def _refuse_unknown(environment: Mapping[str, str]) -> None:
-    """Raises ``ConfigError`` if a variable has the package's prefix but is not a switch: a misspelt switch would have
-    no effect."""
+    """Raises ``ConfigError`` if a variable has the package's prefix but is not a switch: it may be a misspelt one."""
     for variable in sorted(environment):
         if reason := why_unknown(variable):
             raise ConfigError(f"{variable}={environment[variable]!r} is {reason}")
 
 
 def why_unknown(variable: str) -> str:
-    """What is wrong with a variable that has the package's prefix but is not a switch, with the nearest switch. Empty
-    for every other variable."""
+    """What is wrong with a variable that has the package's prefix but is not a switch, with the nearest switch. Else
+    empty."""
     if not variable.startswith(f"{ENVIRONMENT_PREFIX}_") or variable in variables():
         return ""
     fields = [f.name for f in dataclasses.fields(OverlapConfig)]

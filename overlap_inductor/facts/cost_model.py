@@ -14,8 +14,8 @@ from dataclasses import replace
 from overlap_inductor.facts.machine import Machine
 
 MARGIN = 1.05
-"""With ``OVERLAP_INDUCTOR_SCHEDULE=auto``, a schedule is chosen only if it is estimated to be more than this many times
-as fast as ``keep``."""
+"""With ``OVERLAP_INDUCTOR_SCHEDULE=auto``, a schedule must be estimated to be more than this many times as fast as
+``keep``."""
 MARGIN_UNMEASURED = 1.25
 """``MARGIN`` where there are few measurements or none:
 
@@ -33,23 +33,21 @@ class SiteSizes:
         flops: FLOPs of its matmuls.
         bytes_sent: bytes that a rank sends in each leg.
         itemsize: bytes of an element of the matmuls' left operand.
-        legs: number of exchanges: 2 for an all-reduce (a reduce-scatter and an all-gather), else 1.
-        tiles: number of output tiles of 128 x 256 elements of all matmuls. If they run one after the other
-            (``SiteNodes.is_sum``), those of the largest.
+        legs: 2 for an all-reduce (a reduce-scatter and an all-gather), else 1.
+        tiles: number of output tiles of 128 x 256 elements of all matmuls, or of the largest if they run one after the
+            other.
         gathers: whether the collective is an all-gather.
         replays: whether the call's launches are replayed as one (``runtime.replay``).
-        weights: bytes of experts' weights that a grouped matmul reads; 0 for other matmuls.
-        handed_out: bytes of the gathered tensor if nodes other than the site's matmuls read it, else 0. An op copies
-            them out of its workspace.
+        weights: bytes of experts' weights that a grouped matmul reads; else 0.
+        handed_out: bytes of the gathered tensor if other nodes than the matmuls read it; else 0. An op copies them out
+            of its workspace.
         exchanges: whether the collective is an all-to-all.
-        received: bytes that this rank receives in an all-to-all after the matmuls; else 0. An op copies them out of its
+        received: bytes that a rank receives in an all-to-all after the matmuls; else 0. An op copies them out of its
             workspace.
-        contracted: bytes that this rank receives in an all-to-all before matmuls that contract the exchanged dim; else
-            0.
+        contracted: bytes that a rank receives in an all-to-all before matmuls that contract the exchanged dim; else 0.
         memory: bytes that lookups in tables read and write.
-        lookups: number of lookups in tables. The program launches separate kernels for each lookup.
-        skipped: the part of ``flops`` that only a schedule's pieces compute. The program's causal attention skips the
-            keys that its mask excludes.
+        lookups: number of lookups in tables.
+        skipped: the part of ``flops`` that the program does not compute: causal attention skips masked keys.
     """
 
     flops: float
@@ -92,7 +90,7 @@ def kind_of(sizes: SiteSizes, matmul: float, wire: float) -> int:
 
 
 def copy_seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds to copy the gathered tensor out of the workspace: ``handed_out`` bytes are read and written once."""
+    """Seconds to copy the gathered tensor out of the workspace: one read and one write of ``handed_out`` bytes."""
     return 2 * sizes.handed_out / machine.memory_bytes
 
 

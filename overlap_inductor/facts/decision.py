@@ -24,15 +24,14 @@ class PlanPiece:
 
     Attributes:
         schedule: name of the schedule, or ``keep``.
-        transport: name of the transport; ``None`` for ``keep``. If the op chooses at each call, several names joined by
-            "or".
-        tokens: first and last token count that the piece serves, in rows of the rank's own matmul. A last count of
-            ``None`` means no upper bound.
+        transport: name of the transport; ``None`` for ``keep``. Names joined by "or" if the op chooses at each call.
+        tokens: first and last token count that the piece serves, in rows of the rank's own matmul. ``None``: no upper
+            bound.
         parameters: parameters of the schedule (``sub_chunks``, ``route``, ``unrolled``...).
-        estimate_us: estimated microseconds of every schedule that was compared, of ``keep``, and of its two parts,
-            ``matmul`` and ``collective``.
-        overlaps: whether the transfer runs at the same time as the matmul; else it runs after the matmul, in the
-            schedule's own kernel (``small_message``).
+        estimate_us: estimated microseconds of each schedule that was compared, of ``keep``, and of its parts ``matmul``
+            and ``collective``.
+        overlaps: whether the transfer runs at the same time as the matmul. Else it runs after it, in the schedule's own
+            kernel (``small_message``).
     """
 
     schedule: str

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ExchangePlan`` describes what a rank exchanges in one graph, as text that ranks can compare.
-
-The plan holds what the ranks must agree on: the order, sizes and dtypes of what moves, the schedules and transports. It
-leaves out what only a rank's own computation needs, such as a bias or an epilogue.
-"""
+"""``ExchangePlan`` describes what a rank exchanges in one graph, as text that ranks can compare: the order, sizes and
+dtypes of what moves, the schedules and transports. What only a rank's own computation needs, such as a bias, is left
+out."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ class ExchangePlan:
         steps: one line for each collective that all ranks of a group call, in the order of their calls. Then one line
             for each rewrite that divides tokens among the ranks. Sends, receives, collectives of groups of one rank,
             and ops of namespaces ``c10d`` and ``c10d_functional`` have no line.
-        overlaps: whether a pass changed the graph: a line is an overlapped transfer, or the ranks divide tokens.
-        config: the switches, which ``difference`` names as a likely cause. Not in the digest.
-        groups: this rank's names of the process groups g0, g1, ... of the steps: one tuple, or one tuple for each of
+        overlaps: whether a line is an overlapped transfer, or a rewrite divides tokens among the ranks.
+        config: the switches. Not in the digest.
+        groups: this rank's names of the process groups g0, g1, ... of the steps: one tuple, or one for each of
             ``parts``. Not in the digest.
-        parts: the plans from which ``joined`` made this plan; empty for the plan of a single graph.
+        parts: the plans from which ``joined`` made this plan; else empty.
         inputs: ``{name of the graph's input: digest}`` of the parameters and buffers that must be the same on all ranks
             (``runtime.same_inputs``).
     """
@@ -68,7 +66,7 @@ class ExchangePlan:
 
     def alias(self, group: str) -> str:
         """The number of ``group`` in the steps, as text: ``"0"`` for g0. A joined plan gives one number for each part,
-        separated by commas, and ``-`` for a part that lacks the group."""
+        separated by commas, or ``-`` if the part lacks the group."""
         return ",".join(str(names.index(group)) if group in names else "-" for names in self.groups)
 
     def to_json(self) -> str:
@@ -103,8 +101,8 @@ class ExchangePlan:
 
     @classmethod
     def joined(cls, plans: list[ExchangePlan]) -> ExchangePlan:
-        """One plan for a graph and its subgraphs. Version, mode and config are those of the first plan. If there are
-        several plans, ``inputs`` is empty."""
+        """One plan for a graph and its subgraphs, with version, mode and config of the first plan. ``inputs`` of
+        several plans are dropped."""
         if len(plans) == 1:
             return plans[0]
         first = plans[0]
@@ -115,8 +113,7 @@ class ExchangePlan:
 
 
 def difference(mine: ExchangePlan, others: Mapping[int, ExchangePlan]) -> str:
-    """How the plans of ``others`` (by global rank) differ from ``mine``, as text; ``""`` if none differs. Ranks with
-    equal plans are named together."""
+    """How the plans of ``others`` (by global rank) differ from ``mine``, as text; ``""`` if none differs."""
     alike: dict[str, list[int]] = {}
     for rank, plan in sorted(others.items()):
         if plan.digest != mine.digest:

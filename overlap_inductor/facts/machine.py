@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Machine`` holds the rates and fixed costs of a device type, from which the time of a schedule is estimated.
 
-The values ship with the package, or the user states them (``facts.machine_file``); nothing is measured at run time. All
-ranks of a group must plan with the same values. So the choice of shipped values depends only on facts that the ranks
-share.
+The values ship with the package, or the user states them (``facts.machine_file``); nothing is measured at run time.
+Which shipped values are used depends only on facts that all ranks share.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ class Machine:
         link_bytes: B/s in each direction between two ranks.
         step_seconds: fixed cost of one hop of a ring.
         collective_seconds: fixed cost of a collective.
-        overlapped_efficiency: FLOP/s of the matmuls of single chunks while transfers run, as a fraction of the FLOP/s
-            of the whole matmul alone.
+        overlapped_efficiency: FLOP/s of matmuls of chunks while transfers run, as a fraction of the whole matmul's
+            alone.
         least_tiles: the fewest output tiles (128 x 256 elements each) for which it pays to cut the matmul inside one
-            op. ``chunked`` may pay with fewer tiles if its launches are replayed.
+            op. If its launches are replayed, ``chunked`` may pay with fewer.
         memory_bytes: B/s, read and written, of a kernel that is limited by memory, and of lookups in tables. One H100
-            reached 2.72e12 in a kernel that sums partial results.
+            reached 2.72e12.
         lookup_seconds: fixed cost of one lookup in a table. On an H100, 64 calls of ``embedding_bag`` took 680 us;
             their reads and writes alone would take 50 us.
         launch_seconds: host time to launch a matmul and the fused kernel beside it.
-        call_seconds: host time of a collective and its wait; 0 on a CPU, where the host is the device. On two hosts,
-            two layers of Llama took 1.6 and 2.7 ms of host time with 5 collectives, and 1.1 and 1.9 ms without them.
+        call_seconds: host time of a collective and its wait; 0 on a CPU. Two layers of Llama took 1.6 and 2.7 ms on two
+            hosts with 5 collectives, and 1.1 and 1.9 ms without.
     """
 
     name: str
@@ -49,9 +48,8 @@ class Machine:
 
 WITHOUT_PEERS = "cuda without peer access"
 
-# One H200 reaches 780 TFLOP/s of dense bf16 in large matmuls. NCCL sends and receives about 300 GB/s each way on
-# NVLink, and takes SMs and memory bandwidth from the matmuls. So ``overlapped_efficiency`` of the ring is 0.75 on 4
-# H200s (bench/results/ring_nccl.jsonl).
+# One H200 reaches 780 TFLOP/s of dense bf16, and NCCL about 300 GB/s each way on NVLink. NCCL takes SMs and memory
+# bandwidth from the matmuls: the ring reached 0.75 of their rate on 4 H200s (bench/results/ring_nccl.jsonl).
 _CUDA = Machine(
     name="cuda",
     matmul_flops={8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15},
@@ -67,9 +65,9 @@ _MACHINES = {
     # ``memory_bytes``: one core read 8.5e9 B/s in embedding_bag with 8 rows for each bag, and 4.2e10 with 64 rows.
     "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93, memory_bytes=2e10),
     "cuda": _CUDA,
-    # GPUs that cannot access each other's memory. With NCCL_P2P_DISABLE=1, two H200s moved 25 to 29 GB/s through the
-    # host's memory. Wave groups ran 1.34 to 1.54 times as fast as the plain graph, and the ring 0.82 to 0.98 times as
-    # fast (bench/results/operators_without_peers.jsonl).
+    # GPUs that cannot access each other's memory: two H200s with NCCL_P2P_DISABLE=1 moved 25 to 29 GB/s through the
+    # host. Wave groups ran 1.34 to 1.54 times as fast as the plain graph, and the ring 0.82 to 0.98 times as fast
+    # (bench/results/operators_without_peers.jsonl).
     WITHOUT_PEERS: replace(_CUDA, name=WITHOUT_PEERS, link_bytes=2.8e10, overlapped_efficiency=0.3),
 }
 
@@ -98,5 +96,5 @@ BOXES = {"h200": Box("h200", "8 x NVIDIA H200, each linked to all others by NVLi
 
 def machine_for(device_type: str) -> Machine:
     """The shipped ``Machine`` for ``device_type``: a torch device type, or ``WITHOUT_PEERS``. An unknown accelerator
-    gets the ``Machine`` of the CPU; then only large sites are overlapped."""
+    gets the CPU's, so only large sites are overlapped."""
     return _MACHINES.get(device_type, _MACHINES["cpu"])

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the facts that a user states about a machine: a JSON object whose fields replace those of ``Machine``.
 
-``read`` takes the path of a file, or the object's text. It returns equal texts for equal facts, so caches and ranks
-compare the facts and not their place.
+``read`` returns equal texts for equal facts, so caches and ranks compare the facts and not their place.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ def read(source: str) -> str:
         source: the path of a file, or the text of a JSON object, which begins with ``{``.
 
     Raises:
-        ValueError: there is no such file, it holds no JSON object, or a field is unknown or has a value that is not
-            allowed. The message is the end of a sentence that begins with ``source``.
+        ValueError: there is no such file, it holds no JSON object, or a field is unknown or has a wrong value. The
+            message ends a sentence that begins with ``source``.
     """
     expected = f"expected a JSON object of machine facts, with fields from: {', '.join(FIELDS)}"
     text = source
@@ -55,8 +54,8 @@ def read(source: str) -> str:
 
 
 def told(machine: Machine, text: str | None) -> Machine:
-    """A copy of ``machine`` with the facts in ``text``, a result of ``read`` or ``None``. Rates of ``matmul_flops``
-    that ``text`` does not name are kept."""
+    """A copy of ``machine`` with the facts in ``text``, a result of ``read`` or ``None``. Other rates of
+    ``matmul_flops`` are kept."""
     if text is None:
         return machine
     facts: dict[str, Any] = json.loads(text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SiteFacts`` describes a site in values that can be written as JSON. It holds no FX nodes.
+"""``SiteFacts`` describes a site in values that can be written as JSON.
 
 Sizes are those of the rank's own matmul: an ``int``, or the text of an expression in the graph's symbols (``"2*s0"``).
 """
@@ -18,9 +18,8 @@ class Collective:
     """A collective of the graph.
 
     Attributes:
-        kind: all_gather, reduce_scatter, all_reduce or all_to_all; ``fused`` for an op of Inductor's async TP; else the
-            operator's name without a final ``_``. A functional collective's kind also lacks ``_coalesced`` and
-            ``_out``.
+        kind: all_gather, reduce_scatter, all_reduce or all_to_all; ``fused`` for an op of Inductor's async TP; else
+            made from the operator's name.
         ranks: global ranks of the group; empty if this process does not know the group.
         dtype: dtype of the result, without ``torch.``; empty if the op returns several tensors.
         mesh_dim: the group's description (the name of its ``DeviceMesh`` dim), or ``None``.
@@ -31,8 +30,7 @@ class Collective:
             - All-to-all before the matmuls: the dim of its result that holds the ranks.
             - All-to-all beside lookups: 0.
 
-        role: role (M, N, K or B) of the cut dim in the first matmul, or ``None``. An all-gather after the matmul has a
-            role and no ``dim``.
+        role: role (M, N, K or B) of the cut dim in the first matmul, or ``None``.
         reduce_op: ``sum``, ``avg``, ...; ``None`` if the collective does not reduce.
         bytes: bytes of the full tensor (after a gather, before a scatter). For ``fused``, the bytes of the op's first
             result.

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``StretchFacts`` describes a stretch, and what the sequence-parallel rewrite did to it.
-
-The rewrite turns a stretch's all-reduces into reduce-scatters, runs the token-wise work after them on each rank's rows,
-and writes gathers in front of ops that need all rows.
-"""
+"""``StretchFacts`` describes a stretch, and what the sequence-parallel rewrite did to it."""
 
 from __future__ import annotations
 
@@ -37,16 +33,15 @@ class StretchFacts:
         scatters: number of reduce-scatters that the rewrite makes, some as an all-to-all and a sum.
         gathers: number of all-gathers of rows that the rewrite makes.
         sums: number of collectives that combine the ranks' parts of a sum, maximum or minimum over tokens.
-        gathered_again: number of the forward's all-gathers that the backward repeats, so that the forward saves only
-            rows.
+        gathered_again: number of the forward's all-gathers that the backward repeats.
         nodes: number of nodes that run on rows.
         status: ``rewritten`` | ``kept`` | ``refused``.
         source: ``analytic`` | ``forced``.
-        estimate_us: estimated microseconds as written (``keep``) and as ``rewritten``, or empty. Each is the time of
-            matmuls, exposed collectives and token-wise work.
+        estimate_us: estimated microseconds as written (``keep``) and as ``rewritten``, or empty: matmuls, exposed
+            collectives and token-wise work.
         reasons: why the stretch is not rewritten.
-        program: the first 16 hex digits of a hash of the stretch's operators and of numbers among their arguments, such
-            as an epsilon. Ranks compare it.
+        program: the first 16 hex digits of a hash of the stretch's operators, and of numbers among their arguments,
+            such as an epsilon. Ranks compare it.
         gathered_for: for each op that needs all rows, how often it reads a tensor held as rows: ``{"aten.mm.default":
             5}``.
     """

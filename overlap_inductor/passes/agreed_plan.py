@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the ``ExchangePlan`` of a graph: one line for each collective that all ranks of a group call. If two ranks move
-the same bytes in the same way, their plans are equal.
+"""Write the ``ExchangePlan`` of a graph: one line for each collective that all ranks of a group call.
 
-A line names the group, the collective and the dtype. For an overlapped site it also names all that the ranks must
-share::
+Ranks that move the same bytes in the same way have equal plans. The line of an overlapped site names all that the ranks
+must share::
 
     g0: all_gather bfloat16 [2048, 8192] in all_gather_matmul by ring/p2p (route=ring, sub_chunks=4)
     g0: all_reduce bfloat16 kept
 
-Symbols (``d0``) and groups (``g0``) are named in order of appearance, because their own names may differ between ranks.
+Symbols (``d0``) and groups (``g0``) are named in order of appearance, because their own names differ between ranks.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class _Names:
 
 
 class SiteFootprint:
-    """What one overlapped site moves, read from the site's nodes before the rewrite erases them. ``lines`` gives it as
-    text."""
+    """What one overlapped site moves, read before the rewrite erases the site's nodes."""
 
     def __init__(self, site: DecidedSite, config: OverlapConfig) -> None:
         first = site.collectives[0]
@@ -72,8 +70,7 @@ class SiteFootprint:
         self.group = first.group_name
         self.what = _what(first)
         self.further = [(_what(c), *_beside(site, c)) for c in site.collectives[1:]]
-        # A rank knows only its own numbers of rows, so the plan does not name them. Sender and receiver must have the
-        # same number, as in the plain program.
+        # A rank knows only its own numbers of rows, so the plan does not name them.
         shape = tools.shape(first.input)
         self.shape = ["uneven", *shape[1:]] if site.nodes.uneven_rows() else shape
         self.pattern = facts.pattern
@@ -91,7 +88,7 @@ class SiteFootprint:
         self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""
 
     def lines(self, names: _Names) -> list[str]:
-        """The line of the site's transfer, then one line for each further collective of the site (``_beside``)."""
+        """The line of the site's transfer, then one line for each further collective of the site."""
         further = [
             f"{names.group(self.group)}: {what}{'' if shape is None else f' {names.shape(shape)}'} {how} the one before"
             for what, how, shape in self.further
@@ -110,11 +107,10 @@ class SiteFootprint:
 
 
 def _beside(site: DecidedSite, collective: CollectiveNode) -> tuple[str, list[Any] | None]:
-    """What a further collective of a site does, in words that complete "... the one before", and the shape that it
-    moves:
+    """What a further collective of a site does, as ``(words before "the one before", shape or None)``:
 
-    - ``with``: it moves together with the first collective. Only here do all ranks know the shape; else it is ``None``.
-    - ``added to``: its result is added to that of the first collective.
+    - ``with``: it moves together with the first collective. Only here do all ranks know the shape.
+    - ``added to``: its result is added to the first collective's result.
     - ``returning rows of``: it returns the rows that the first collective sent.
     """
     if collective in site.nodes.moved:
@@ -141,17 +137,15 @@ def _terms(site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
 
 
 def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
-    """The order in which ``leaf`` holds the elements of ``sent`` (``SiteNodes.order_sent``). Returns ``(place among the
-    runs of sent, size)`` for each run of ``leaf``. A run is a list of atoms that follow each other in both layouts.
-    Empty if both have the same order."""
+    """The order in which ``leaf`` holds the elements of ``sent`` (``SiteNodes.order_sent``): ``(place in sent, size)``
+    of each run in ``leaf``. A run is atoms that follow each other in both layouts. Empty if the orders are equal."""
     places = {_key(atom): i for i, atom in enumerate(sent.flat())}
     runs: list[tuple[int, list[Atom]]] = []
     newest = None
     for atom in leaf.flat():
         place = places.get(_key(atom), -1)
         if place < 0 and same_size(atom.size, 1):
-            # If each shard is a single index, only one of the layouts contains the shard's atom. It has size 1 and does
-            # not affect the order.
+            # An atom of size 1 may be in one layout only, and does not affect the order.
             continue
         if newest is not None and place == newest + 1:
             runs[-1][1].append(atom)
@@ -184,7 +178,7 @@ def plan_of(
 
     Args:
         graph: the graph after the rewrite, or as written if ``first_op`` is empty.
-        sites: what ``footprints`` returned before the rewrite.
+        sites: the result of ``footprints``.
         first_op: ``{first op of a rewritten site: the site's id}``.
         in_order: groups whose kept collectives run in the graph's order.
     """
@@ -195,8 +189,7 @@ def plan_of(
             steps += sites[first_op[node]].lines(names)
         elif (kind := collectives.kept_kind(node)) is not None:
             group = collectives.group_name(node)
-            # A group of one rank exchanges nothing, so it gets no line. If the group is larger on another rank, the
-            # plans differ.
+            # A group of one rank exchanges nothing. If the group is larger on another rank, the plans differ.
             if group is not None and len(group_ranks(group) or ()) != 1:
                 steps.append(f"{names.group(group)}: {kind} kept")
     for group, program in graph.output_node().meta.get(DIVIDED, ()):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check whether a site may be rewritten: an ordered list of small checks.
 
-Each check has a reason code. It returns a sentence that names the values it refuses, or ``None``. The graph does not
-change.
+Each check has a reason code. It returns a sentence that names the values it refuses, or ``None``.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ CHECKS: list[tuple[str, Check]] = []
 
 
 def check(code: str) -> Callable[[Check], Check]:
-    """Register a check under its reason code. Checks run in the order of this file."""
+    """Register a check under its reason code."""
 
     def register(function: Check) -> Check:
         CHECKS.append((code, function))
@@ -176,8 +175,8 @@ def _streams(site: OverlapSite, context: Context) -> str | None:
 
 @check("mutation")
 def _mutation(site: OverlapSite, context: Context) -> str | None:
-    """Refuse a site that reads a tensor which another node writes in place between the site's first and last node. The
-    rewrite could move the read across the write."""
+    """Refuse a site that reads a tensor which another node writes in place among the site's nodes. The rewrite could
+    move the read across the write."""
     members = [*_members(site), *site.nodes.others()]
     read = {id(i): i for n in members for i in n.all_input_nodes}
     node, last = min(members), max(members)
@@ -206,7 +205,7 @@ def _hoist(site: OverlapSite, context: Context) -> str | None:
 
 def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str | None:
     """Why this site at ``placement`` and an accepted site would wait for each other's results, or ``None``. The rewrite
-    moves the nodes of sites in the order of acceptance, so the accepted sites' nodes have already moved."""
+    moves the nodes of accepted sites first."""
     late = {n for n in _read(placement) if n in context.sunk and placement.anchor < context.sunk[n]}
     if late:
         return f"another overlapped site would compute {_names(late)} only after this site's steps need {_them(late)}"
@@ -222,7 +221,7 @@ def _read(placement: Placement) -> set[fx.Node]:
 
 
 def _sunk(site: OverlapSite, placement: Placement) -> set[fx.Node]:
-    """The nodes that the rewrite moves down for the site, and the site's matmuls. Empty if no node moves down."""
+    """The nodes that the rewrite moves down for the site, with the site's matmuls. Empty if no node moves down."""
     return {*placement.sunk, *(m.node for m in site.matmuls)} if placement.sunk else set()
 
 

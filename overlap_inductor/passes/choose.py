@@ -23,8 +23,7 @@ from overlap_inductor.sites.nodes import OverlapSite
 
 
 class Choice(NamedTuple):
-    """The result of one walk: its finder, all ``sites`` with their decisions, and the ``chosen`` sites, which are to be
-    overlapped."""
+    """The result of one walk: its finder, all ``sites``, and the ``chosen`` sites, which are to be overlapped."""
 
     found: SiteFinder
     sites: list[DecidedSite]
@@ -36,13 +35,11 @@ def find_and_choose(
 ) -> Choice:
     """Find and decide all sites.
 
-    A reducing site may sum several matmuls. It leaves a matmul of another site to that site, and reads the result as a
-    plain tensor. The other site may then not be overlapped. So two changes are tried. Each is kept only if it overlaps
-    more sites, or as many sites with more matmuls:
+    A site may sum several matmuls. It leaves a matmul of another site to that site. The other site may then not be
+    overlapped. So two changes are tried. Each is kept if it overlaps more sites, or as many sites with more matmuls:
 
-    - If the other site is not overlapped, the reducing site takes the matmul.
-    - If the rest of the sum is the bias of the other site's matmul, the matmul and the addition become two nodes
-      (``fused_sums.unfold``).
+    - If the other site is not overlapped, the summing site takes the matmul.
+    - If the rest of the sum is the matmul's bias, the matmul and the addition become two nodes (``fused_sums.unfold``).
 
     Args:
         phase: inference, forward or backward.
@@ -76,7 +73,7 @@ def find_and_choose(
 
 
 def _idle_owners(choice: Choice) -> set[str]:
-    """The first collective's name of each site that is not overlapped although a reducing site left a matmul to it."""
+    """The first collective's name of each site that is not overlapped although another site left a matmul to it."""
     taken, left = {s.facts.id for s in choice.chosen}, choice.found.left
     return {
         s.collectives[0].node.name
@@ -98,7 +95,7 @@ def choose(
     host_bound: Mapping[fx.Node, Reason],
 ) -> tuple[list[DecidedSite], list[DecidedSite]]:
     """Decide every site. Returns ``(all sites with their decisions, the sites to overlap)``. ``host_bound``: the result
-    of ``host_time.limits``. Other arguments as in ``find_and_choose``."""
+    of ``host_time.limits``."""
     context = legality.Context(config, refusal)
     decided = [_decide(site, config, context, failed, host_bound) for site in sites]
     planner.fit_workspace(_overlapped(decided), config)

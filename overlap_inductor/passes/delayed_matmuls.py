@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delay matmuls on which no other matmul or transfer depends, so that they run under an exposed transfer.
 
-A backward graph returns each weight's gradient, and no matmul reads it. So its matmul may run later, under another
-transfer (Megatron's delayed weight gradient; Qi et al., arXiv:2401.10241, section 2). Before and after, for the scatter
-of an unrolled ring::
+An example is the matmul of a weight's gradient (Megatron's delayed weight gradient; Qi et al., arXiv:2401.10241,
+section 2). Before and after, for the scatter of an unrolled ring::
 
     dw = mm(dy^T, x)                                  dx pieces: mm, exchange_send ...
     dx pieces: mm, exchange_send ...              ->  dw = after(mm(dy^T, x), last send)
@@ -15,16 +14,12 @@ For a collective that is no site::
     y = wait_tensor(all_gather(e))                ->  dw = after(mm(dy^T, x), g)
                                                       y = wait_tensor(g)                  # ordered after dw
 
-The op of experts (``lowerings.ring.looped_experts_ops``) starts to return the experts' rows. A later wait completes
-this transfer. The gradients of the experts' weights already stand in between, so the wait is only ordered after them.
-
 Contract: the pass runs on a rewritten graph, before the graph's order is fixed. Two kinds of matmul move:
 
 - down, to a transfer's wait, with the views and casts of its result;
 - up, before the wait for the experts' rows, with the nodes that it needs.
 
-A matmul moves only if this changes no result. Ranks may move different matmuls, because the exchange of data does not
-change.
+No result changes. Ranks may move different matmuls, because the exchange of data does not change.
 """
 
 from __future__ import annotations
@@ -51,8 +46,8 @@ overlap = torch.ops.overlap_inductor
 SITE = "overlap_site"
 """Metadata of a step: the id of its site."""
 LEAST = 0.1
-"""A matmul moves only if the transfer's remaining exposed time is longer than this fraction of the matmul's time. A
-delayed matmul keeps its operands in memory for longer."""
+"""A matmul moves only if the remaining exposed time is longer than this fraction of the matmul's time. A delayed matmul
+keeps its operands in memory for longer."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +75,7 @@ def delay(
         flops_per_second: the rate of a matmul.
 
     Returns:
-        For each wait of ``kept``, the matmuls that were moved under its transfer. The caller orders the wait after
-        them.
+        For each wait of ``kept``, the matmuls that it must be ordered after.
     """
     _hold_under_experts(graph)
     order: dict[fx.Node, set[fx.Node]] = {}
@@ -107,11 +101,8 @@ def delay(
 
 
 def _sites(graph: fx.Graph, exposed: Mapping[str, float], in_bands: Collection[str]) -> Iterator[Transfer]:
-    """The transfers of sites with one wait and of sites in bands, each from the last send to the first wait.
-
-    At the first wait of a site in bands, the transfers of all bands are under way. A matmul before this wait can hide
-    the exposed time of all bands.
-    """
+    """The transfers of sites with one wait and of sites in bands, each from the last send to the first wait. At the
+    first of several waits, the transfers of all bands are under way."""
     sends: dict[str, fx.Node] = {}
     waits: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -126,13 +117,13 @@ def _sites(graph: fx.Graph, exposed: Mapping[str, float], in_bands: Collection[s
 
 
 def _hold_under_experts(graph: fx.Graph) -> None:
-    """Order the wait for the experts' returned rows after the matmuls between the experts and the wait. Inductor could
-    otherwise run them after the wait. Matmuls behind the wait that do not need the rows, such as those of a shared
-    expert, move in front of it."""
+    """Order the wait for the experts' returned rows (``lowerings.ring.looped_experts_ops``) after the matmuls between
+    the experts and the wait, such as gradients of the experts' weights. Matmuls behind the wait that do not need the
+    rows move in front of it."""
     waits = graph.find_nodes(op="call_function", target=overlap.exchange_wait.default)
     for experts in graph.find_nodes(op="call_function", target=overlap.all_to_all_experts.default):
         for wait in (w for w in waits if w.meta.get(SITE) == experts.meta[SITE]):
-            # The returned rows are in the buffer that the wait writes. So every reader of the buffer needs the wait.
+            # The wait writes the returned rows into its buffer. So every reader of the buffer needs the wait.
             late: set[fx.Node] = {wait, *_computed_after(wait)}
             for node in [n for n in graph.nodes if wait < n and n not in late and _is_matmul(n)]:
                 for needed in _needed_ahead(node, wait):
@@ -163,8 +154,8 @@ def _is_matmul(node: fx.Node) -> bool:
 
 
 def _needed_ahead(node: fx.Node, wait: fx.Node) -> list[fx.Node]:
-    """In graph order, ``node`` and the nodes that must move in front of ``wait`` with it. Empty if one of them needs
-    the result of ``wait``, has a side effect, or reads a tensor that is written in between."""
+    """In graph order, ``node`` and the nodes that must move in front of ``wait`` with it. Empty if one of them cannot
+    move."""
     found = needed_behind([node], wait)
     buffer = wait.args[1]
     if any(n is wait or not movable(n) or operators.is_mutable(n) or buffer in n.all_input_nodes for n in found):
@@ -181,8 +172,8 @@ def _may_wait(node: fx.Node) -> bool:
 
 
 def _computed_from(node: fx.Node) -> list[fx.Node] | None:
-    """The views, casts and permutations from ``node`` to the graph's results, in graph order. ``None`` if any other
-    node reads ``node`` or one of them."""
+    """The views, casts and permutations from ``node`` to the graph's results, in graph order. ``None`` if there are
+    other readers."""
     found: set[fx.Node] = set()
     pending = [node]
     while pending:
@@ -197,8 +188,8 @@ def _computed_from(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _may_move(node: fx.Node, behind: list[fx.Node], wait: fx.Node) -> bool:
-    """Whether ``node`` and ``behind`` may move to just before ``wait``. They may not if one of them writes in place, or
-    if a node in between writes a tensor that they read."""
+    """Whether ``node`` and ``behind`` may move to just before ``wait``: none writes in place, and no node in between
+    writes a tensor that they read."""
     inside = {node, *behind}
     read = [i for n in inside for i in n.all_input_nodes if i not in inside]
     return not tools.written_between(node, wait, read) and not any(operators.is_mutable(n) for n in inside)

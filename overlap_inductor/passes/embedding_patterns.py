@@ -18,7 +18,7 @@ from overlap_inductor.sites.nodes import CollectiveNode
 
 
 class EmbeddingAllToAll:
-    """See ``Pattern``. It comes before the all-to-all patterns with matmuls: if lookups hide the exchange, the matmuls
+    """See ``Pattern``. It comes before the all-to-all patterns with matmuls. If lookups hide the exchange, the matmuls
     stay whole."""
 
     name = "embedding_all_to_all"

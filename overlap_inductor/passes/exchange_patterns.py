@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the sites of matmuls and all-to-alls: experts' dispatch and combine, and Ulysses attention, which exchanges a
-shard of the sequence for a shard of the heads.
+"""Find the sites of matmuls and all-to-alls: experts' dispatch and combine, and Ulysses attention.
 
 ::
 
@@ -49,9 +48,8 @@ class AllToAllExperts:
 
 
 class MatmulAllToAll:
-    """Pattern ``matmul -> all-to-all`` (see ``Pattern``). It comes before ``AllToAllMatmul``: a projection hides the
-    exchange before an attention of plain matmuls. ``find_banded`` also cuts norms and rotary embeddings, which
-    ``find_reduce`` cannot cut."""
+    """Pattern ``matmul -> all-to-all`` (see ``Pattern``). It comes before ``AllToAllMatmul``, so a projection hides the
+    exchange before an attention of plain matmuls."""
 
     name = "matmul_all_to_all"
     kind = "all_to_all"

@@ -37,9 +37,9 @@ class SiteFinder:
 
     Attributes:
         phase: inference, forward or backward.
-        idle: names of collectives. Other sites may take the matmuls of a site at one of these collectives.
+        idle: names of collectives. Other sites may take the matmuls of their sites.
         left: matmuls that patterns left to other sites (``Match.left``, ``Miss.left``).
-        merged: collectives that a pattern merged into one site, and that ``run`` therefore skips.
+        merged: further collectives of sites with several collectives; ``run`` skips them.
         sites, near_misses: what ``run`` found, in graph order.
     """
 
@@ -70,14 +70,13 @@ class SiteFinder:
         }
 
     def owned(self) -> set[fx.Node]:
-        """As ``Search.owned``. Early sites count even if they come later in the graph: a sum of all-reduces may read
-        matmuls behind its first all-reduce."""
+        """As ``Search.owned``. A sum of all-reduces may read matmuls of early sites behind its first all-reduce."""
         early = [(node, m.nodes) for (_, node), m in self._early.items() if isinstance(m, Match)]
         found = [(s.collectives[0].node, s.nodes) for s in self.sites]
         return {m.node for node, nodes in early + found if node.name not in self.idle for m in nodes.matmuls}
 
     def taken(self) -> set[fx.Node]:
-        """As ``Search.taken``. Early sites count even if they come later in the graph."""
+        """As ``Search.taken``."""
         early = [m.nodes for m in self._early.values() if isinstance(m, Match)]
         return {c.node for nodes in [*early, *(s.nodes for s in self.sites)] for c in nodes.collectives}
 
@@ -115,8 +114,8 @@ class SiteFinder:
         anchor = nodes.matmuls[0].node
         facts = finding.describe(collective.node, collective.kind, found.dim, found.role)
         module = naming.module_of(anchor) or naming.module_of(collective.node)
-        # The id must be the same on all ranks. Node names may differ between ranks, and so may a matmul's sizes, bias
-        # and padding. So the id is made of what the collective moves, and of its place among the collectives.
+        # The id must be the same on all ranks. Node names may differ, and so may a matmul's sizes, bias and padding. So
+        # the id is made of what the collective moves, and of its number among the collectives.
         ordinal = self._ordinals[collective.node]
         moves = f"{facts.reduce_op}:{facts.dtype}:{tools.size_text(tools.shape(collective.input)[-1])}"
         identity = naming.site_id(pattern.name, module, self.phase, ordinal, moves)

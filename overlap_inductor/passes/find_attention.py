@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find ``all-gathers of keys and values -> attention``: context parallelism, in which each rank has the queries, keys
-and values of its own tokens.
-
-::
+and values of its own tokens::
 
     k = cat(split(wait_tensor(all_gather(own keys))), dim=2)         # [batch, heads, R s, width]
     v = cat(split(wait_tensor(all_gather(own values))), dim=2)       # or one gather of both
     y = scaled_dot_product_attention(q, k, v, mask)[0]
     ->  y merged from the attention to each rank's keys              # while the next rank's keys and values move
 
-Contract: the graph does not change. Views, pieces and joins of pieces may stand between the gathers and the attention.
+Views, pieces and joins of pieces may stand between the gathers and the attention.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ STEPS = 12
 
 class AllGatherAttention:
     """Pattern ``all-gathers of keys and values -> attention`` (see ``Pattern``). If keys and values have a gather each,
-    the site starts at the first gather."""
+    the site starts at the first."""
 
     name = "all_gather_attention"
     kind = "all_gather"
@@ -60,8 +58,7 @@ class AllGatherAttention:
 
 
 def _readers(wait: fx.Node) -> Iterator[AttentionNode]:
-    """The attention ops whose keys or values are computed from ``wait`` through at most ``STEPS`` nodes, nearest
-    first."""
+    """The attention ops whose keys or values are computed from ``wait``, nearest first."""
 
     def computes(node: fx.Node) -> bool:
         return node.op == "call_function" and not operators.is_functional_collective(node)
@@ -106,7 +103,7 @@ def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:
 
 
 def _gather_behind(node: fx.Node, search: Search) -> CollectiveNode | None:
-    """The all-gather that is reached from ``node`` by going from each node to its first input, or ``None``."""
+    """The all-gather behind ``node``, on the way through each node's first input, or ``None``."""
     for _ in range(STEPS):
         if operators.is_wait(node):
             while operators.is_wait(node):
@@ -120,8 +117,8 @@ def _gather_behind(node: fx.Node, search: Search) -> CollectiveNode | None:
 
 
 def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -> GatheredOperand | Reason:
-    """``node``, the keys or the values, as a part of the gathered tensor. A ``Reason`` if it is no such part, or if the
-    keys of one rank are not consecutive."""
+    """The keys or values ``node`` as a part of the gathered tensor, or why they are none. Each rank's keys must be
+    consecutive."""
     follower = PartFollower(collective)
     part = follower.part(node)
     if isinstance(part, Reason):
@@ -142,8 +139,8 @@ def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -
 
 
 def _other_results(reader: AttentionNode) -> Reason | None:
-    """Why the site must stay as written: a node reads another result of the attention op than the output. Else
-    ``None``."""
+    """Why the site must stay as written, or ``None``: a node reads another result of the attention op than the
+    output."""
     others = [node for node, number in reader.results().items() if number and node.users]
     if not others:
         return None

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find ``all-to-all -> experts -> all-to-all``: follow the rows from the first exchange through the experts to the
-exchange that returns the rows (``sites.dispatched_nodes``)::
+exchange that returns them (``sites.dispatched_nodes``)::
 
     wait_tensor(all_to_all(x))[index] -> grouped matmuls, pointwise ops -> index_put(empty, [index], y) -> all_to_all
 
-The experts' rows are cut into pieces, each of the rows that one rank sent. The results stay the same, because grouped
-matmuls and pointwise ops compute each row by itself, and a row keeps its expert.
+The rewrite cuts the experts' rows into pieces, each of the rows that one rank sent. No result changes, because every op
+computes each row by itself, and a row keeps its expert.
 
 The index must be proved to hold each row once (``sites.permutations``). ``index_put`` would leave a missing row at its
 old values, and a repeated row would be computed twice.
@@ -33,7 +33,7 @@ aten = tools.aten
 def find_dispatched(
     dispatch: CollectiveNode, collectives: dict[fx.Node, CollectiveNode]
 ) -> tuple[DispatchedNodes | None, Reason | None]:
-    """``(site at the first exchange, None)``, or ``(None, why there is no site)``. ``(None, None)`` if no rows go
+    """``(site at the first exchange, None)``, or ``(None, why there is no site)``. The reason is ``None`` if no rows go
     through grouped matmuls to another exchange. ``collectives``: those that may be part of a site, by node."""
     indexed = _indexed(dispatch)
     if indexed is None:
@@ -51,8 +51,7 @@ def find_dispatched(
 
 
 def _indexed(dispatch: CollectiveNode) -> fx.Node | None:
-    """The node that puts the exchange's rows into the order of an index; ``None`` if there is none, or if another node
-    reads the rows."""
+    """The only reader of the exchange's rows, if it puts them into the order of an index; else ``None``."""
     if changes_shards(dispatch.node) or len(tools.shape(dispatch.wait)) != 2:
         return None
     readers = [u for u in dispatch.wait.users if u.target is not aten.sym_size.int]
@@ -65,8 +64,7 @@ def _indexed(dispatch: CollectiveNode) -> fx.Node | None:
 
 
 def _steps(indexed: fx.Node) -> list[fx.Node]:
-    """``indexed`` and the nodes after it from which the rows for ``index_put`` are computed, in graph order. Each
-    computes row by row."""
+    """In graph order, ``indexed`` and the row-wise nodes from which the rows for ``index_put`` are computed."""
     found = {indexed}
 
     def visit(node: fx.Node) -> bool:
@@ -104,7 +102,7 @@ def _by_rows(node: fx.Node, indexed: fx.Node, found: set[fx.Node]) -> bool:
 
 
 def _why_not(nodes: DispatchedNodes, indexed: fx.Node) -> str | None:
-    """Why the nodes between the two exchanges cannot be computed for some rows at a time, or ``None``."""
+    """Why the nodes between the two exchanges cannot be computed in pieces, or ``None``."""
     put, dispatch, combine = nodes.put, nodes.dispatch, nodes.combine
     index = indexed.args[1][0]
     if list(put.args[1]) != [index]:

@@ -2,7 +2,7 @@
 """Find an exchange of keys and values that can run under the attention to the same keys and values.
 
 TokenRing and torch's context parallelism attend to one rank's keys at a time. Meanwhile a rank passes its block on
-(``all_to_all``), or gathers the blocks of all ranks (``all_gather``)::
+(``all_to_all``), or gathers all blocks (``all_gather``)::
 
     block = cat([flatten(k), flatten(v)])
     moved = all_to_all_single(block, ...)               # to the next rank
@@ -10,8 +10,7 @@ TokenRing and torch's context parallelism attend to one rank's keys at a time. M
     k, v  = pieces of wait_tensor(moved)
     y1    = scaled_dot_product_attention(q, k, v); merge y1 into y0
 
-Without the overlap pass, Inductor may start the exchange after ``y0``, where nothing hides it. Contract: the graph does
-not change.
+Without the overlap pass, Inductor may start the exchange after ``y0``, where nothing hides it.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from overlap_inductor.sites.pieces import piece_of
 from overlap_inductor.torch_compat import operators
 
 NAMESPACES = ("aten", "prims", *operators.FUNCTIONAL_COLLECTIVES)
-"""Namespaces in which an op's name shows whether it is a collective. Any other op may issue a collective inside."""
+"""Namespaces in which an op's name shows whether it is a collective."""
 STEPS = 12
 """The most nodes from the keys to the exchange, and from the keys to the attention."""
 
 
 class AttentionExchange:
     """Pattern ``attention beside an exchange of its keys and values`` (see ``Pattern``). Separate exchanges of keys and
-    of values are one site, which starts at the first exchange."""
+    of values are one site, at the first exchange."""
 
     early = False
     example = None
@@ -51,7 +50,7 @@ class AttentionExchange:
 
     def find(self, collective: CollectiveNode, search: Search) -> Match | Miss:
         if collective.wait is collective.node:
-            return Miss()  # the op waits for its own result, so nothing can run beside it
+            return Miss()  # nothing can run beside an op that waits for its own result
         taken = search.owned()
         found = [a for a in _attentions(collective) if _independent(a, collective)]
         reader = next((a for a in found if a.node not in taken), None)
@@ -74,7 +73,7 @@ def _moves(node: fx.Node) -> bool:
 
 
 def _held(collective: CollectiveNode) -> set[fx.Node]:
-    """The tensors whose elements the exchange sends: its input, and the tensors of which the input is a copy."""
+    """The exchange's input, and the tensors of which the input is a copy."""
     found, frontier = {collective.input}, [collective.input]
     for _ in range(STEPS):
         reached = {source for node in frontier if _moves(node) for source in node.all_input_nodes} - found
@@ -84,7 +83,7 @@ def _held(collective: CollectiveNode) -> set[fx.Node]:
 
 
 def _attentions(collective: CollectiveNode) -> list[AttentionNode]:
-    """The attention ops whose keys or values are among the elements that the exchange sends, in graph order."""
+    """In graph order, the attention ops whose keys or values the exchange sends."""
     found = {reader.node: reader for reader in attention.readers(_held(collective), _moves, STEPS)}
     return [found[node] for node in sorted(found) if len(tools.shape(found[node].lhs)) == 4]
 
@@ -97,8 +96,7 @@ def _independent(reader: AttentionNode, collective: CollectiveNode) -> bool:
 
 
 def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> list[CollectiveNode]:
-    """The later exchanges that can run under the attention together with ``first``. They send keys or values of this
-    attention, with the same kind of collective in the same group."""
+    """The later exchanges of the same kind and group that can run under the attention together with ``first``."""
     found: list[CollectiveNode] = []
     unavailable = {*search.merged, *search.taken()}
     for node, kind, other in search.collectives.values():
@@ -148,7 +146,7 @@ def _why_not_moved(nodes: HeldNodes) -> Reason | None:
 
 
 def _may_hold_collectives(node: fx.Node) -> bool:
-    """Whether ``node`` is a nested region, or an op that does not show which collectives it issues."""
+    """Whether ``node`` is a nested region, or an op that may issue a collective inside."""
     if node.op != "call_function" or isinstance(node.target, types.BuiltinFunctionType | types.FunctionType):
         return node.op == "call_module"
     return operators.qualified_name(node)[0] not in NAMESPACES

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables``, as DLRM writes them. Each rank holds tables
-of its own, and needs the results of all tables for its slice of the batch.
-
-::
+of its own, and needs all tables' results for its slice of the batch::
 
     x = cat([embedding_bag(w0, i0, o0)[0], embedding_bag(w1, i1, o1)[0]], 1)      # [batch, tables * width]
     y = wait_tensor(all_to_all_single(x))                                         # forward
@@ -10,9 +8,11 @@ of its own, and needs the results of all tables for its slice of the batch.
     g = wait_tensor(all_to_all_single(dy))                                        # backward
     dw0, dw1 = embedding_bag_backward(g[:, :width], ...), embedding_bag_backward(g[:, width:], ...)
 
-Contract: the graph does not change. Views and permuted copies may stand between ``cat`` and collective. Views,
-pointwise ops and sums may stand between a lookup and the ``cat``. The results of all tables must have one shape and
-dtype.
+Contract: the graph does not change. The results of all tables must have one shape and dtype. Other nodes may stand in
+between:
+
+- between ``cat`` and collective: views and permuted copies;
+- between a lookup and ``cat``: also pointwise ops and sums.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
 STEPS = 12
-"""The most nodes that the search may see from a part of the ``cat`` back to its lookup."""
+"""The most nodes of the search from a part of the ``cat`` back to its lookup."""
 FEW = 16
-"""The most tables that are looked up rank by rank. Each such table adds nodes for every rank."""
+"""The most tables that are looked up rank by rank. Each adds nodes for every rank."""
 _POOLS = (aten.sum.dim_IntList, aten.mean.dim)
 
 
@@ -102,8 +102,8 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
         and statically_known_true(tools.numel(tools.shape(lookup.lhs)) % collective.world_size == 0)
         for part, lookup in found
     )
-    # The rows of a bag that belong to a slice of the batch are known only at run time. So bags cannot be looked up rank
-    # by rank, and a table's exchange can only hide behind another table's lookups.
+    # Which rows of a bag belong to a slice of the batch is known only at run time, so bags are not looked up rank by
+    # rank. An exchange of one table could hide behind nothing.
     if len(parts) == 1 and not by_rank:
         return _one_table(collective, ", or one table of plain rows that can be looked up rank by rank")
     return PooledNodes(
@@ -112,8 +112,8 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
 
 
 def _not_sent_as_made(parts: list[fx.Node], joined: fx.Node, collective: CollectiveNode) -> Reason | None:
-    """Why the parts of ``joined`` cannot be sent as they were looked up, or ``None``. The collective's input is a view
-    of ``joined``."""
+    """Why the parts of ``joined``, of which the collective's input is a view, cannot be sent as looked up, or
+    ``None``."""
     if parts != (list(joined.args[0]) if joined.target is aten.cat.default else [joined]):
         text = f"{joined.name} is a view of the tables' results in which the ranks' slices cannot be told apart"
         return Reason("layout", f"{text}; expected slices of whole rows")
@@ -177,7 +177,7 @@ def _selects(node: fx.Node) -> bool:
 
 
 def _lookup_of(part: fx.Node) -> LookupNode | None:
-    """The lookup from which ``part`` is computed through views, pointwise ops and sums, or ``None``."""
+    """The lookup from which ``part`` is computed, or ``None``."""
     pending, seen = [part], {part}
     while pending and len(seen) <= STEPS:
         node = pending.pop(0)
@@ -223,7 +223,7 @@ def _through(view: fx.Node, layout: Layout) -> Layout:
 
 def _split(layout: Layout, dim: int, count: int, shape: list[Size]) -> tuple[Layout, Layout]:
     """``(layout of the tables, layout of one table)`` of a tensor that holds ``count`` tables along ``dim``. Raises
-    ``LayoutError`` if the tables' results are not one after the other."""
+    ``LayoutError`` if they are not one after the other."""
     whole = layout.reshape([*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]])
     if any(atom.rank for atom in whole.dims[dim]):
         raise LayoutError("the results of the tables are cut between ranks before they are joined")
@@ -243,8 +243,8 @@ def _led_by_rank(layout: Layout, moves: bool = False) -> Layout:
 
 
 def _slices(base: fx.Node) -> tuple[int, Size, dict[fx.Node, Size]] | None:
-    """``(dim, number of indices of one table, {slice: its first index})`` if all readers of ``base`` are slices along
-    one dim, each of one table; else ``None``."""
+    """``(dim, number of indices of one table, {slice: its first index})`` if each reader of ``base`` is a slice of one
+    table along one dim; else ``None``."""
     found = list(_selected(base))
     if not found or any(dim != found[0][1] or not same_size(length, found[0][3]) for _, dim, _, length in found):
         return None

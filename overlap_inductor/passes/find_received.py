@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find ``all-to-all -> matmul``: follow the result forward to its matmuls, and the input backward through its views.
 
-The site sends the elements of each rank's slice in the order in which the first matmul reads them. So the permuted
-copies before and after the all-to-all become one copy before it, or none::
+The site sends elements in the order in which the first matmul reads them. So the permuted copies before and after the
+all-to-all become one copy before it, or none::
 
     clone(permute(x)) -> all_to_all -> permute -> clone -> mm        # as written
     x in the matmul's order -> slices -> mm of each slice            # the site
 
-The all-to-all's own order is kept if a row-wise op stands before a matmul, or if the first matmul reads more or less
-than the received elements.
+The all-to-all's own order is kept if a row-wise op stands before a matmul, or if the first matmul does not read exactly
+the received elements.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Received = ReceivedNodes | UnevenReceivedNodes
 
 
 def find_received(collective: CollectiveNode) -> tuple[Received | None, list[Reason]]:
-    """``(site at an all-to-all or None, obstacles)``. Without a site and obstacles, the walk reached no matmul."""
+    """``(site at an all-to-all or None, obstacles)``. Without either, the walk reached no matmul."""
     try:
         return _found(collective)
     except LayoutError as error:
@@ -45,8 +45,7 @@ def _found(collective: CollectiveNode) -> tuple[Received | None, list[Reason]]:
     sent, given = layouts_of(collective)
     if is_uneven(collective):
         return _uneven(collective, given)
-    # The walk back from the input comes first. It may split atoms that ``sent`` and ``given`` share, and the consumers'
-    # layouts must have the split atoms.
+    # This walk may split atoms that ``sent`` and ``given`` share. So it comes before the consumers' layouts.
     source, layout = behind_views(collective.input, sent)
     follower = Follower(collective, given)
     follower.run()
@@ -81,8 +80,8 @@ def _uneven(collective: CollectiveNode, given: Layout) -> tuple[Received | None,
 
 
 def _wire(given: Layout, read: Layout) -> Layout:
-    """The layout of what is sent: a slice for each rank, with its elements in the order of ``read``. If ``read`` and
-    ``given`` do not hold the same elements, the order is that of ``given``."""
+    """The layout of what is sent: a slice for each rank, in the order of ``read`` if it holds the elements of
+    ``given``, else in the order of ``given``."""
     rank, atoms = next(a for a in given.flat() if a.rank), given.without_rank().flat()
     wanted = read.without_rank().flat()
     if {id(a) for a in wanted} == {id(a) for a in atoms}:

@@ -10,11 +10,11 @@ ops after them, are the *region*. Before and after the rewrite::
     ->  for each piece of t: mm of the same rows of x, and of y; add; start the piece's transfer
         out from the pieces that arrived
 
-The walk also ends at an op that does not commute with cutting, such as a softmax. The region reads the op's result as a
-plain tensor. There is no site in two cases:
+At an op that cannot be cut, such as a softmax, the walk ends too. The region reads the op's result as a plain tensor.
+There is no site if a plain tensor
 
-- A plain tensor is computed from a leaf.
-- A plain tensor has another layout than the leaves, and is neither a scalar nor one value for each column.
+- is computed from a leaf, or
+- has another layout than the leaves, and is neither a scalar nor one value for each column.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ aten = tools.aten
 
 
 def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reason | None:
-    """``(x, d)`` if ``cat`` is ``cat(split(x, dim=d), 0)`` with one piece for each rank, of equal sizes and in order.
-    A ``Reason`` if it joins one piece for each rank in another way. ``None`` for any other ``cat``."""
+    """``(x, d)`` if ``cat`` is ``cat(split(x, dim=d), 0)`` with equal pieces, one for each rank in order. A ``Reason``
+    if it joins one piece for each rank in another way. ``None`` for any other ``cat``."""
     source: Any = None
     dim: Any = None
     pieces: list[Any] = list(cat.args[0])
@@ -65,8 +65,8 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
                 "not_plain_scatter",
                 f"piece {i} takes rows of dim {piece.dim} in steps of {piece.step}; expected consecutive rows",
             )
-        # ``cat`` on dim 0 requires equal sizes in all other dims. So pieces along another, symbolic dim are equal.
-        # Whether they cover this dim is not checked.
+        # ``cat`` on dim 0 requires equal sizes in all other dims. So pieces along another dim are equal. If its size is
+        # symbolic, it is not checked that they cover the dim.
         equal = piece.dim != 0 if isinstance(size, torch.SymInt) else shard * world_size == size
         same = source is None or (piece.base is source and piece.dim == dim)
         if not same or not (equal or same_size(shard * world_size, size)):
@@ -102,7 +102,7 @@ def is_matmul_result(node: fx.Node) -> bool:
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
-    """The tensors that ``node`` adds, if it is a sum of tensors without a factor; else ``[]``."""
+    """The tensors that ``node`` adds without a factor; ``[]`` if it does anything else."""
     if node.target is not aten.add.Tensor or node.kwargs or not all(map(tools.is_tensor, node.args)):
         return []
     return list(node.args)
@@ -119,10 +119,10 @@ class Tracer:
         through: the source of each view-like node.
         externals: tensors that the region reads and does not compute.
         obstacle: why a ``cat`` is not a plain scatter, or ``None``.
-        region: the nodes that are computed in pieces, with the leaves.
+        region: the nodes that are computed in pieces.
         unfolded: biases that were followed.
         padding: the node that appends zeros before a gather, or ``None``.
-        received: the layout of an all-to-all's result; empty for another collective.
+        received: the layout of an all-to-all's result.
     """
 
     def __init__(self, world_size: int, unfolds: bool, owned: Collection[fx.Node], read: Collection[fx.Node]) -> None:
@@ -136,12 +136,12 @@ class Tracer:
         self.region: set[fx.Node] = set()
         self.unfolded: set[fx.Node] = set()
         self.root: fx.Node
-        """The node that is computed in pieces: the first collective's input, or the tensor that ``padding`` pads."""
+        """The first collective's input, or the tensor that ``padding`` pads."""
         self.padding: fx.Node | None = None
         self.received = Layout(())
 
     def trace(self, root: fx.Node, layout: Layout) -> None:
-        """Walk from ``root``, which has ``layout``, to the matmuls. Raises ``LayoutError`` if an op breaks a layout."""
+        """Walk from ``root`` to the matmuls. Raises ``LayoutError`` if a layout cannot be followed through an op."""
         pending = [(root, layout)]
         while pending:
             node, layout = pending.pop()
@@ -219,8 +219,8 @@ def traced(
     read: Collection[fx.Node],
     tracer_type: type[Tracer] = Tracer,
 ) -> Tracer:
-    """A tracer that has walked backward from the inputs of all ``collectives``. Raises ``LayoutError`` if an op breaks
-    a layout."""
+    """A tracer that has walked backward from the inputs of all ``collectives``. Raises ``LayoutError`` as ``trace``
+    does."""
     first = collectives[0]
     tracer = tracer_type(first.world_size, first.kind != "all_gather", owned, read)
     tracer.padding = padding_before(first.input) if first.kind == "all_gather" else None
@@ -247,10 +247,9 @@ def find_reduce(
 
     Returns:
         nodes: the site's nodes, or ``None`` if there is no site.
-        obstacle: with ``nodes``, why the site must stay as written, or ``None``. Without ``nodes``, why there is no
-            site; ``None`` if the walk reached no matmul.
-        left: the matmuls in ``owned`` that stay with their own sites. The region reads them, or the bias that holds
-            them, as plain tensors.
+        obstacle: why the site must stay as written, or why there is no site. ``None`` if it may be rewritten, or if the
+            walk reached no matmul.
+        left: the matmuls in ``owned`` that stay with their own sites.
     """
     left: list[fx.Node] = []
     try:
@@ -285,7 +284,7 @@ def _site(
     layout = tracer.layouts[leaf.node].refined()
     for other in tracer.leaves[1:]:
         theirs = tracer.layouts[other.node].refined()
-        # Pieces are added, so the shapes must agree in dims of size 1 too. ``same_elements`` ignores these dims.
+        # ``same_elements`` ignores dims of size 1. Pieces are added, so these dims must agree too.
         alike = len(theirs.dims) == len(layout.dims) and all(
             map(same_size, tools.shape(other.node), tools.shape(leaf.node))
         )
@@ -321,8 +320,8 @@ def _site(
 
 
 def reads_a_result(tracer: Tracer) -> Reason | None:
-    """Why the region cannot be cut, or ``None``. It cannot be cut if it reads a plain tensor that is computed from one
-    of its leaves: this leaf would be needed whole."""
+    """Why the region cannot be cut, or ``None``: it reads a plain tensor that is computed from a leaf, which is then
+    needed whole."""
     for leaf in tracer.leaves:
         known: dict[fx.Node, bool] = {}
         forks = any(u not in tracer.region for u in leaf.node.users)
@@ -347,8 +346,7 @@ def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason 
 
 
 def _not_in_rows(tracer: Tracer, sharded: ShardedDim, layout: Layout) -> Reason | None:
-    """For an all-to-all of unequal parts: why a part cannot be computed from the same rows of each matmul, or
-    ``None``."""
+    """Why a part of an uneven all-to-all cannot be computed from the same rows of each matmul, or ``None``."""
     leaf = tracer.leaves[0].node
     one_row = sharded.dim == 0 and not sharded.before and not sharded.after
     if not one_row or not layout.same_elements(tracer.layouts[tracer.root]):
@@ -362,8 +360,8 @@ def _not_in_rows(tracer: Tracer, sharded: ShardedDim, layout: Layout) -> Reason 
 
 
 def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
-    """Zeros are appended to the matmuls' result, and the site would append them to the operands. Returns why this would
-    change the collective's input, or ``None``."""
+    """Zeros are appended to the matmuls' result. Returns why they cannot be appended to the operands instead, or
+    ``None``."""
     for matmul in tracer.leaves:
         biased = matmul.bias is not None and matmul.bias not in tracer.unfolded
         if matmul.kind == "scaled_mm" or biased:
@@ -379,7 +377,7 @@ def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
             " whole dim",
         )
     for node in tracer.region:
-        # A sum of the region's own nodes is allowed: it adds zeros to zeros.
+        # A sum of the region's own nodes adds zeros to zeros.
         adds = _summands(node)
         if tools.is_pointwise(node) and not tools.is_cast(node) and not (adds and tracer.region.issuperset(adds)):
             return Reason(
@@ -391,8 +389,8 @@ def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
 
 
 def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether ``node`` is a split, getitem, slice, copy or padding, and all its readers are in ``inside`` or pieces
-    too."""
+    """Whether ``node`` is a split, getitem, slice, copy or padding that only such nodes and nodes in ``inside``
+    read."""
     cuts = (*tools.SPLITS, *tools.SAME, aten.slice.Tensor, aten.constant_pad_nd.default)
     if node.target in cuts or getattr(node.target, "__name__", "") == "getitem":
         return all(u in inside or _is_piece(u, inside) for u in node.users)
@@ -400,9 +398,8 @@ def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, gathered: Layout, world_size: int) -> ShardedDim:
-    """The dim of the matmul's output that is cut: for a reduce-scatter or an all-to-all the dim that holds the ranks,
-    else dim 0. Raises ``LayoutError`` if an all-gather's input has another order of elements than the matmul's
-    output."""
+    """The dim of the matmul's output that is cut. Raises ``LayoutError`` if an all-gather's input has another order of
+    elements than the matmul's output."""
     if kind in ("reduce_scatter", "all_to_all"):
         return ShardedDim.of(layout)
     if kind == "all_gather" and not layout.same_elements(gathered):

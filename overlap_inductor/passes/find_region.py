@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``matmuls -> sum over a dim, or cat -> collective``: regions (``passes.find_reduce``) with ops that change the
-shape of the matmuls' results.
+"""Find ``matmuls -> sum over a dim, or cat -> collective``: regions (``passes.find_reduce``) in which a *sum* (an op of
+``REDUCTIONS``) or a ``cat`` changes the shape of the matmuls' results.
 
-A *sum* is any op of ``REDUCTIONS``. A piece keeps the matmuls' dims, and a dim that was summed has size 1. The graph
-before, and the pieces that the rewrite computes (R ranks, E experts)::
+A piece keeps the matmuls' dims, and a dim that was summed has size 1. The graph before, and the pieces that the rewrite
+computes (R ranks, E experts)::
 
     bmm [E] [R t] [h] -> mul by share [E, t, 1] -> sum(0) -> [R t] [h]
         pieces [E, part of t, h] -> [1, part of t, h]
     mm [R t] [a], mm [R t] [b] -> cat(dim=1)              -> [R t] [a + b]
         pieces [part of t, a], [part of t, b] -> [part of t, a + b]
 
-The dim that is cut must be neither summed nor joined. This finder runs only if ``find_reduce`` finds no site.
+The dim that is cut must be neither summed nor joined.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def _leaf(node: fx.Node) -> matmuls.MatmulNode | None:
 
 
 def sums_experts(node: fx.Node) -> bool:
-    """Whether ``node`` is computed from a ``GroupedMatmul`` whose inner nodes have no reader outside it. If so, a
-    collective that moves ``node`` is a site."""
+    """Whether ``node`` is computed from a ``GroupedMatmul`` whose inner nodes nothing else reads. A collective that
+    moves ``node`` is then a site."""
     found = _nearest_leaf(node)
     members = [] if found is None else [*found.inner, found.node]
     return len(members) > 1 and all(u in members for n in members[:-1] for u in n.users)
@@ -144,11 +144,8 @@ def _nearest_leaf(node: fx.Node) -> matmuls.MatmulNode | None:
 def find(
     collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node], before: Reason | None
 ) -> tuple[ReduceNodes | None, Reason | None]:
-    """``(nodes, obstacle)`` as from ``find_reduce.find_reduce``, with the same arguments.
-
-    Args:
-        before: the reason that ``find_reduce`` gave, or ``None``. It is returned if this finder has no better one.
-    """
+    """``(nodes, obstacle)`` as from ``find_reduce.find_reduce``, with the same arguments. ``before``: the reason that
+    ``find_reduce`` gave, or ``None``; returned if this finder has no better one."""
     if before is not None and before.code not in ("layout", "op_between"):
         return None, before
     try:
@@ -171,7 +168,7 @@ def find(
     except LayoutError as error:
         return None, before or Reason("layout", str(error))
     role = tracer.leaves[0].output_role(region.cut)
-    # A node may first be noted as a plain tensor and later join the region.
+    # A node may first be a plain tensor and later join the region.
     externals = [n for n in tracer.externals if n not in tracer.region]
     nodes = ReduceNodes(
         collectives,
@@ -230,8 +227,8 @@ class _Dims:
         return found
 
     def place(self, node: fx.Node, layout: Layout) -> Layout:
-        """``layout`` of ``node``, with one dim for each dim of the matmuls. A dim that ``layout`` lacks is empty.
-        Raises ``LayoutError`` if ``layout`` has only a part of a dim."""
+        """``layout`` of ``node``, with one dim for each dim of the matmuls, empty if ``layout`` lacks it. Raises
+        ``LayoutError`` if ``layout`` has only a part of a dim."""
         atoms = set(map(_key, layout.flat()))
         dims: list[tuple[Atom, ...]] = []
         for runs in self.runs:
@@ -247,8 +244,8 @@ class _Dims:
 
 
 def _key(atom: Atom) -> int | str:
-    """A key of an atom. All rank atoms share one key, because a ``cat`` that moves the rank to the front makes a new
-    one."""
+    """A key of an atom. A ``cat`` that moves the rank to the front makes a new rank atom, so all rank atoms share one
+    key."""
     return "rank" if atom.rank else id(atom)
 
 
@@ -263,7 +260,7 @@ def _same(run: list[Atom], other: list[Atom]) -> bool:
 def _region(tracer: _RegionTracer, collective: CollectiveNode) -> tuple[Region, ShardedDim]:
     dims = _Dims(tracer)
     joined: dict[fx.Node, int] = {}
-    # Another ``cat`` may join the result of a ``cat``. So the ``cat`` nearest to the matmuls, found last, comes first.
+    # A ``cat`` may join the result of another ``cat``. So the ``cat`` nearest to the matmuls comes first.
     for node, parts in reversed(tracer.parts.items()):
         at = operators.argument(node, "dim") % len(tools.shape(node))
         leaves = [atom.leaves() for atom in parts]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``PartFollower`` says which elements of an all-gather's result a node holds.
 
-Contract: the graph does not change. Only views, pieces and joins of pieces may stand between the all-gather and the
-node. One gather may move several tensors, and each of its readers takes a part::
+Only views, pieces and joins of pieces may stand between the all-gather and the node. The graph does not change. One
+gather may move several tensors, and each of its readers takes a part::
 
     both = wait_tensor(all_gather(stack([k, v])))           # [R 2, batch, heads, s, width]
     k = cat([select(piece, 0, 0) for piece in split(both, 2)], dim=2)
@@ -49,11 +49,8 @@ class Part:
 
 
 class PartFollower:
-    """Finds what the nodes between one gather and one reader hold. Use a new follower for each reader: a reshape before
-    one reader splits atoms, and would change the layouts of other readers.
-
-    ``raw``: layout of the gathered tensor.
-    """
+    """Finds what the nodes between one gather and one reader hold. Each reader needs a new follower: a reshape splits
+    atoms, and would change the layouts of other readers."""
 
     def __init__(self, collective: CollectiveNode) -> None:
         self.collective = collective
@@ -64,11 +61,7 @@ class PartFollower:
         self._depends: dict[fx.Node, bool] = {}
 
     def part(self, node: fx.Node) -> Part | Reason:
-        """The part that ``node``, which must depend on the gather, holds. Returns a ``Reason`` in two cases:
-
-        - Another op than a view, a piece or a join of pieces stands in between.
-        - A join does not take the same part of each rank's shard, in the order of the ranks.
-        """
+        """The part that ``node``, which must depend on the gather, holds; or a ``Reason`` why it holds none."""
         if node not in self._found:
             try:
                 self._found[node] = self._read(node)
@@ -114,8 +107,8 @@ class PartFollower:
         return Reason("op_between", f"{text} of the keys and values that were gathered")
 
     def _taken(self, part: Part, dim: int, start: Size, length: Size) -> Part:
-        """The part that holds ``length`` indices of ``dim`` from ``start`` on. They must be the whole dim, one rank's
-        shard, or whole blocks. A block is the indices of ``dim`` that belong to one index of its first atom.
+        """The part that holds ``length`` indices of ``dim`` from ``start`` on: the whole dim, one rank's shard, or
+        whole blocks. A block is the indices of ``dim`` that belong to one index of its first atom.
 
         Raises:
             LayoutError: the indices are anything else, or blocks are cut at symbolic sizes.
@@ -144,7 +137,7 @@ class PartFollower:
         return Part(Layout(tuple(dims)), (*part.cuts, cut), part.rank)
 
     def _joined(self, cat: fx.Node) -> Part | Reason:
-        """The part that ``cat`` holds if it joins the same part of each rank's shard, in the order of the ranks."""
+        """The part that ``cat`` holds. It must join the same part of each rank's shard, in the order of the ranks."""
         parts = []
         for source in cat.args[0]:
             if not tools.depends_on(source, self.collective.wait, self._depends):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overlap pass replaces matmuls and the collectives next to them by overlap ops: find, check, plan, rewrite,
-report.
+"""The overlap pass replaces matmuls and the collectives next to them by overlap ops.
 
 Contract: ``graph`` is a functional post-grad graph. The pass changes it in place:
 
@@ -8,13 +7,9 @@ Contract: ``graph`` is a functional post-grad graph. The pass changes it in plac
 - It orders the other collectives of these sites' groups, and may delay matmuls (``passes.delayed_matmuls``).
 - It erases gathers that the sequence-parallel rewrite wrote and that this graph does not read.
 
-If the rewrite of a site fails, the graph is restored and the other sites are tried again. If the pass itself fails, the
-graph computes what it did before.
-
-The pass does not communicate. Its decisions depend only on facts that all ranks of a group share, so the ranks write
-the same exchange plan. They compare their plans before data moves (``inductor.compared_call``, op ``agree``).
-
-Pseudo-code::
+If the rewrite of a site fails, the graph is restored and the other sites are tried again. The pass does not
+communicate. Its decisions depend only on facts that all ranks share. The ranks compare their plans before data moves
+(``inductor.compared_call``, op ``agree``). Pseudo-code::
 
     sites  = find(graph)                                  # whatever the spelling in the graph
     legal  = [s for s in sites if refuse(s) is None]      # may it be rewritten?
@@ -77,8 +72,7 @@ def run_overlap_pass(
         graph_id: the graph's name in the report.
         refusal: why this compile cannot hold overlap ops (AOTInductor, cpp_wrapper), or ``None``.
 
-    Raises no error. If the pass fails, the report holds the graph's text and the error. In ``strict`` mode, publishing
-    the report then raises.
+    Raises no error. If the pass fails, the graph computes what it did before, and the report holds the error.
     """
     about = {
         "overlap_inductor": __version__,
@@ -138,8 +132,7 @@ class _Rewritten:
     """Facts about a rewritten graph.
 
     Attributes:
-        plan: what the ranks compare.
-        groups: the groups whose ranks compare the plan.
+        plan: what the ranks of ``groups`` compare.
         workspaces: the bytes of workspace in each group (``plan.workspace_bytes``).
         requests: the workspace that each site needs, by group (``plan.workspace``).
     """
@@ -160,8 +153,8 @@ class _Outcome:
 
 
 def _choose_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, refusal: str | None) -> _Outcome:
-    """Choose sites and rewrite them. If a rewrite fails, restore the graph and choose again, without the site that
-    failed. If a seam failed (``passes.sequence.seams``), choose again without bands for its two sites."""
+    """Choose sites and rewrite them. If a rewrite fails, restore the graph and choose again without the failed site. If
+    a seam failed (``passes.sequence.seams``), choose again without its bands."""
     failures: list[Failure] = []
     while True:
         failed = {site: Reason("rewrite_failed", f.error) for f in failures if f.stage != "seam" for site in f.sites}
@@ -191,8 +184,8 @@ def _notices(outcome: _Outcome, failed: list[Failure]) -> list[str]:
 
 
 def _exchange_of(graph: fx.Graph, config: OverlapConfig, rewritten: _Rewritten | None) -> dict[str, Any]:
-    """The report's fields about what the ranks compare. A rank that overlaps nothing has a plan too, because other
-    ranks may overlap this graph."""
+    """The report's fields about what the ranks compare. A rank that overlaps nothing has a plan too, because others may
+    overlap."""
     if rewritten is None:
         plan, groups = exchange_steps.plan_of(graph, config, {}, {})
         rewritten = _Rewritten(plan, list(groups), [], {})

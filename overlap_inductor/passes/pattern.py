@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Pattern``: the interface through which the finder asks for one pattern's sites.
 
-A pattern starts at a collective of its kind. It returns a ``Match`` with the site's nodes, or a ``Miss`` with reasons.
-``passes.patterns`` lists the patterns::
+A pattern starts at a collective of its kind. It returns a ``Match`` with the site's nodes, or a ``Miss`` with reasons::
 
     y = mm(wait_tensor(all_gather(x)), w)    AllGatherMatmul.find(all_gather) -> Match(GatherNodes(...))
     y = wait_tensor(all_gather(x)) + 1       AllGatherMatmul.find(all_gather) -> Miss([])
@@ -33,7 +32,7 @@ class Match:
         dim: the dim that is gathered or scattered, as in ``facts.site.Collective``.
         role: the role (M, N, K or B) of the cut dim in the first matmul, or ``None``.
         obstacle: why the site must stay as written, or ``None``.
-        left: matmuls that stay with other sites. This site reads their results as plain tensors.
+        left: matmuls that stay with other sites.
     """
 
     nodes: SiteNodes
@@ -66,8 +65,7 @@ class Search(Protocol):
     Attributes:
         phase: inference, forward or backward.
         collectives: every collective of the graph, as ``sites.collectives.find_collectives`` gives it.
-        merged: collectives that the finder skips. A pattern that makes one site of several collectives adds the later
-            ones here.
+        merged: collectives that the finder skips. A pattern adds the further collectives of its site.
     """
 
     phase: str
@@ -77,12 +75,11 @@ class Search(Protocol):
     def collectives(self) -> Mapping[fx.Node, tuple[fx.Node, str, CollectiveNode | Reason]]: ...
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of the sites found so far and of all early sites, without the sites at collectives in
-        ``SiteFinder.idle``."""
+        """The matmuls of the sites found so far and of all early sites, without those of ``SiteFinder.idle``."""
         ...
 
     def taken(self) -> set[fx.Node]:
-        """The collectives of the sites found so far and of all early sites. A new site must not claim them as further
+        """The collectives of the sites found so far and of all early sites. No new site may take them as further
         collectives."""
         ...
 
@@ -92,12 +89,11 @@ class Example:
     """The pattern as a model writes it: a linear layer next to a collective.
 
     Attributes:
-        first: whether the collective comes before the matmul. If so, it moves the matmul's left operand, else its
-            result.
+        first: whether the collective comes before the matmul and moves its left operand. Else it moves the result.
         shards_tokens: whether each rank holds only its shard of the tokens: before the layer if ``first``, else after.
-        column_parallel: whether the ranks split the layer's columns (N); if false, they split its contracted dim (K).
-        traced: the collective ``(tensor [rows, ...], group) -> result``, in functional collectives.
-        eager: the same collective for eager code. It may overwrite its argument.
+        column_parallel: whether the ranks split the layer's columns (N) or, if false, its contracted dim (K).
+        traced: ``(tensor [rows, ...], group) -> result`` in functional collectives.
+        eager: the same for eager code. It may overwrite its argument.
     """
 
     first: bool
@@ -113,8 +109,8 @@ class Pattern(Protocol):
     Attributes:
         name: the name in reports and in ``OVERLAP_INDUCTOR_PATTERNS``.
         kind: the kind of collective at which the pattern starts: all_gather, reduce_scatter, all_reduce, all_to_all.
-        early: whether the pattern's sites (*early sites*) are found before all other sites. ``find`` of an early
-            pattern reads neither ``Search.owned`` nor ``Search.taken``.
+        early: whether the pattern's sites (*early sites*) are found before all other sites. ``find`` may then not read
+            ``Search.owned`` and ``Search.taken``.
         example: the pattern as a model writes it; ``None`` if it has no linear layer.
     """
 

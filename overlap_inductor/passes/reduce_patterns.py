@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the sites whose matmuls compute a collective's input.
-
-::
+"""Find the sites whose matmuls compute a collective's input::
 
     mm(x, w) -> reduce_scatter             matmul_reduce_scatter
     mm(x, w) -> all_reduce                 matmul_all_reduce
     all_reduce(a) + all_reduce(b)          one matmul_all_reduce of a + b, at the first all-reduce
     mm(x, w) -> all_gather                 matmul_all_gather
 
-``find_reduce`` looks for a site first. Then ``find_region`` also follows reductions over a dim (sum, mean, max, min)
-and ``cat`` between the matmul and the collective.
+If ``find_reduce`` finds none, ``find_region`` also follows reductions over a dim and ``cat``.
 """
 
 from __future__ import annotations
@@ -42,8 +39,8 @@ class MatmulReduceScatter:
 
 
 class MatmulAllReduce:
-    """Pattern ``matmul -> all-reduce`` (see ``Pattern``). All-reduces (sum or avg) of one group, op, shape and dtype
-    whose results are only added to each other become one site, unless that site would have an obstacle."""
+    """Pattern ``matmul -> all-reduce`` (see ``Pattern``). If all-reduces of one group, op, shape and dtype are only
+    added to each other, they become one site, provided that it has no obstacle."""
 
     name = "matmul_all_reduce"
     kind = "all_reduce"
@@ -56,8 +53,7 @@ class MatmulAllReduce:
 
 
 class MatmulAllGather:
-    """Pattern ``matmul -> all-gather`` of the matmul's output (see ``Pattern``). A site of ``AllGatherMatmul`` comes
-    first."""
+    """Pattern ``matmul -> all-gather`` of the matmul's output (see ``Pattern``)."""
 
     name = "matmul_all_gather"
     kind = "all_gather"
@@ -84,9 +80,8 @@ def _found(collectives: list[CollectiveNode], result: fx.Node, search: Search, s
 
 
 def _added_later(collective: CollectiveNode, search: Search) -> tuple[list[CollectiveNode], fx.Node] | None:
-    """The longest sum of all-reduces, beginning with ``collective``, that can be one site: ``(all-reduces, their
-    sum)``, or ``None``. An all-reduce is linear, so one all-reduce of the summed inputs gives the same result up to
-    rounding."""
+    """The longest sum of all-reduces, beginning with ``collective``, that can be one site: ``(all-reduces, sum)``, or
+    ``None``. One all-reduce of their summed inputs gives the same result up to rounding."""
     terms, total = [collective], collective.wait
     sums: list[tuple[list[CollectiveNode], fx.Node]] = []
     while (above := _sum_of_like(collective, total, search)) is not None:
@@ -107,7 +102,7 @@ def _sum_of_like(
     collective: CollectiveNode, term: fx.Node, search: Search
 ) -> tuple[list[CollectiveNode], fx.Node] | None:
     """``(all-reduces in the other term, sum)`` if the only reader of ``term`` adds it to all-reduces like
-    ``collective`` (group, op, shape, dtype); else ``None``."""
+    ``collective``; else ``None``."""
     total = next(iter(term.users)) if len(term.users) == 1 else None
     if total is None or collective.reduce_op not in ("sum", "avg"):
         return None
@@ -137,7 +132,7 @@ def _all_reduces_in(term: fx.Node, like: CollectiveNode, search: Search) -> list
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
-    """The two nodes that ``node`` adds without a factor; ``[]`` if ``node`` is another op or adds a number."""
+    """The two nodes that ``node`` adds without a factor; ``[]`` if it does anything else."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return []
     nodes = [a for a in node.args if isinstance(a, fx.Node)]

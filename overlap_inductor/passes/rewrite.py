@@ -52,7 +52,7 @@ _STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
 
 class Rewriter:
-    """Rewrites the sites of one graph in graph order. ``seams``: pairs of sites that are written in bands."""
+    """Rewrites the sites of one graph in graph order. ``seams``: those to write in bands."""
 
     def __init__(self, graph: fx.Graph, config: OverlapConfig, seams: Sequence[Seam] = ()) -> None:
         self.graph, self.config, self.seams = graph, config, seams
@@ -66,11 +66,11 @@ class Rewriter:
         self.agreements: list[fx.Node] = []
         self.in_order: set[str] = set()
         """Groups with a site of schedule ``early_start``, which keeps the program's own collectives. Another rank may
-        lack such a site, so these groups call all collectives in the graph's order."""
+        lack this site, so these groups call all collectives in the graph's order."""
         self.current: DecidedSite | None = None
-        """The site that is being placed or rewritten, or ``None``. A failure is attributed to it."""
+        """The site that is being written, to which a failure is attributed, or ``None``."""
         self.seam: Seam | None = None
-        """The seam that is being written in bands, or ``None``. A failure is attributed to it."""
+        """The seam that is being written, to which a failure is attributed, or ``None``."""
 
     def apply(self, sites: list[DecidedSite]) -> tuple[ExchangePlan, list[str]]:
         """Place and rewrite ``sites``, then erase dead nodes and order all communication.
@@ -128,11 +128,11 @@ class Rewriter:
         self.seam = None
 
     def _agree(self, placed: list[tuple[DecidedSite, fx.Node]]) -> None:
-        """Write one ``agree`` for each group, all before the first step of any group. So the ranks compare their plans
+        """Write one ``agree`` for each group, all before the first step of any group: the ranks compare their plans
         before any step moves data.
 
-        An ``agree`` requests the workspace of its own group's sites only, because other groups' needs may differ
-        between ranks. A tensor argument gives the device, because a device's number would differ between ranks.
+        An ``agree`` requests only its own group's workspace, because other groups' needs may differ between ranks. A
+        tensor gives the device, because a device's number would differ between ranks.
         """
         needs = planner.workspace([site for site, _ in placed])
         first = placed[0][1]
@@ -157,8 +157,8 @@ class Rewriter:
                         follow.meta["val"] = tools.value(chain)
 
     def _placed(self, sites: list[DecidedSite]) -> list[tuple[DecidedSite, fx.Node]]:
-        """Make room for the sites' steps. Returns ``(site, node before which its steps are written)`` in graph order,
-        which is the order of the chain. Raises ``RuntimeError`` if an earlier move left no place for a site."""
+        """Make room for the sites' steps. Returns ``(site, node before which its steps are written)`` in the order of
+        the chain. Raises ``RuntimeError`` if an earlier move left no place for a site."""
         anchors: list[tuple[fx.Node, DecidedSite]] = []
         behind: set[fx.Node] = set()
         for site in sites:
@@ -175,12 +175,11 @@ class Rewriter:
                 )
             placement.apply()
             if placement.sunk and site.nodes.read_in_place():
-                # A node that is also read elsewhere will read the steps' buffer. So the steps are written before this
-                # node.
+                # If a node is also read elsewhere, it will read the steps' buffer. So the steps come before it.
                 anchors.append((placement.sunk[0], site))
                 continue
-            # The steps come right after the last node that was moved down, and before nodes that another site moves
-            # there: such nodes may read the steps' results.
+            # The steps come right after the last node that was moved down. Nodes that another site moves there may read
+            # the steps' results, and come after the steps.
             anchors.append((placement.sunk[-1] if placement.sunk else placement.anchor, site))
             behind.update(placement.sunk[-1:])
         self.current = None
@@ -229,8 +228,8 @@ class Rewriter:
         return replaced
 
     def _erase_unused(self, pending: list[fx.Node], ends: set[fx.Node]) -> None:
-        """Erase the unused nodes among ``pending``, and their inputs that become unused. An impure node is erased only
-        if it is in ``ends``. Dead code elimination would keep a wait, because waits count as impure."""
+        """Erase the unused nodes among ``pending``, and their inputs that become unused. Impure nodes, such as waits,
+        are erased only if they are in ``ends``; dead code elimination would keep them all."""
         erased: set[fx.Node] = set()
         while pending:
             node = pending.pop()
@@ -246,8 +245,8 @@ class Rewriter:
                 pending += sources
 
     def _kept(self) -> list[delayed_matmuls.Transfer]:
-        """The collectives that are left in the graph and have a wait of their own, with their estimated seconds. Groups
-        of one rank and unbacked sizes are left out."""
+        """The collectives that are left in the graph, with their estimated seconds, except groups of one rank and
+        unbacked sizes."""
         found = [c for _, _, c in collectives.find_collectives(self.graph) if isinstance(c, CollectiveNode)]
         return [
             delayed_matmuls.Transfer(
@@ -259,7 +258,7 @@ class Rewriter:
         ]
 
     def _chain_kept_collectives(self) -> None:
-        """Give the steps and the kept collectives of each rewritten group an order that is the same on every rank."""
+        """Give the steps and the kept collectives of each rewritten group one order on all ranks."""
         ours = {n: g for g, nodes in self.emitted.items() for n in nodes}
         newest: dict[str, fx.Node] = {}
         pending: dict[str, list[fx.Node]] = {}
@@ -297,8 +296,8 @@ def _exposed(sites: list[DecidedSite]) -> dict[str, float]:
 
 
 def _alike(old: fx.Node, new: fx.Node) -> bool:
-    """Whether both have the same shape and dtype. Equal sizes may be different expressions: a guard may equate two
-    symbols, and a size may be a sum of pieces."""
+    """Whether both have the same shape and dtype. Equal sizes may be different expressions, for example a sum of
+    pieces."""
     shapes = tools.shape(old), tools.shape(new)
     same = len(shapes[0]) == len(shapes[1]) and all(
         same_size(a, b) or same_expression(a, b) for a, b in zip(*shapes, strict=True)
@@ -307,7 +306,7 @@ def _alike(old: fx.Node, new: fx.Node) -> bool:
 
 
 def _first_on(device: torch.device, before: fx.Node) -> fx.Node:
-    """The graph's first tensor on ``device``. Raises ``RuntimeError`` if there is none before the node ``before``."""
+    """The graph's first tensor on ``device``. Raises ``RuntimeError`` if there is none before ``before``."""
     for node in before.graph.nodes:
         if node is before:
             break

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sequence-parallel rewrite: all-reduces become reduce-scatters, and each rank does the token-wise work after them
-for its own rows only.
-
-The method is Megatron's sequence parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2), applied to a graph.
+for its own rows only (Megatron's sequence parallelism: Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 
 Contract: ``graph`` is a joint graph (forward and backward) or an inference graph, before the partitioner. The pass
 changes it in place. If the rewrite fails, the graph is restored. The pass does not communicate: its decisions depend
-only on facts that all ranks of a group share. Pseudo-code::
+only on facts that all ranks share. Pseudo-code::
 
     stretches = find(graph)                                     # what can be held as rows, op by op
     legal     = [s for s in stretches if refuse(s) is None]
@@ -63,8 +61,8 @@ FAILURE = "overlap_inductor_sequence_parallel_failure"
 SAME = "overlap_inductor_same_on_all_ranks"
 """Metadata of an input that must be the same on all ranks of a group: the group's name."""
 CLEARLY = 4
-"""A graph for few tokens keeps its all-reduces up to a limit of tokens. The limit is at least this many times the
-number at which the rewrite may begin to pay. Just above that number, the gain is not worth another compile."""
+"""A graph for few tokens keeps its all-reduces up to a limit of tokens: at least this many times the number at which
+the rewrite may begin to pay. A smaller gain is not worth another compile."""
 Numbered = list[tuple[int, Stretch]]
 
 
@@ -103,7 +101,7 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, refusal: str | Non
     legal = [(n, s) for n, s in enumerate(finder.stretches) if facts[n].status != "refused"]
     legal = [(n, s) for n, s in legal if _divides(n, s, facts, config)]
     if any(isinstance(s.tokens.count, torch.SymInt) for _, s in legal):
-        # The guard on the number of tokens told more about the sizes, so the stretches are found again.
+        # The guard told more about the sizes, so the stretches are found again.
         finder = _found(graph)
         legal = [(n, finder.stretches[n]) for n, _ in legal]
     chosen = _choose(graph, legal, facts, config, refusal) if legal else []
@@ -127,9 +125,8 @@ def _found(graph: fx.Graph) -> RowFinder:
 
 def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: OverlapConfig) -> bool:
     """Whether the stretch may be rewritten for the numbers of tokens that this graph serves. A symbolic number must be
-    a multiple of the number of ranks. If this is not known, a guard asks, and each answer has a graph of its own. If
-    the rewrite cannot pay at the example's number of tokens, ``auto`` guards an upper limit instead: more tokens get a
-    graph of their own."""
+    a multiple of the number of ranks, which a guard asks if it is not known. If the rewrite cannot pay at the example's
+    number, ``auto`` guards an upper limit instead. Other numbers get graphs of their own."""
     tokens = stretch.tokens
     if isinstance(tokens.count, int) or tokens.even:
         return True
@@ -203,8 +200,8 @@ def _choose(
 
 
 def _pays(number: int, stretch: Stretch, facts: list[StretchFacts], pays_at: Any) -> bool:
-    """Whether the rewrite pays for the numbers of tokens that this graph serves. A symbolic number gets a guard at the
-    number of tokens from which on the rewrite pays."""
+    """Whether the rewrite pays for the numbers of tokens that this graph serves. A guard asks whether a symbolic number
+    reaches the number from which on the rewrite pays."""
     count = stretch.tokens.count
     if isinstance(count, int):
         result, limit = pays_at(1.0), None
@@ -297,8 +294,8 @@ def _describe(graph: fx.Graph, stretch: Stretch) -> StretchFacts:
 
 
 def _program(stretch: Stretch) -> str:
-    """``StretchFacts.program``: the hash of a text that lists the stretch's ops and numbers, without names of nodes or
-    symbols. A device is written as its type, because ranks use GPUs of different indices."""
+    """``StretchFacts.program``: the hash of the stretch's ops and numbers, without names. A device counts by its type,
+    because ranks use GPUs of different indices."""
     pending, computed = list(stretch.reads), set[fx.Node]()
     while pending:
         node = pending.pop()
@@ -320,8 +317,8 @@ def _constant(value: object) -> str:
 
 
 def note_divided(graph: fx.Graph) -> None:
-    """Store the rewritten stretches in the metadata of the graph's output, for ``agreed_plan``. The overlap pass may
-    replace their collectives."""
+    """Store the rewritten stretches in the metadata of the graph's output. The overlap pass may replace their
+    collectives."""
     found = {}
     for node in graph.nodes:
         if META in node.meta and node.meta[META]["status"] == "rewritten":
@@ -331,11 +328,8 @@ def note_divided(graph: fx.Graph) -> None:
 
 
 def erase_unread(graph: fx.Graph) -> None:
-    """Erase each all-gather of a rewritten stretch that nothing in ``graph`` reads.
-
-    If only the backward reads a gather, the partitioner also leaves a copy in the forward: it takes a collective for a
-    node with side effects.
-    """
+    """Erase each all-gather of a rewritten stretch that nothing in ``graph`` reads. The partitioner leaves a copy of
+    the backward's gathers in the forward, because collectives count as side effects."""
     for node, kind, _ in list(find_collectives(graph)):
         ours = node.meta.get(META, {}).get("status") == "rewritten"
         unread = all(operators.is_wait(user) and not user.users for user in node.users)
@@ -346,7 +340,7 @@ def erase_unread(graph: fx.Graph) -> None:
 
 
 def stretches_of(graph: fx.Graph) -> list[StretchFacts]:
-    """The stretches to which the collectives of a forward, backward or inference graph belong, each once."""
+    """The stretches to which the collectives of ``graph`` belong, each once."""
     found = {n.meta[META]["id"]: n.meta[META] for n in graph.nodes if META in n.meta}
     return [StretchFacts.from_dict(value) for value in found.values()]
 
@@ -357,7 +351,7 @@ def rewritten(graph: fx.Graph) -> bool:
 
 
 def same_inputs_of(graph: fx.Graph) -> list[list[Any]]:
-    """``OverlapReport.same_inputs`` of a forward, backward or inference graph."""
+    """``OverlapReport.same_inputs`` of ``graph``."""
     inputs = enumerate(graph.find_nodes(op="placeholder"))
     return [[i, node.name, node.meta[SAME], is_parameter(node) is True] for i, node in inputs if SAME in node.meta]
 

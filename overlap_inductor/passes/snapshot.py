@@ -23,8 +23,8 @@ def rewrite_or_restore(
     """Rewrite ``chosen``; if that fails, restore the graph.
 
     Returns:
-        What ``Rewriter.apply`` returns, or the failure. The failure names the site that failed, the two sites of the
-        seam that failed (stage ``seam``), or all sites if several were concerned.
+        What ``Rewriter.apply`` returns, or the failure. The failure names the failed site, the two sites of the failed
+        seam (stage ``seam``), or all sites.
     """
     snapshot = Snapshot(graph)
     try:
@@ -62,9 +62,8 @@ class Snapshot:
 
     def restore(self) -> None:
         """Give the graph its nodes as they were, as new objects with the old names."""
-        # ``erase_node`` raises an error if the node has users, and the half rewritten graph may be out of order. So
-        # first remove every edge. A node inserted before an erased node is not in ``graph.nodes``, but may use nodes
-        # there.
+        # ``erase_node`` requires that the node has no users, and the half rewritten graph may be out of order. So first
+        # remove every edge. A node inserted before an erased node is not in ``graph.nodes``, but may use nodes there.
         for node in {*self.graph.nodes, *(user for n in self.graph.nodes for user in n.users)}:
             node.args, node.kwargs = (), {}
         for node in list(self.graph.nodes):

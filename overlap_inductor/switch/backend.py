@@ -33,7 +33,7 @@ def overlap_inductor(
     Args:
         mode: Inductor's mode, as ``torch.compile`` takes it (``max-autotune``, ...).
         options: fields of ``OverlapConfig`` and options of Inductor. Other fields keep the values of the switches in
-            force (``overlap()``, ``enable()`` or the environment).
+            force.
 
     Raises:
         ConfigError: an option is neither a field nor an option of Inductor, or a field has a value that is not allowed.
@@ -81,11 +81,8 @@ def compile_with(
 
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split ``torch.compile``'s options into fields of ``OverlapConfig`` and Inductor's options.
-
-    Raises:
-        ConfigError: an option belongs to neither; the message names similar options.
-    """
+    """Split ``torch.compile``'s options into fields of ``OverlapConfig`` and Inductor's options. Raises ``ConfigError``
+    if an option belongs to neither; the message names similar options."""
     from overlap_inductor.inductor import compile_graph as inductor
 
     fields = {f.name for f in dataclasses.fields(OverlapConfig)}

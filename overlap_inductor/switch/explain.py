@@ -21,7 +21,7 @@ _NO_GRAPH = "No graph was compiled: the call ran no tensor operation that torch.
 @dataclass(frozen=True)
 class Explanation:
     """The reports of the graphs that a call compiles, in order. ``str()`` gives a short text, ``to_text()`` the whole
-    reports. If there are sites, both texts end with the estimated time of all sites."""
+    reports. Both end with the estimated time of all sites, if there are any."""
 
     reports: list[OverlapReport]
 
@@ -49,7 +49,7 @@ def explain(fn: Callable[..., Any], *args: Any, config: OverlapConfig | None = N
     """Trace ``fn(*args, **kwargs)``, and its backward if something requires a gradient, and report on every graph.
 
     Compiled regions compute nothing and return zeros. Code between them (after a graph break) runs on these zeros. No
-    report is counted, logged or written, and ``last_report()`` does not change. What Dynamo has compiled is dropped.
+    report is counted, logged or written. What Dynamo has compiled is dropped.
 
     Args:
         config: the switches. By default, the switches in force, or the environment's. Mode ``off`` counts as

@@ -8,7 +8,7 @@ This module puts one pass object into each *slot*, a setting of Inductor that ho
 2. those of ``enable()``;
 3. those of the environment.
 
-After ``disable()`` the object does nothing, even if another package's pass still calls it.
+After ``disable()``, the object does nothing if another package's pass still calls it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _Switch:
     """For each slot, the pass object that is put into it."""
     applied = False
     replaced: dict[str, tuple[Any, Any]] = {}
-    """For each slot, its values before and after the pass was put in. When overlap is switched off, a slot that still
-    holds the second value gets the first one back."""
+    """For each slot, its values before and after the pass was put in. If the slot still holds the second value when
+    overlap is switched off, it gets the first one back."""
 
 
 _switch = _Switch()
@@ -59,7 +59,7 @@ def enable(**fields: Any) -> OverlapConfig:
     ``overlap()``, that block's switches are in force instead.
 
     A second call replaces the switches. Graphs that are already compiled stay as they are. If new switches could change
-    their code, rank 0 logs a warning that names up to three of these functions.
+    their code, rank 0 logs a warning.
 
     Args:
         fields: fields of ``OverlapConfig``. For other fields, the environment's variables hold.
@@ -82,8 +82,8 @@ def enable(**fields: Any) -> OverlapConfig:
 def disable() -> None:
     """Switch off ``enable()``, the environment's switch and every ``overlap()`` around this call.
 
-    Inductor's slots then hold only what others put there, and Inductor's functions are no longer wrapped. Graphs that
-    are already compiled stay as they are. A backward that is not compiled yet is compiled without overlap, unless
+    Inductor's slots then hold only what others put there, and its functions are no longer wrapped. Graphs that are
+    already compiled stay as they are. A backward that is not compiled yet is compiled without overlap, unless
     ``backend="overlap_inductor"`` compiled its forward.
     """
     with _lock:
@@ -106,8 +106,8 @@ def overlap(**fields: Any) -> Iterator[OverlapConfig]:
     """Overlap in all graphs that are compiled inside the ``with`` block on this thread. ``overlap(mode="off")``
     switches overlap off there.
 
-    Compiling is lazy: the first call of a compiled function has to be inside the block. The backward gets the switches
-    of its forward, even after the block.
+    The first call of a compiled function compiles it, so this call must be inside the block. The backward gets the
+    switches of its forward, even after the block.
 
     Args:
         fields: as for ``enable``.
@@ -131,8 +131,8 @@ def overlap(**fields: Any) -> Iterator[OverlapConfig]:
 
 
 def enable_from_environment() -> None:
-    """Like ``enable()``, for the autoload entry point: the first compile reads the variables. If this torch is not
-    supported, it only logs a warning."""
+    """``enable()`` for the autoload entry point: the first compile reads the variables. If this torch is not supported,
+    it only logs a warning."""
     reason = unsupported_reason()
     if reason:
         log.warning("OVERLAP_INDUCTOR is set, but %s", reason)
@@ -143,11 +143,8 @@ def enable_from_environment() -> None:
 
 
 def effective() -> OverlapConfig | None:
-    """The configuration that a compile on this thread gets now; ``None`` if nothing is switched on.
-
-    Raises:
-        ConfigError: the environment's switch is in force, and a variable has a value that is not allowed.
-    """
+    """The configuration that a compile on this thread gets now; ``None`` if nothing is switched on. Raises
+    ``ConfigError`` if a variable of the environment's switch has a value that is not allowed."""
     stack = _stack.get()
     if stack:
         return stack[-1][1]
@@ -166,7 +163,7 @@ def require_supported_torch() -> None:
 
 
 def install_hooks() -> None:
-    """Wrap Inductor's functions now, for a caller that is about to compile. Imports Inductor's modules."""
+    """Wrap Inductor's functions now. Imports Inductor's modules."""
     from overlap_inductor.inductor import hooks
     from overlap_inductor.passes.pipeline import POST_GRAD
 
@@ -193,8 +190,8 @@ def _warn_about_compiled() -> None:
 
 
 def _apply() -> None:
-    """Make Inductor follow the switches: put the pass into the slots or take it out, and wrap Inductor's functions.
-    Each step waits until the module that it changes is imported."""
+    """Put the pass into the slots or take it out, and wrap Inductor's functions. Each step waits until the module that
+    it changes is imported."""
     _cancel_waiting()
     if not _wanted() and not _switch.applied:
         return
@@ -206,8 +203,8 @@ def _apply() -> None:
 
 
 def _wanted(everywhere: bool = False) -> bool:
-    """Whether the slots should hold the passes on this thread. ``everywhere``: on threads without an ``overlap()`` of
-    their own. Does not read the environment."""
+    """Whether the slots should hold the passes on this thread, or, with ``everywhere``, on threads without an
+    ``overlap()`` of their own. Does not read the environment."""
     stack = () if everywhere else _stack.get()
     if stack:
         return stack[-1][1].mode != "off"

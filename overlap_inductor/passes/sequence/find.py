@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the stretches of a graph: all-reduces, and token-wise work after them that each rank can do for its own rows.
 
-The walk changes nothing. If the graph has a backward, the walk visits it too. ``H`` marks nodes that are held as rows::
+``H`` marks nodes that are held as rows::
 
     w = wait_tensor(all_reduce(mm(...)))       H: a reduce-scatter can make the rows
     r = add(w, residual)                       H: the residual is cut to rows, or is held as rows already
@@ -40,13 +40,12 @@ aten = tools.aten
 
 @dataclass
 class Source:
-    """All-reduces that one reduce-scatter can replace: one all-reduce, or several whose results are only added to each
-    other.
+    """One all-reduce that a reduce-scatter can replace, or several whose results are only added to each other.
 
     Attributes:
-        result: the node whose rows the reduce-scatter gives: the wait, or the sum of the waits.
+        result: the wait, or the sum of the waits.
         collectives: the all-reduces, in the order in which they are added.
-        adds: the nodes that add the results, ``result`` included; empty for a single all-reduce.
+        adds: the nodes that add the results, ``result`` included.
     """
 
     result: fx.Node
@@ -63,12 +62,12 @@ class Stretch:
         sources: the all-reduces that become reduce-scatters.
         rows: the nodes that are computed on rows, in graph order, without the sources.
         sums: the nodes that reduce all tokens.
-        reads: each tensor that a node on rows reads whole, with the graph's inputs from which it is computed. These
-            inputs must be the same on all ranks (``same_values``).
+        reads: each tensor that a node on rows reads and that is not held as rows, with the graph's inputs from which it
+            is computed. The inputs must be the same on all ranks (``same_values``).
         needs_whole: for each node whose rows are gathered, the users that need all rows, each with its reason.
         readers: the users in ``needs_whole`` before ``gather_less``.
-        whole_too: nodes that are computed with all rows, because this gathers no more bytes. Those in ``rows`` are
-            computed both ways.
+        whole_too: nodes that are computed with all rows, because gathering their inputs moves no more bytes. Those in
+            ``rows`` also run on rows.
     """
 
     tokens: Tokens
@@ -134,8 +133,7 @@ class RowFinder:
 
     def _others(self, node: fx.Node, rows: Rows) -> dict[fx.Node, frozenset[fx.Node]]:
         """For each tensor that ``node`` reads and that is not held as rows, the graph's inputs from which it is
-        computed. Raises ``NotRowWise`` if such a tensor, or a number that ``node`` computes with, may differ between
-        ranks."""
+        computed. Raises ``NotRowWise`` if such a tensor, or a number in ``node``, may differ between ranks."""
         if tools.is_pointwise(node) or node.target is aten.full_like.default:
             _same_numbers(node, rows.tokens)
         known = (rows.tokens.group_name, frozenset(symbols_of(rows.tokens.count)))
@@ -171,8 +169,8 @@ class RowFinder:
 
 
 def _same_numbers(node: fx.Node, tokens: Tokens) -> None:
-    """Raise ``NotRowWise`` if ``node`` computes with a number that may differ between ranks. Only the number of tokens
-    is known to be equal on all ranks, so every symbol of the number must occur in it."""
+    """Raise ``NotRowWise`` if a number in ``node`` may differ between ranks: it has a symbol that the number of tokens
+    lacks."""
     known = symbols_of(tokens.count)
     for value in operators.leaves((node.args, node.kwargs)):
         number = tools.value(value) if isinstance(value, fx.Node) else value
@@ -181,8 +179,8 @@ def _same_numbers(node: fx.Node, tokens: Tokens) -> None:
 
 
 def find_sources(graph: fx.Graph) -> dict[fx.Node, Source]:
-    """The sources, each by its result: all-reduces with op ``sum`` of tensors with at least two dims. All-reduces of
-    one group, shape and dtype whose results are only added to each other are one source."""
+    """The sources, by result: all-reduces with op ``sum`` of tensors with at least two dims. All-reduces of one group,
+    shape and dtype whose results are only added to each other are one source."""
     found: dict[fx.Node, Source] = {}
     for _, kind, collective in find_collectives(graph):
         if kind == "all_reduce" and isinstance(collective, CollectiveNode) and collective.reduce_op == "sum":
@@ -209,7 +207,7 @@ def _alike(a: fx.Node, b: fx.Node, total: fx.Node) -> bool:
 
 
 class _DisjointSets:
-    """Disjoint sets of nodes. The first node of a set stands for the set."""
+    """Disjoint sets of nodes. The first node of a set stands for it."""
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         self._parent = {n: n for n in nodes}
@@ -229,12 +227,12 @@ class _DisjointSets:
 
 def gather_less(stretch: Stretch) -> None:
     """Gather the inputs of a node in place of its result if this moves fewer bytes, or, for a view, no more bytes. The
-    node is then computed with all rows::
+    node is then computed with all rows, and on rows only if another node reads its rows::
 
         c = cast(x) to fp32; mm(c, w)               ->   gather x in place of c, and cast all rows
         three views of n, each read by a matmul     ->   gather n once, in place of the three views
 
-    The node is computed on rows too if another node reads its rows. If a size is unbacked, nothing changes.
+    If a size is unbacked, nothing changes.
     """
     members = {s.result for s in stretch.sources} | set(stretch.rows)
     if any(tools.has_unbacked(tools.shape(n)) for n in members if tools.is_tensor(n)):
@@ -244,7 +242,7 @@ def gather_less(stretch: Stretch) -> None:
             continue
         inputs = [i for i in node.all_input_nodes if i in members]
         if not all(map(tools.is_tensor, inputs)):
-            # To compute one result of an op with all rows, the op would have to compute all its results.
+            # An op with several results would have to compute them all.
             continue
         new = [i for i in inputs if i not in stretch.needs_whole]
         less = sum(map(_bytes, new)) - _bytes(node)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that are held as rows: each rank of a group holds ``ceil(T / W)`` of their T tokens.
 
-A tensor has T tokens if its leading dims together have T elements: ``[T, H]``, ``[B, S, H]`` with ``B * S = T``. Its
-other dims are its features. A rank's rows have shape ``[ceil(T / W), *features]``. If W does not divide T, the last
-ranks hold arbitrary values in rows beyond the last token. No result of the graph may depend on them.
+The leading dims of such a tensor together have T elements: ``[T, H]``, ``[B, S, H]`` with ``B * S = T``. Its other dims
+are its features. A rank's rows have shape ``[ceil(T / W), *features]``. Rows beyond the last token hold arbitrary
+values, on which no result of the graph may depend.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class Tokens:
     """The tokens that the ranks of one group divide among them.
 
     Attributes:
-        group_name: the process group.
-        world_size: number of its ranks, W.
+        world_size: number of the group's ranks, W.
         count: number of tokens, T: an int or a symbolic size.
     """
 
@@ -76,7 +75,7 @@ def local_shape(node: fx.Node, rows: Rows) -> list[Size]:
 
 def leading_dims(shape: Sequence[Size], tokens: Size, behind: Sequence[Size]) -> int | None:
     """The number of leading dims of ``shape`` that together have ``tokens`` elements. ``None`` if there is none, or if
-    the other dims have another number of elements than the dims ``behind``."""
+    the other dims have another number of elements than ``behind``."""
     for lead in range(1, len(shape) + 1):
         if same_size(tools.numel(list(shape[:lead])), tokens):
             same = same_size(tools.numel(list(shape[lead:])), tools.numel(list(behind)))

@@ -10,8 +10,8 @@ T tokens, W ranks, t = ceil(T / W)::
     view [B, S, H] as [T, H]       -> the same rows
     permute, slice, split, cat     -> the same on the features
 
-An op that no rule knows, or that mixes tokens, needs all rows. The rules follow DTensor's op strategies
-(torch/distributed/tensor/_ops): Shard on the tokens, Replicate, and Partial for a sum over tokens.
+Any other op needs all rows. The rules follow DTensor's op strategies (torch/distributed/tensor/_ops): Shard on the
+tokens, Replicate, and Partial for a sum over tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Writer(Protocol):
         ...
 
     def reshape(self, node: fx.Node, shape: list[Any]) -> fx.Node:
-        """``node`` in ``shape``. Returns a tensor of which ``node`` is a view if that tensor has this shape already."""
+        """``node`` in ``shape``, or a tensor of this shape of which ``node`` is a view."""
         ...
 
     def size(self, size: Any) -> Any:
@@ -67,11 +67,8 @@ class Rule(Protocol):
     """How one kind of op is computed on rows."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
-        """How the result of ``node`` is held. At least one of its inputs is in ``held``.
-
-        Raises:
-            NotRowWise: the op needs all rows.
-        """
+        """How the result of ``node`` is held. At least one input is in ``held``. Raises ``NotRowWise`` if the op needs
+        all rows."""
         ...
 
     def write(self, node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
@@ -80,7 +77,7 @@ class Rule(Protocol):
 
 
 class _Pointwise:
-    """Elementwise ops with broadcasting. All token dims must come from the inputs that are held as rows."""
+    """Elementwise ops. All token dims must come from the inputs that are held as rows."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         if operators.is_mutable(node):
@@ -244,9 +241,8 @@ _ON_DIM = {aten.slice.Tensor, aten.select.int, *tools.SPLITS}
 
 
 def _may_be_own_part(node: fx.Node, dim: int, world_size: int) -> bool:
-    """Whether each rank may take only its own one of ``world_size`` equal parts of ``dim``. This is assumed if ``node``
-    takes such a part and some part is never read. The ranks' rows would then hold different features, and could not be
-    gathered."""
+    """Whether each rank may take only its own one of ``world_size`` equal parts of ``dim``: ``node`` takes such a part,
+    and some part is never read. The ranks' rows would then hold different features."""
     source: Any = node.args[0]
     size = tools.shape(source)[dim]
     if node.target in tools.SPLITS:
@@ -301,7 +297,7 @@ def reduced_dims(node: fx.Node, rank: int) -> list[int]:
 
 
 def feature_dim(node: fx.Node, dim: Any, rows: Rows) -> int:
-    """``dim`` of the first input of ``node``, counted from 0. Raises ``NotRowWise`` if ``dim`` is a token dim."""
+    """``dim`` of the first input of ``node``, counted from 0. Raises ``NotRowWise`` if it is a token dim."""
     source: Any = node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
     dim = int(dim or 0) % len(tools.shape(source))
     if dim < rows.lead:
@@ -310,7 +306,7 @@ def feature_dim(node: fx.Node, dim: Any, rows: Rows) -> int:
 
 
 def on_dim(node: fx.Node, dim: int, writer: Writer) -> fx.Node:
-    """Write ``node`` for a rank's rows. ``dim``: the dim of the whole input along which the op works."""
+    """Write ``node`` for a rank's rows. ``dim``: the dim of the whole input along which it works."""
     source: Any = node.args[0]
     local = writer.rows(source)
     fewer = len(tools.shape(source)) - len(tools.shape(local))
@@ -319,8 +315,8 @@ def on_dim(node: fx.Node, dim: int, writer: Writer) -> fx.Node:
 
 
 def broadcast(node: fx.Node, inputs: list[fx.Node], held: Held) -> Rows:
-    """How the result of an elementwise ``node`` is held. Raises ``NotRowWise`` if its inputs do not have the same
-    tokens in the same dims."""
+    """How the result of an elementwise ``node`` is held. Raises ``NotRowWise`` if its inputs lack the same tokens in
+    the same dims."""
     shape = tools.shape(node)
     found: Rows | None = None
     for source in inputs:
@@ -343,8 +339,7 @@ def broadcast(node: fx.Node, inputs: list[fx.Node], held: Held) -> Rows:
 
 
 def same_op(node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
-    """Write the elementwise ``node`` for a rank's rows. Inputs that are not held as rows are cut or reshaped to
-    match."""
+    """Write the elementwise ``node`` for a rank's rows. Other inputs are cut or reshaped to match."""
     shape = tools.shape(node)
 
     def operand(source: fx.Node) -> fx.Node:

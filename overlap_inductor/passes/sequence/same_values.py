@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide whether a tensor has the same values on every rank of a group.
 
-An op on rows may read a tensor that is not held as rows. Each rank then reads the part that belongs to its rows. This
-is right only if all ranks hold the same tensor:
+An op on rows may read a tensor that is not held as rows. Each rank then reads a part of it, so all ranks must hold the
+same tensor:
 
 - A result of the group's all-reduces and all-gathers is the same on all ranks.
 - A matmul's result may differ, because its weight may be a shard.
-- A value computed from a symbolic size may differ, unless it is a size of tensors that the ranks exchange. The ranks
-  would not agree on a plan with such a difference.
-- An input of the graph may differ: a norm's weight is the same on all ranks, a shard of a projection is not. The ranks
-  compare these inputs at the graph's first run (``runtime.same_inputs``).
+- A value computed from a symbolic size may differ, unless the ranks exchange tensors of this size.
+- An input of the graph may differ. The ranks compare these inputs at the graph's first run (``runtime.same_inputs``).
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ _NAMESPACES = ("aten", "prims", "_c10d_functional", "inductor_prims", "quantized
 
 
 class SameValues:
-    """Finds the graph's inputs on which a tensor depends. If they are the same on all ranks of the group, so is the
-    tensor.
+    """Finds the graph's inputs on which a tensor depends.
 
     Args:
         group_name: the group.
@@ -47,8 +44,8 @@ class SameValues:
         self._known: dict[fx.Node, frozenset[fx.Node] | None] = {}
 
     def inputs_of(self, node: fx.Node) -> frozenset[fx.Node] | None:
-        """The graph's inputs on which ``node`` depends, not counting what goes through the group's collectives.
-        ``None`` if ``node`` may differ between ranks although these inputs are the same."""
+        """The graph's inputs on which ``node`` depends, other than through the group's collectives. ``None`` if
+        ``node`` may differ between ranks although these inputs are the same."""
         stack = [node]
         while stack:
             current = stack[-1]
@@ -66,7 +63,7 @@ class SameValues:
         return [] if node.op != "call_function" or self._ends(node) else node.all_input_nodes
 
     def _ends(self, node: fx.Node) -> bool:
-        """Whether the search ends at ``node``, because its inputs do not change the answer."""
+        """Whether the inputs of ``node`` do not change the answer."""
         return _is_number(node) or _may_differ(node) or self._of_group(node) is not None
 
     def _of_group(self, node: fx.Node) -> str | None:
@@ -92,9 +89,8 @@ class SameValues:
         return frozenset().union(*(f for f in found if f is not None))
 
     def _same_on_a_mesh(self, node: fx.Node) -> bool:
-        """Whether ``node`` has equal results on the ranks of this group if its inputs are equal. An all-reduce or
-        all-gather of another group has, if both groups belong to dims of a mesh: each rank's group along the other dim
-        then combines equal inputs."""
+        """Whether equal inputs give ``node`` equal results on the ranks of this group. An all-reduce or all-gather
+        along another dim of a mesh does: each rank's group along that dim combines equal inputs."""
         other = collectives.group_of(node)
         if other is None:
             return True
@@ -119,8 +115,8 @@ def symbols_of(number: Any) -> set[Any]:
 
 
 def _may_differ(node: fx.Node) -> bool:
-    """Whether ``node`` may differ between ranks although its inputs are the same: random numbers, unknown ops, ops that
-    write in place, and matmuls and convolutions, whose weights may be shards."""
+    """Whether ``node`` may differ between ranks although its inputs are the same. Random numbers, unknown ops and
+    writes in place may. So may matmuls and convolutions, whose weights may be shards."""
     if getattr(node.target, "__name__", "") == "getitem" or operators.operator(node) is None:
         return False
     return (

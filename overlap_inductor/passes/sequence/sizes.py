@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write symbolic sizes into a graph as nodes.
 
-The partitioner splits a joint graph by its edges. A plain ``SymInt`` argument has no edge to the node that defines its
-symbol, and the symbol could be missing after the split. So nodes compute each size from an input of the graph::
+The partitioner splits a joint graph by its edges, and a ``SymInt`` argument has no edge to the node that defines its
+symbol. So nodes compute each size from an input of the graph::
 
     (s0 + 3) // 4   ->   floordiv(add(sym_size(x, 0), 3), 4)        behind the last input of the graph
 """

@@ -41,7 +41,7 @@ EXTREMA = {"max": aten.amax.default, "min": aten.amin.default}
 
 def reduces_tokens(node: fx.Node, held: Held) -> bool:
     """Whether ``node`` reduces all tokens of an input that is held as rows. Raises ``NotRowWise`` if it reduces only
-    some tokens, or if the rows beyond the last token would change its result."""
+    some, or if rows beyond the last token would change its result."""
     if node.target not in REDUCE_OPS or (source := _source(node)) not in held:
         return False
     rows, shape = held[source], tools.shape(source)

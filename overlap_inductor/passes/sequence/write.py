@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrite stretches. Reduce-scatters replace all-reduces, token-wise work runs on a rank's rows, and gathers precede
-the ops that need all rows.
+"""Rewrite stretches.
 
-T tokens, W ranks, t = ceil(T / W). The graph holds no rank number: op ``take`` cuts the rows of the rank that runs it::
+T tokens, W ranks, t = ceil(T / W). Op ``take`` cuts the rows of the rank that runs it, so the graph holds no rank
+number::
 
     w = wait_tensor(all_reduce(p [B, S, H]))       p [T, H], padded to [W t, H] if W does not divide T
     r = add(w, residual)                      ->   w = wait_tensor(reduce_scatter(p)) [t, H]
@@ -10,8 +10,8 @@ T tokens, W ranks, t = ceil(T / W). The graph holds no rank number: op ``take`` 
     y = mm(view(n), wq)                            g = wait_tensor(all_gather(n)) [W t, H], cut to [T, H]
                                                    y = mm(view(g), wq)
 
-All nodes that need all rows of a node share one gather, before the first of them. Every new node has the metadata
-(module, stack trace, recompute tag) of the node that it replaces.
+All users that need all rows of a node share one gather. Every new node has the metadata (module, stack trace, recompute
+tag) of the node that it replaces.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ class RowWriter:
 
     Attributes:
         gathered_again: the forward's gathers that the backward repeats.
-        made: for each collective that was written, the number of its stretch and the node whose place it takes: an
-            all-reduce, a gathered node, or a reduction over tokens.
+        made: for each collective that was written, the number of its stretch and the node whose place it takes.
     """
 
     def __init__(self, graph: fx.Graph, held: Mapping[fx.Node, Rows], config: OverlapConfig) -> None:
@@ -81,8 +80,7 @@ class RowWriter:
         self._backward = of_the_backward(graph)
 
     def apply(self, stretches: list[tuple[int, Stretch]]) -> None:
-        """Rewrite the numbered ``stretches``. If a step fails, the error is raised, and the graph is only partly
-        rewritten."""
+        """Rewrite the numbered ``stretches``. If a step raises an error, the graph is only partly rewritten."""
         members: dict[fx.Node, tuple[int, Source | None]] = {}
         sums: dict[fx.Node, int] = {}
         for number, stretch in stretches:
@@ -110,15 +108,14 @@ class RowWriter:
             if not node.users:
                 self.graph.erase_node(node)
         for node in inputs:
-            # ``reshape`` may have left a view without a reader. The view would still count as a user of its matmul.
+            # ``reshape`` may have left a view without a reader, which would still count as a user of its matmul.
             while tools.is_reshape(node) and not node.users:
                 view, node = node, node.args[0]
                 self.graph.erase_node(view)
         self.graph.lint()
 
     def _readers(self, node: fx.Node, users: list[tuple[fx.Node, str]]) -> list[fx.Node]:
-        """``users``, and the new nodes that read ``node``. If ``node`` is all-reduced again, the new reduce-scatter
-        reads it."""
+        """``users``, and the new nodes that read ``node``: the reduce-scatter, if ``node`` is all-reduced again."""
         return [*(user for user, _ in users), *(user for user in node.users if user in self._written)]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -145,8 +142,8 @@ class RowWriter:
         return self.call(aten.reshape.default, node, [self.size(s) for s in shape])
 
     def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
-        # Two stretches may cut one tensor in different dims. For S tokens, [S, H] is cut as it is. For B * S tokens, it
-        # is first repeated.
+        # Two stretches may cut one tensor in different dims: [S, H] is cut as it is for S tokens, and repeated first
+        # for B * S.
         key = node, tokens.group_name, str((ahead, dims))
         if key not in self._cuts:
             shape = tools.shape(node)
@@ -194,8 +191,8 @@ class RowWriter:
 
     def _sum_of_exchanged(self, old: fx.Node, flat: fx.Node, tokens: Tokens) -> fx.Node:
         """A reduce-scatter written as an all-to-all and a sum. Gloo's reduce-scatter takes longer than its all-reduce
-        (110 ms against 70 ms for 4 MiB, 2 ranks, 500 Mbit/s). Nothing is lost: no matmul computes ``flat``, so no
-        schedule could overlap a reduce-scatter."""
+        (110 ms against 70 ms for 4 MiB, 2 ranks, 500 Mbit/s). No matmul computes ``flat``, so no schedule could overlap
+        a reduce-scatter."""
         behind, dtype = tools.shape(flat)[1:], tools.dtype(flat)
         splits = [self.size(tokens.shard)] * tokens.world_size
         node = self.call(c10d.all_to_all_single.default, flat, splits, splits, tokens.group_name)
@@ -225,8 +222,8 @@ class RowWriter:
             elif first < self._gathered[local]:
                 raise RuntimeError(f"{first.name} needs all rows of {node.name} before they are gathered")
             full = self._gathered[local]
-            # If W does not divide T, a user that is a view to a shape reads ``full`` directly. A view in between would
-            # hide the padded rows from the finders.
+            # If W does not divide T, a view to a shape reads ``full`` directly. A view in between would hide the padded
+            # rows from the finders.
             flat = [u for u in users if u.target in _TO_A_SHAPE and not tokens.even]
             whole = self.reshape(full, tools.shape(node)) if len(flat) < len(users) else full
         for user in users:
@@ -237,8 +234,7 @@ class RowWriter:
                 user.replace_input_with(node, full if user in flat else whole)
 
     def _with_strides_of(self, node: fx.Node, whole: fx.Node) -> fx.Node:
-        """``whole`` with the strides of ``node``, a result of the graph. Code that reads the result may rely on its
-        strides."""
+        """``whole`` with the strides of ``node``, a result of the graph on whose strides code may rely."""
         wanted = tools.value(node).stride()
         if tools.value(whole).stride() == wanted or not all(isinstance(s, int) for s in (*wanted, *tools.shape(node))):
             return whole
@@ -248,7 +244,7 @@ class RowWriter:
         return self.call(aten.permute.default, dense, sorted(range(len(order)), key=order.__getitem__))
 
     def _movable(self, local: fx.Node) -> fx.Node:
-        """``local``, viewed as bytes if its dtype is fp8, because gloo cannot move fp8."""
+        """``local``, viewed as bytes if its dtype is fp8: gloo cannot move fp8."""
         dtype = tools.dtype(local)
         narrow = dtype.is_floating_point and dtype.itemsize == 1
         return self.call(aten.view.dtype, local, torch.uint8) if narrow else local
@@ -272,7 +268,7 @@ class RowWriter:
             if REDUCE_OPS[node.target] == "sum":
                 combined = self._all_reduced(node, part, rows.tokens.group_name)
             else:
-                # An all-reduce with max or min would drop a NaN. So the parts are gathered and combined on each rank.
+                # An all-reduce with max or min would drop a NaN. So each rank gathers and combines the parts.
                 one = self.reshape(part, [1, *tools.shape(part)])
                 parts = self._exchanged(node, c10d.all_gather_into_tensor.default, one, None, rows.tokens)
                 combined = self.call(EXTREMA[REDUCE_OPS[node.target]], parts, [0])

@@ -2,7 +2,7 @@
 """Estimate the time of a seam as two rings one after the other, and in bands.
 
 Two clocks, of the matmuls and of the link, step through the sends, matmuls and waits of both sites. The link carries
-one piece at a time. Token-wise work counts only what bands add to it: launches and copies.
+one piece at a time. Of the token-wise work, only launches and copies that bands add are counted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from overlap_inductor.sites.sizes import sizes_at
 from overlap_inductor.torch_compat import operators
 
 MARGIN = 1.05
-"""With schedule ``auto``, bands are chosen only if the two rings are estimated to take more than this many times the
-time in bands."""
+"""With schedule ``auto``, the two rings must be estimated to take more than this many times the time in bands."""
 LAUNCHES = 2
-"""Launches of token-wise kernels that each band but the first adds: a residual and a norm become about two kernels.
-Each launch counts as the fixed cost of a hop."""
+"""Launches of token-wise kernels that each band but the first adds, each at the fixed cost of a hop. A residual and a
+norm become about two kernels."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Saved:
 
 class Clocks:
     """``compute``: when the matmuls so far end. ``link``: when the sends so far end. ``waited``: for each site, how
-    long the matmuls waited for a transfer."""
+    long the matmuls waited."""
 
     def __init__(self) -> None:
         self.compute = self.link = 0.0
@@ -65,8 +64,7 @@ class Clocks:
         self.compute += seconds
 
     def send(self, seconds: float) -> float:
-        """The time at which the piece arrives. All ranks send at the same time, so receiving a piece takes as long as
-        sending one."""
+        """The time at which the piece arrives. All ranks send at once, so receiving takes as long as sending."""
         self.link = max(self.link, self.compute) + seconds
         return self.link
 
@@ -76,8 +74,8 @@ class Clocks:
 
 
 def in_turn(scatter: Work, gather: Work, world_size: int, parts: Sequence[int]) -> Clocks:
-    """The clocks after both sites, if the gather starts when the whole scatter has arrived. ``parts``: for each site,
-    the number of sub-chunks of a shard."""
+    """The clocks after both sites, if the gather starts after the whole scatter. ``parts``: each site's sub-chunks of a
+    shard."""
     clocks, (sent, received) = Clocks(), [(world_size - 1) * n for n in parts]
     arrivals = []
     for _ in range(sent):
@@ -114,7 +112,7 @@ def in_bands(scatter: Work, gather: Work, world_size: int, bands: int) -> Clocks
 
 
 def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
-    """What ``bands`` save, compared with the two sites one after the other as planned."""
+    """What ``bands`` save, compared with the two sites one after the other."""
     sites = seam.scatter, seam.gather
     scatters, gathers = (_work(site, config) for site in sites)
     machine = machine_of(seam.gather, config)
@@ -122,7 +120,7 @@ def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
     world_size = seam.scatter.facts.collective.world_size
     turn, banded = in_turn(scatters, gathers, world_size, parts), in_bands(scatters, gathers, world_size, bands)
     # ``hops``: the sends that bands add to the scatter and to the gather, which sends a band to all ranks in one step.
-    # For each band but the first, the scatter also gets a wait, and the gather a matmul of this rank's own rows.
+    # Each band but the first also adds a wait to the scatter, and a matmul of this rank's own rows to the gather.
     hops = (world_size - 1) * (bands - parts[0]), bands - (world_size - 1) * parts[1]
     steps = hops[0] + bands - 1, hops[1] + (1 + LAUNCHES) * (bands - 1)
     added = steps[0] * machine.step_seconds, steps[1] * machine.step_seconds + copy_seconds(seam, machine)

@@ -23,11 +23,8 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
     """The seams among ``sites`` that are written in bands. Their sites' plans get the parameter ``bands`` and estimates
     in bands. If the schedule is forced, bands need not pay.
 
-    A shard of either site gets one sub-chunk for each band. Of the possible numbers of bands, the seam takes the
-    smallest whose estimated time is close to the shortest.
-
-    Bands add nodes, and must fit into what unrolled rings and earlier seams have left of the graph's
-    ``step_node_budget``.
+    The seam takes the smallest number of bands whose estimated time is close to the shortest. Bands add nodes, and must
+    fit into what unrolled rings and earlier seams have left of ``step_node_budget``.
 
     Args:
         uncut: the ids of the two sites of each seam that must not be cut, because writing it has failed.
@@ -57,13 +54,14 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
 def added_nodes(seam: Seam, bands: int) -> int:
     """Estimated number of FX nodes that bands add:
 
-    - for each band but the first, the nodes of the region, slices of the other tensors that it reads, and the gather's
-      steps for one more piece of this rank's own rows;
+    - the nodes of the region, for each band but the first;
+    - slices of other tensors that the region reads;
+    - the gather's steps for more pieces of this rank's own rows;
     - the steps of sub-chunks that the sites' own plans lack;
     - the nodes that join bands.
 
-    An op of the region may exist on one rank only. So the number of the region's nodes and slices is rounded up to a
-    multiple of 8: all ranks should make the same decision.
+    An op of the region may exist on one rank only, and all ranks should decide alike. So the number of the region's
+    nodes and slices is rounded up to a multiple of 8.
     """
     inside = {seam.scattered, *seam.region}
     sliced = {i for n in seam.region for i in n.all_input_nodes if i not in inside}

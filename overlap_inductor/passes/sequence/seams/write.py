@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write seams in bands, after the steps of their sites were written. A band of rows goes through the token-wise work
-and into the gather while later bands still travel to this rank.
+"""Write seams in bands, after the steps of their sites were written. A band goes through the token-wise work and into
+the gather while later bands still travel to this rank.
 
 Before and after, for two bands (``lowerings.ring.unrolled_bands`` wrote the steps)::
 
@@ -11,10 +11,8 @@ Before and after, for two bands (``lowerings.ring.unrolled_bands`` wrote the ste
     wait 0; ...                                     r = cat(r0, r1)                     # if other nodes read r
                                                     wait 0; ...
 
-Contract: the graph computes the same numbers: each band is computed by the rules of ``passes.sequence.rules``. Waits of
-one group must keep their order, so no step of another site may stand between the seam's steps.
-
-Source: Domino (Wang et al., arXiv:2409.15241), which cuts the batch and the weights of each layer by hand.
+Contract: the graph computes the same numbers. Waits of one group must keep their order, so no step of another site may
+stand between the seam's steps. Source: Domino (Wang et al., arXiv:2409.15241).
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def write(
 
     Args:
         emitted: the communicating ops of all sites.
-        parts: the bands of each tensor that earlier seams wrote in bands. This seam adds its own.
+        parts: the bands of each tensor of earlier seams. This seam adds its own.
         values: evaluates the nodes that are written.
 
     Raises:
@@ -139,8 +137,8 @@ def _give_whole(
     parts: dict[fx.Node, list[fx.Node]],
     values: StepValues,
 ) -> None:
-    """After the last send, join the bands of each node of ``region`` that nodes outside read. ``readers`` move behind
-    the last send, too."""
+    """After the last send, join the bands of each node of ``region`` that nodes outside read. ``readers`` move there,
+    too."""
     inside, last = set(region), steps.sends[-1]
     behind = last.next
     behind.prepend(steps.rows)
@@ -165,8 +163,8 @@ def _give_whole(
 
 
 def _readers(rows: fx.Node, last: fx.Node, inside: set[fx.Node], pieces: set[fx.Node]) -> list[fx.Node]:
-    """In graph order, the nodes before ``last`` that are computed from ``rows``. Left out are the nodes ``inside``,
-    ``pieces``, and what depends on ``rows`` only through ``pieces``."""
+    """In graph order, the nodes before ``last`` that are computed from ``rows``, except those ``inside`` and those that
+    depend on ``rows`` only through ``pieces``."""
     found: list[fx.Node] = []
 
     def visit(node: fx.Node) -> bool:
@@ -198,8 +196,8 @@ def _call(graph: fx.Graph, like: fx.Node, values: StepValues, target: Any, *args
 
 
 class _BandWriter:
-    """Writes the token-wise work of one band. Implements ``rules.Writer``. ``parts``: the bands of each tensor that was
-    written in bands, also in earlier seams."""
+    """Writes the token-wise work of one band. Implements ``rules.Writer``. ``parts``: the bands of each tensor written
+    so far."""
 
     def __init__(self, steps: _Steps, band: int, parts: Mapping[fx.Node, list[fx.Node]], values: StepValues) -> None:
         self._graph, self._band, self._bands = steps.graph, band, steps.bands
