@@ -40,7 +40,7 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def _named(name: str, value: Any, always: tuple[str, ...], known: names.Names) -> str:
-    """``value`` if it is one of ``always`` or ``known``. The registry of ``known`` is imported only if needed."""
+    """``value`` if it is one of ``always`` or ``known``. Imports the registry of ``known`` only if needed."""
     return value if value in always else _choice(name, value, (*always, *known.known()))
 
 
@@ -101,8 +101,9 @@ class OverlapConfig:
     travel from rank to rank, rounded at each hop."""
 
     sequence_parallel: str = _key("auto")
-    """``auto`` | ``on`` | ``off``: whether all-reduces become reduce-scatters and all-gathers, with the token-wise work
-    between them on each rank's own rows. ``auto``: where this is estimated to pay. ``on``: wherever it is legal."""
+    """``auto`` | ``on`` | ``off``: whether all-reduces become reduce-scatters and all-gathers. Each rank then does the
+    token-wise work between them on its own rows. ``auto``: where this is estimated to pay. ``on``: wherever it is
+    legal."""
 
     tune: str = _key("off")
     """``off`` | ``on``: whether schedules are measured instead of estimated. ``on`` is not available yet and raises
@@ -138,8 +139,8 @@ class OverlapConfig:
     """Seconds that a rank waits for the other ranks' plans of a graph, at most half of the group's timeout."""
 
     machine: str | None = _key(None)
-    """Figures of this job's ranks and links, with which ``auto`` estimates, such as ``{"link_bytes": 6.25e7}``: the
-    path of a JSON file, or the JSON object itself. Other figures keep their shipped values. The field holds the file's
+    """The path of a JSON file, or a JSON object, with figures of this job's ranks and links, such as ``{"link_bytes":
+    6.25e7}``. ``auto`` estimates with them. Other figures keep their shipped values. The field holds the file's
     content, so cache keys depend on the content."""
 
     dump: str | None = _no_key(None)

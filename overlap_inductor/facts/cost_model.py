@@ -34,13 +34,13 @@ class SiteSizes:
         bytes_sent: bytes that a rank sends in each leg.
         itemsize: bytes of an element of the matmuls' left operand.
         legs: 2 for an all-reduce (a reduce-scatter and an all-gather), else 1.
-        tiles: number of output tiles of 128 x 256 elements of all matmuls, or of the largest if they run one after the
-            other.
+        tiles: number of output tiles of 128 x 256 elements: of all matmuls, or of the largest if they run one after
+            another.
         gathers: whether the collective is an all-gather.
         replays: whether the call's launches are replayed as one (``runtime.replay``).
         weights: bytes of experts' weights that a grouped matmul reads; else 0.
-        handed_out: bytes of the gathered tensor if other nodes than the matmuls read it; else 0. An op copies them out
-            of its workspace.
+        handed_out: bytes of the gathered tensor if nodes beside the matmuls read it; else 0. An op copies them out of
+            its workspace.
         exchanges: whether the collective is an all-to-all.
         received: bytes that a rank receives in an all-to-all after the matmuls; else 0. An op copies them out of its
             workspace.

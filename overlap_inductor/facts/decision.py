@@ -30,8 +30,8 @@ class PlanPiece:
         parameters: parameters of the schedule (``sub_chunks``, ``route``, ``unrolled``...).
         estimate_us: estimated microseconds of each schedule that was compared, of ``keep``, and of its parts ``matmul``
             and ``collective``.
-        overlaps: whether the transfer runs at the same time as the matmul. Else it runs after it, in the schedule's own
-            kernel (``small_message``).
+        overlaps: whether the transfer runs at the same time as the matmul. Schedule ``small_message`` transfers after
+            it.
     """
 
     schedule: str

@@ -20,17 +20,16 @@ class Machine:
         link_bytes: B/s in each direction between two ranks.
         step_seconds: fixed cost of one hop of a ring.
         collective_seconds: fixed cost of a collective.
-        overlapped_efficiency: FLOP/s of matmuls of chunks while transfers run, as a fraction of the whole matmul's
-            alone.
+        overlapped_efficiency: rate of the matmuls of chunks while transfers run, divided by the rate of the whole
+            matmul alone.
         least_tiles: the fewest output tiles (128 x 256 elements each) for which it pays to cut the matmul inside one
             op. If its launches are replayed, ``chunked`` may pay with fewer.
-        memory_bytes: B/s, read and written, of a kernel that is limited by memory, and of lookups in tables. One H100
-            reached 2.72e12.
-        lookup_seconds: fixed cost of one lookup in a table. On an H100, 64 calls of ``embedding_bag`` took 680 us;
-            their reads and writes alone would take 50 us.
+        memory_bytes: B/s that a memory-bound kernel or a lookup reads and writes. One H100 reached 2.72e12.
+        lookup_seconds: fixed cost of one lookup in a table. On an H100, 64 calls of ``embedding_bag`` took 680 us.
+            Their reads and writes alone would take 50 us.
         launch_seconds: host time to launch a matmul and the fused kernel beside it.
-        call_seconds: host time of a collective and its wait; 0 on a CPU. Two layers of Llama took 1.6 and 2.7 ms on two
-            hosts with 5 collectives, and 1.1 and 1.9 ms without.
+        call_seconds: host time of a collective and its wait; 0 on a CPU. On two hosts, two layers of Llama took 1.6 and
+            2.7 ms with 5 collectives, and 1.1 and 1.9 ms without.
     """
 
     name: str

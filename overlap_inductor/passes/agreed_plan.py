@@ -40,8 +40,6 @@ from overlap_inductor.version import __version__
 
 
 class _Names:
-    """Names of groups and symbols in their order of appearance."""
-
     def __init__(self) -> None:
         self.groups: dict[str, str] = {}
         self.symbols: dict[Any, Any] = {}
@@ -119,7 +117,6 @@ def _beside(site: DecidedSite, collective: CollectiveNode) -> tuple[str, list[An
 
 
 def _what(collective: CollectiveNode) -> str:
-    """Kind, reduction and dtype."""
     op = f"({collective.reduce_op})" if collective.reduce_op else ""
     return f"{collective.kind}{op} {str(tools.dtype(collective.input)).removeprefix('torch.')}"
 

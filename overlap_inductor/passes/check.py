@@ -175,8 +175,8 @@ def _streams(site: OverlapSite, context: Context) -> str | None:
 
 @check("mutation")
 def _mutation(site: OverlapSite, context: Context) -> str | None:
-    """Refuse a site that reads a tensor which another node writes in place among the site's nodes. The rewrite could
-    move the read across the write."""
+    """Refuse a site if a node between its nodes writes in place a tensor that the site reads. The rewrite could move
+    the read across the write."""
     members = [*_members(site), *site.nodes.others()]
     read = {id(i): i for n in members for i in n.all_input_nodes}
     node, last = min(members), max(members)
@@ -190,8 +190,8 @@ def _mutation(site: OverlapSite, context: Context) -> str | None:
 
 @check("hoist")
 def _hoist(site: OverlapSite, context: Context) -> str | None:
-    """Refuse a site if a node that must stay in place would have to move, or if the site and an accepted site would
-    wait for each other."""
+    """Refuse a site if an immovable node would have to move, or if the site and an accepted site would wait for each
+    other."""
     placement = site.nodes.place()
     if placement is None:
         return None
@@ -238,7 +238,6 @@ def _members(site: OverlapSite) -> list[fx.Node]:
 
 
 def refuse(site: OverlapSite, context: Context) -> Reason | None:
-    """The reason of the first check that refuses the site, or ``None``."""
     for code, function in CHECKS:
         text = function(site, context)
         if text is not None:

@@ -73,7 +73,7 @@ def find_and_choose(
 
 
 def _idle_owners(choice: Choice) -> set[str]:
-    """The first collective's name of each site that is not overlapped although another site left a matmul to it."""
+    """Each site that is not overlapped although another site left a matmul to it, by its first collective's name."""
     taken, left = {s.facts.id for s in choice.chosen}, choice.found.left
     return {
         s.collectives[0].node.name
@@ -117,7 +117,7 @@ def _decide(
     failed: dict[str, Reason],
     host_bound: Mapping[fx.Node, Reason],
 ) -> DecidedSite:
-    """The site with its decision. A site that is to be overlapped is accepted into ``context``."""
+    """The site with its decision. An overlapped site is accepted into ``context``."""
     keep = [PlanPiece("keep")]
     if site.facts.id in failed:
         return site.decided(Decision("failed", "analytic", keep, [failed[site.facts.id]]))

@@ -101,8 +101,8 @@ def delay(
 
 
 def _sites(graph: fx.Graph, exposed: Mapping[str, float], in_bands: Collection[str]) -> Iterator[Transfer]:
-    """The transfers of sites with one wait and of sites in bands, each from the last send to the first wait. At the
-    first of several waits, the transfers of all bands are under way."""
+    """The transfers of sites with one wait and of sites in bands, each from the last send to the first wait. A matmul
+    before this wait can hide the transfers of all bands."""
     sends: dict[str, fx.Node] = {}
     waits: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -118,8 +118,7 @@ def _sites(graph: fx.Graph, exposed: Mapping[str, float], in_bands: Collection[s
 
 def _hold_under_experts(graph: fx.Graph) -> None:
     """Order the wait for the experts' returned rows (``lowerings.ring.looped_experts_ops``) after the matmuls between
-    the experts and the wait, such as gradients of the experts' weights. Matmuls behind the wait that do not need the
-    rows move in front of it."""
+    the experts and the wait. Matmuls behind the wait that do not need the rows move in front of it."""
     waits = graph.find_nodes(op="call_function", target=overlap.exchange_wait.default)
     for experts in graph.find_nodes(op="call_function", target=overlap.all_to_all_experts.default):
         for wait in (w for w in waits if w.meta.get(SITE) == experts.meta[SITE]):

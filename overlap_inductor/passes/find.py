@@ -37,7 +37,7 @@ class SiteFinder:
 
     Attributes:
         phase: inference, forward or backward.
-        idle: names of collectives. Other sites may take the matmuls of their sites.
+        idle: names of collectives whose sites leave their matmuls to other sites.
         left: matmuls that patterns left to other sites (``Match.left``, ``Miss.left``).
         merged: further collectives of sites with several collectives; ``run`` skips them.
         sites, near_misses: what ``run`` found, in graph order.
@@ -70,7 +70,8 @@ class SiteFinder:
         }
 
     def owned(self) -> set[fx.Node]:
-        """As ``Search.owned``. A sum of all-reduces may read matmuls of early sites behind its first all-reduce."""
+        """As ``Search.owned``. A sum of all-reduces may read matmuls that stand after its first all-reduce, so later
+        early sites count too."""
         early = [(node, m.nodes) for (_, node), m in self._early.items() if isinstance(m, Match)]
         found = [(s.collectives[0].node, s.nodes) for s in self.sites]
         return {m.node for node, nodes in early + found if node.name not in self.idle for m in nodes.matmuls}

@@ -117,7 +117,7 @@ def _gather_behind(node: fx.Node, search: Search) -> CollectiveNode | None:
 
 
 def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -> GatheredOperand | Reason:
-    """The keys or values ``node`` as a part of the gathered tensor, or why they are none. Each rank's keys must be
+    """``node``, the keys or the values, as a part of the gathered tensor, or why it is none. Each rank's keys must be
     consecutive."""
     follower = PartFollower(collective)
     part = follower.part(node)
@@ -139,7 +139,7 @@ def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -
 
 
 def _other_results(reader: AttentionNode) -> Reason | None:
-    """Why the site must stay as written, or ``None``: a node reads another result of the attention op than the
+    """Why the site must stay as written, or ``None``: a node reads a result of the attention op other than the
     output."""
     others = [node for node, number in reader.results().items() if number and node.users]
     if not others:

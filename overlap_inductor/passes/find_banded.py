@@ -138,7 +138,7 @@ def _viewed(node: fx.Node, layout: Layout) -> Layout:
 
 def _slices(collective: CollectiveNode, layouts: dict[fx.Node, Layout]) -> tuple[Atom, list[Atom]]:
     """``(the atom that counts the receiving ranks, the atoms of a slice in order)``. Raises ``LayoutError`` if no
-    single atom counts these ranks. A flattened view of ``[R, ...]`` is read unflattened, because a flattened symbolic
+    single atom counts these ranks. Reads a flattened view of ``[R, ...]`` before the flattening: a flattened symbolic
     dim cannot be split."""
     source, ranks = collective.input, collective.world_size
     while _is_view(source) and tools.permutation(source) is None and tools.shape(source)[:1] != [ranks]:

@@ -4,11 +4,11 @@ exchange that returns them (``sites.dispatched_nodes``)::
 
     wait_tensor(all_to_all(x))[index] -> grouped matmuls, pointwise ops -> index_put(empty, [index], y) -> all_to_all
 
-The rewrite cuts the experts' rows into pieces, each of the rows that one rank sent. No result changes, because every op
-computes each row by itself, and a row keeps its expert.
+The rewrite cuts the experts' rows into one piece for each rank that sent rows. Every op in between computes each row by
+itself, and a row keeps its expert.
 
-The index must be proved to hold each row once (``sites.permutations``). ``index_put`` would leave a missing row at its
-old values, and a repeated row would be computed twice.
+The index must hold each row once (``sites.permutations``). ``index_put`` would leave a missing row at its old values,
+and a repeated row would be computed twice.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ def _steps(indexed: fx.Node) -> list[fx.Node]:
 
 
 def _needed(found: set[fx.Node]) -> set[fx.Node]:
-    """The nodes in ``found`` from which the rows for ``index_put`` are computed."""
     needed: set[fx.Node] = set()
     pending = [n for n in found if any(u.target is aten.index_put.default and u.args[2] is n for u in n.users)]
     while pending:

@@ -64,8 +64,8 @@ def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
     if source.op == "placeholder" and is_parameter(source) is False:
         return False
     if phase == "backward":
-        # A weight's gradient may gather an activation on the right, beside a transposed gradient. Beside a gathered
-        # weight, the left-hand operand is not transposed.
+        # The matmul of a weight's gradient may have a gathered activation on the right, and a transposed gradient on
+        # the left. Beside a gathered weight, the left operand is not transposed.
         return all(c.operand == "rhs" and tools.permutation(c.matmul.lhs) is None for c in nodes.consumers)
     return all(c.operand == "rhs" for c in nodes.consumers)
 

@@ -121,8 +121,8 @@ def _why_not_moved(nodes: HeldNodes) -> Reason | None:
         text = f"{late[0].node.name} starts after {where}, but {early[0].name} takes the result of another exchange"
         return Reason("hoist", f"{text} before {where}; expected at most one of the two")
     if late:
-        # The ranks' attention ops may differ, but all ranks must issue a group's collectives in the same order. So the
-        # exchange does not move past another collective of its group.
+        # All ranks must issue a group's collectives in one order, but their attention ops may differ. So the exchange
+        # does not move past another collective of its group.
         node = nodes.attention.node
         own = {c.node for c in nodes.exchanges}
         while (node := node.next) is not late[-1].node:

@@ -59,7 +59,7 @@ def lookups_before(collective: CollectiveNode) -> list[tuple[fx.Node, LookupNode
 
 
 def gradients_after(collective: CollectiveNode) -> list[LookupNode]:
-    """The tables' gradients that are computed from the collective's result through views, slices and pointwise ops."""
+    """The tables' gradients that are computed from the collective's result."""
     found: list[LookupNode] = []
 
     def goes_on(node: fx.Node) -> bool:
@@ -102,8 +102,8 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
         and statically_known_true(tools.numel(tools.shape(lookup.lhs)) % collective.world_size == 0)
         for part, lookup in found
     )
-    # Which rows of a bag belong to a slice of the batch is known only at run time, so bags are not looked up rank by
-    # rank. An exchange of one table could hide behind nothing.
+    # The indices of a slice of the batch are known only at run time, so bags are not looked up rank by rank. A single
+    # table of bags has no other lookup that could hide its exchange.
     if len(parts) == 1 and not by_rank:
         return _one_table(collective, ", or one table of plain rows that can be looked up rank by rank")
     return PooledNodes(
@@ -112,8 +112,8 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
 
 
 def _not_sent_as_made(parts: list[fx.Node], joined: fx.Node, collective: CollectiveNode) -> Reason | None:
-    """Why the parts of ``joined``, of which the collective's input is a view, cannot be sent as looked up, or
-    ``None``."""
+    """Why the parts of ``joined`` cannot be sent as looked up, or ``None``. The collective's input is a view of
+    ``joined``."""
     if parts != (list(joined.args[0]) if joined.target is aten.cat.default else [joined]):
         text = f"{joined.name} is a view of the tables' results in which the ranks' slices cannot be told apart"
         return Reason("layout", f"{text}; expected slices of whole rows")
@@ -206,7 +206,7 @@ def _readers(part: fx.Node, lookup: LookupNode) -> set[fx.Node]:
 
 
 def _between(node: fx.Node, base: fx.Node) -> list[fx.Node]:
-    """The views from ``base`` to ``node``, without ``base``, in graph order."""
+    """In graph order, the views from ``base`` to ``node``, without ``base``."""
     found = []
     while node is not base:
         found.append(node)
@@ -231,8 +231,8 @@ def _split(layout: Layout, dim: int, count: int, shape: list[Size]) -> tuple[Lay
 
 
 def _led_by_rank(layout: Layout, moves: bool = False) -> Layout:
-    """``layout`` with each atom in a dim of its own and the rank atom in front. Raises ``LayoutError`` if the rank atom
-    was not first and ``moves`` is false, or if the batch may not be a multiple of the number of ranks."""
+    """``layout`` with each atom in a dim of its own, the rank atom in front. Raises ``LayoutError`` if the rank atom
+    was not first and ``moves`` is false, or if the ranks may not divide the batch evenly."""
     atoms = layout.flat()
     rank = next(atom for atom in atoms if atom.rank)
     if atoms[0] is not rank and not moves:

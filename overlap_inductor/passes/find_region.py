@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``matmuls -> sum over a dim, or cat -> collective``: regions (``passes.find_reduce``) in which a *sum* (an op of
-``REDUCTIONS``) or a ``cat`` changes the shape of the matmuls' results.
+"""Find ``matmuls -> sum over a dim, or cat -> collective``: regions (``passes.find_reduce``) in which a sum or a
+``cat`` changes the shape of the matmuls' results. A *sum* is any op of ``REDUCTIONS``.
 
 A piece keeps the matmuls' dims, and a dim that was summed has size 1. The graph before, and the pieces that the rewrite
 computes (R ranks, E experts)::
@@ -125,8 +125,7 @@ def _has_matmul(node: fx.Node) -> bool:
 
 
 def _nearest_leaf(node: fx.Node) -> matmuls.MatmulNode | None:
-    """The nearest matmul from which ``node`` is computed through views, pointwise ops, sums and ``cat``, or
-    ``None``."""
+    """The nearest matmul from which ``node`` is computed, or ``None``."""
     pending, seen = [(node, 0)], {node}
     for current, depth in pending:
         if (matmul := _leaf(current)) is not None:

@@ -49,8 +49,8 @@ def _pieces(cat: fx.Node) -> tuple[fx.Node, list[tuple[Any, Any]]] | None:
 
 
 def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason | None:
-    """``(gathered tensor, number of rows kept)`` if ``cat`` joins all ranks' shards of a gathered tensor in order. The
-    number is ``None`` if all rows are kept. Otherwise padding at the end is cut off.
+    """``(gathered tensor, number of rows kept)`` if ``cat`` joins all ranks' shards of a gathered tensor in order.
+    ``None`` in place of the number: all rows are kept, and no padding is cut off.
 
     Returns a ``Reason`` if ``cat`` joins pieces of one tensor in another way, and ``None`` for any other ``cat``.
     """
@@ -99,14 +99,14 @@ class Follower:
         self.known: dict[fx.Node, bool] = {}
         self.consumers: list[GatherConsumer] = []
         self.row_wise: dict[fx.Node, list[Atom]] = {}
-        """The dims that each row-wise node, other than element-wise nodes, needs whole."""
+        """For each row-wise node that is not element-wise, the dims that it needs whole."""
 
     def run(self) -> None:
         tools.walk([self.collective.wait], self._goes_on)
 
     def _goes_on(self, node: fx.Node) -> bool:
-        """Visit ``node``; return whether to visit its users: those of a form, or of what may be a piece that a ``cat``
-        joins."""
+        """Visit ``node``. Returns whether its users must be visited: ``node`` is a form, or may be a piece that a
+        ``cat`` joins."""
         if node.op == "call_function" and (
             node.target is aten.cat.default or any(s in self.layouts for s in node.all_input_nodes)
         ):

@@ -2,7 +2,7 @@
 """Decide whether a graph keeps its GPU busy: whether the GPU needs longer to run it than the host needs to launch it.
 
 If the host is slower, the GPU waits for it after every op, and hiding a transfer saves nothing. Overlap can then cost
-time: on 4 H200s, two layers of Llama-70B ran 0.73 to 0.99 times as fast at 1024 tokens, and 1.12 times as fast at 4096.
+time. On 4 H200s, two layers of Llama-70B ran 0.73 to 0.99 times as fast at 1024 tokens, and 1.12 times as fast at 4096.
 Estimates::
 
     GPU   all matmuls, attentions and sites of lookups + all collectives, one after the other

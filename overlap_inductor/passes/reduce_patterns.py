@@ -39,8 +39,8 @@ class MatmulReduceScatter:
 
 
 class MatmulAllReduce:
-    """Pattern ``matmul -> all-reduce`` (see ``Pattern``). If all-reduces of one group, op, shape and dtype are only
-    added to each other, they become one site, provided that it has no obstacle."""
+    """Pattern ``matmul -> all-reduce`` (see ``Pattern``). All-reduces of one group, op, shape and dtype that are only
+    added to each other become one site. They stay apart if this site would have an obstacle."""
 
     name = "matmul_all_reduce"
     kind = "all_reduce"

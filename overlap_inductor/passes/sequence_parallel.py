@@ -61,8 +61,8 @@ FAILURE = "overlap_inductor_sequence_parallel_failure"
 SAME = "overlap_inductor_same_on_all_ranks"
 """Metadata of an input that must be the same on all ranks of a group: the group's name."""
 CLEARLY = 4
-"""A graph for few tokens keeps its all-reduces up to a limit of tokens: at least this many times the number at which
-the rewrite may begin to pay. A smaller gain is not worth another compile."""
+"""A graph for few tokens keeps its all-reduces up to a limit of tokens. The limit is at least this many times the
+number at which the rewrite may begin to pay: a small gain is not worth another compile."""
 Numbered = list[tuple[int, Stretch]]
 
 
@@ -125,7 +125,7 @@ def _found(graph: fx.Graph) -> RowFinder:
 
 def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: OverlapConfig) -> bool:
     """Whether the stretch may be rewritten for the numbers of tokens that this graph serves. A symbolic number must be
-    a multiple of the number of ranks, which a guard asks if it is not known. If the rewrite cannot pay at the example's
+    a multiple of the number of ranks. If this is not known, a guard asks. If the rewrite cannot pay at the example's
     number, ``auto`` guards an upper limit instead. Other numbers get graphs of their own."""
     tokens = stretch.tokens
     if isinstance(tokens.count, int) or tokens.even:

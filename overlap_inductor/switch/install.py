@@ -45,8 +45,8 @@ class _Switch:
     """For each slot, the pass object that is put into it."""
     applied = False
     replaced: dict[str, tuple[Any, Any]] = {}
-    """For each slot, its values before and after the pass was put in. If the slot still holds the second value when
-    overlap is switched off, it gets the first one back."""
+    """For each slot, its values before and after the pass was put in. When overlap is switched off, a slot that still
+    holds the second value gets the first value back."""
 
 
 _switch = _Switch()

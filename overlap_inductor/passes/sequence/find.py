@@ -226,8 +226,8 @@ class _DisjointSets:
 
 
 def gather_less(stretch: Stretch) -> None:
-    """Gather the inputs of a node in place of its result if this moves fewer bytes, or, for a view, no more bytes. The
-    node is then computed with all rows, and on rows only if another node reads its rows::
+    """Gather the inputs of a node in place of its result if this moves fewer bytes. For a view, equal bytes suffice.
+    The node is then computed with all rows, and on rows only if another node reads its rows::
 
         c = cast(x) to fp32; mm(c, w)               ->   gather x in place of c, and cast all rows
         three views of n, each read by a matmul     ->   gather n once, in place of the three views

@@ -7,8 +7,12 @@ The matmuls of the forward and of the weights' gradients read all rows, which ta
     forward:   g = all_gather(n); y = mm(g, w)            saved: n [t, H] instead of g [T, H]
     backward:  g = all_gather(n); dw = mm(dy^T, g)        the gather is hidden under dw
 
-Only the rank's rows are saved if the gradients' matmuls take at least ``MARGIN`` times as long as the transfer, or if
-the forward does not need all rows. The pass tags nodes as recomputed, and the partitioner does not save a tagged node.
+Only the rank's rows are saved if
+
+- the gradients' matmuls take at least ``MARGIN`` times as long as the transfer, or
+- the forward does not need all rows.
+
+The pass tags nodes as recomputed, and the partitioner does not save a tagged node.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from overlap_inductor.torch_compat.recompute import compute_again
 aten = tools.aten
 
 MARGIN = 1.25
-"""The backward's matmuls must take at least this many times as long as the transfer."""
+"""The gradients' matmuls must take at least this many times as long as the transfer."""
 
 
 def save_rows(

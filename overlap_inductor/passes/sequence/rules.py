@@ -241,8 +241,8 @@ _ON_DIM = {aten.slice.Tensor, aten.select.int, *tools.SPLITS}
 
 
 def _may_be_own_part(node: fx.Node, dim: int, world_size: int) -> bool:
-    """Whether each rank may take only its own one of ``world_size`` equal parts of ``dim``: ``node`` takes such a part,
-    and some part is never read. The ranks' rows would then hold different features."""
+    """Whether ``node`` may take the rank's own part of ``dim``: it takes one of ``world_size`` equal parts, and some
+    part is never read. The ranks' rows would then hold different features."""
     source: Any = node.args[0]
     size = tools.shape(source)[dim]
     if node.target in tools.SPLITS:
@@ -315,8 +315,8 @@ def on_dim(node: fx.Node, dim: int, writer: Writer) -> fx.Node:
 
 
 def broadcast(node: fx.Node, inputs: list[fx.Node], held: Held) -> Rows:
-    """How the result of an elementwise ``node`` is held. Raises ``NotRowWise`` if its inputs lack the same tokens in
-    the same dims."""
+    """How the result of an elementwise ``node`` is held. Raises ``NotRowWise`` if its inputs differ in tokens or token
+    dims."""
     shape = tools.shape(node)
     found: Rows | None = None
     for source in inputs:
