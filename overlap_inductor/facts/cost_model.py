@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model estimates the seconds of a site's matmul alone and of its collective alone, from the site's sizes.
+"""The cost model estimates the seconds of a site's matmul alone and of its collective alone.
 
 Without overlap a site takes ``T_matmul + T_collective``. A schedule hides a part of one time behind the other, and pays
 a fixed cost. Its ``cost.py`` says how much stays exposed. Section 1.3 of CommFuse and the gate of XLA's windowed einsum

@@ -11,8 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a site or a collective is not overlapped, or a stretch not rewritten. ``code`` stays the same between
-    versions; ``text`` is a sentence with the values."""
+    """Why a site or a collective is not overlapped, or a stretch not rewritten. ``code`` is stable between versions."""
 
     code: str
     text: str

@@ -59,7 +59,7 @@ class Matmul:
         kind: mm | addmm | bmm | baddbmm | scaled_mm | int_mm | grouped_mm.
         m, n, k, batch: sizes in elements. The batch of a grouped_mm is its number of experts.
         dtype: dtype of the left operand.
-        role: role of the sharded dim in this matmul (M, N, K or B).
+        role: role of the sharded dim (M, N, K or B).
     """
 
     kind: str

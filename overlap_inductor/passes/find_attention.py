@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``all-gathers of keys and values -> attention``: context parallelism, in which each rank has the queries, keys
-and values of its own tokens::
+"""Find ``all-gathers of keys and values -> attention`` (context parallelism: each rank has the queries, keys and values
+of its own tokens)::
 
     k = cat(split(wait_tensor(all_gather(own keys))), dim=2)         # [batch, heads, R s, width]
     v = cat(split(wait_tensor(all_gather(own values))), dim=2)       # or one gather of both
     y = scaled_dot_product_attention(q, k, v, mask)[0]
     ->  y merged from the attention to each rank's keys              # while the next rank's keys and values move
 
-Views, pieces and joins of pieces may stand between the gathers and the attention.
+Views, pieces and joins of pieces may stand in between.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.torch_compat import operators
 
 STEPS = 12
-"""The most nodes on the way from the gather to the attention."""
+"""The most nodes from the gather to the attention."""
 
 
 class AllGatherAttention:
-    """Pattern ``all-gathers of keys and values -> attention`` (see ``Pattern``). If keys and values have a gather each,
-    the site starts at the first."""
+    """Pattern ``all-gathers of keys and values -> attention`` (see ``Pattern``). The site starts at the first of its
+    gathers."""
 
     name = "all_gather_attention"
     kind = "all_gather"
@@ -67,7 +67,6 @@ def _readers(wait: fx.Node) -> Iterator[AttentionNode]:
 
 
 def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:
-    """The site at an attention op, or why there is none."""
     if (refusal := reader.refusal()) is not None:
         return Reason("matmul_form", refusal)
     operands, taken = [], search.taken()
@@ -103,7 +102,7 @@ def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:
 
 
 def _gather_behind(node: fx.Node, search: Search) -> CollectiveNode | None:
-    """The all-gather behind ``node``, on the way through each node's first input, or ``None``."""
+    """The all-gather behind ``node``, through each node's first input, or ``None``."""
     for _ in range(STEPS):
         if operators.is_wait(node):
             while operators.is_wait(node):
@@ -139,7 +138,7 @@ def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -
 
 
 def _other_results(reader: AttentionNode) -> Reason | None:
-    """Why the site must stay as written, or ``None``: a node reads a result of the attention op other than the
+    """Why the site must stay as written, or ``None``: a node reads another result of the attention op than the
     output."""
     others = [node for node, number in reader.results().items() if number and node.users]
     if not others:

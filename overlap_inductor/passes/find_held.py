@@ -10,7 +10,7 @@ TokenRing and torch's context parallelism attend to one rank's keys at a time. M
     k, v  = pieces of wait_tensor(moved)
     y1    = scaled_dot_product_attention(q, k, v); merge y1 into y0
 
-Without the overlap pass, Inductor may start the exchange after ``y0``, where nothing hides it.
+Without the overlap pass, Inductor may start the exchange after ``y0``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AttentionExchange:
 
 
 def _moves(node: fx.Node) -> bool:
-    """Whether ``node`` only moves, copies or casts elements, or takes some of them."""
+    """Whether ``node`` only moves, copies, casts or selects elements."""
     if node.op != "call_function":
         return False
     joined = node.target is tools.aten.cat.default or node.target in tools.SPLITS
@@ -89,7 +89,6 @@ def _attentions(collective: CollectiveNode) -> list[AttentionNode]:
 
 
 def _independent(reader: AttentionNode, collective: CollectiveNode) -> bool:
-    """Whether neither the attention nor the exchange needs the other's result."""
     return not tools.depends_on(reader.node, collective.node, {}) and not tools.depends_on(
         collective.node, reader.node, {}
     )
@@ -104,7 +103,7 @@ def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> lis
             continue
         if other.group_name != first.group_name or node in unavailable or other.wait is node:
             continue
-        # ``_independent`` walks much of the graph, so ``_attentions`` is asked first.
+        # ``_independent`` is slow, so it comes second.
         if reader.node not in [a.node for a in _attentions(other)] or not _independent(reader, other):
             continue
         together = HeldNodes(reader, [first, *found, other])
@@ -114,7 +113,7 @@ def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> lis
 
 
 def _why_not_moved(nodes: HeldNodes) -> Reason | None:
-    """Why an exchange cannot start before the attention, or why a wait cannot stand behind it; else ``None``."""
+    """Why an exchange cannot start before the attention, or a wait cannot stand behind it; else ``None``."""
     late, early = nodes.late_starts(), nodes.early_readers()
     where = nodes.attention.node.name
     if late and early:
@@ -153,7 +152,7 @@ def _may_hold_collectives(node: fx.Node) -> bool:
 
 
 def _later_reader(exchange: CollectiveNode, after: fx.Node) -> fx.Node | None:
-    """A node between ``after`` and the exchange that computes with the memory that the exchange sends."""
+    """A node between ``after`` and the exchange that computes with the memory that it sends."""
 
     def is_view(node: fx.Node) -> bool:
         viewed = node.target is tools.aten.select.int or tools.is_reshape(node) or tools.permutation(node) is not None
@@ -179,7 +178,7 @@ def _may_sink(node: fx.Node) -> bool:
 
 
 def _feeds_backward(collective: CollectiveNode) -> bool:
-    """Whether a backward op of attention reads what the exchange sends, or computes it."""
+    """Whether a backward op of attention reads, or computes, what the exchange sends."""
     near = _held(collective)
     readers = {user for node in near for user in node.users}
     sources = {source for node in near for source in node.all_input_nodes}

@@ -8,8 +8,7 @@ of its own, and needs all tables' results for its slice of the batch::
     g = wait_tensor(all_to_all_single(dy))                                        # backward
     dw0, dw1 = embedding_bag_backward(g[:, :width], ...), embedding_bag_backward(g[:, width:], ...)
 
-Contract: the graph does not change. The results of all tables must have one shape and dtype. Other nodes may stand in
-between:
+All results must have one shape and dtype. Other nodes may stand in between:
 
 - between ``cat`` and collective: views and permuted copies;
 - between a lookup and ``cat``: also pointwise ops and sums.
@@ -74,7 +73,7 @@ def gradients_after(collective: CollectiveNode) -> list[LookupNode]:
 
 
 def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
-    """The site at a collective for which ``lookups_before`` is not empty, or why there is none."""
+    """The site at a collective that ``lookups_before`` accepts, or why there is none."""
     found = lookups_before(collective)
     parts = [part for part, _ in found]
     try:
@@ -125,7 +124,7 @@ def _not_sent_as_made(parts: list[fx.Node], joined: fx.Node, collective: Collect
 
 
 def find_gradients(collective: CollectiveNode) -> GradientNodes | Reason:
-    """The site at a collective for which ``gradients_after`` is not empty, or why there is none."""
+    """The site at a collective that ``gradients_after`` accepts, or why there is none."""
     gradients = gradients_after(collective)
     try:
         sent, given = layouts_of(collective)
@@ -192,12 +191,12 @@ def _lookup_of(part: fx.Node) -> LookupNode | None:
 
 
 def _computed(part: fx.Node, lookup: LookupNode) -> bool:
-    """Whether ``part`` is more than a view of the result of ``lookup``."""
+    """Whether ``part`` is more than a view of the lookup's result."""
     return lookups.behind_reshapes(part) is not lookup.node
 
 
 def _readers(part: fx.Node, lookup: LookupNode) -> set[fx.Node]:
-    """The readers of the result of ``lookup`` and of its views, without the views that lead to ``part``."""
+    """The readers of the lookup's result and of its views, without the views that lead to ``part``."""
     views = {part}
     while part is not lookup.node:
         part = part.args[0]
@@ -243,8 +242,8 @@ def _led_by_rank(layout: Layout, moves: bool = False) -> Layout:
 
 
 def _slices(base: fx.Node) -> tuple[int, Size, dict[fx.Node, Size]] | None:
-    """``(dim, number of indices of one table, {slice: its first index})`` if each reader of ``base`` is a slice of one
-    table along one dim; else ``None``."""
+    """``(dim, number of indices of one table, {slice: first index})`` if each reader of ``base`` is a slice of one
+    table; else ``None``."""
     found = list(_selected(base))
     if not found or any(dim != found[0][1] or not same_size(length, found[0][3]) for _, dim, _, length in found):
         return None

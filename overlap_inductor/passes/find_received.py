@@ -90,8 +90,8 @@ def _wire(given: Layout, read: Layout) -> Layout:
 
 
 def behind_views(node: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
-    """The tensor of which ``node`` is a view or a permuted copy, and that tensor's layout. The walk stops at a reshape
-    that the layout cannot follow."""
+    """The tensor of which ``node`` is a view or a permuted copy, and its layout. The walk stops at a reshape that the
+    layout cannot follow."""
     while node.op == "call_function":
         order = tools.permutation(node)
         if order is not None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follow a received tensor forward, from an all-gather or an all-to-all, to every matmul of which it is an operand.
 
-The tensor may pass through views, joins of its shards, row-wise and pointwise ops. The graph does not change. R is the
-number of ranks::
+The tensor may pass through views, joins of its shards, row-wise and pointwise ops (R ranks)::
 
     wait = wait_tensor(all_gather(x [s, h]))        # [R s, h]
     view = reshape(wait)
@@ -179,8 +178,8 @@ class Follower:
         return not self._needy(node)
 
     def _needy(self, node: fx.Node) -> fx.Node | None:
-        """An input of ``node`` that is computed from the received tensor and has no layout, or ``None``. It needs the
-        whole tensor."""
+        """An input of ``node`` that is computed from the received tensor and has no layout: it needs the whole tensor.
+        ``None`` if there is none."""
         return next(
             (
                 n
@@ -276,8 +275,8 @@ def _is_operand(node: fx.Node) -> bool:
 
 
 def consumers_of(follower: Follower) -> list[GatherConsumer]:
-    """The matmuls that ``follower`` found and that can be cut. For each of the others, adds an obstacle to
-    ``follower.obstacles``. A matmul cannot be cut if
+    """The matmuls that ``follower`` found and that can be cut. The others are added to ``follower.obstacles``. A matmul
+    cannot be cut if
 
     - another of its inputs is also computed from the received tensor, or
     - its operand lacks the shards' padding, and a reshape split the shards (``Layout.refined``).

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``PartFollower`` says which elements of an all-gather's result a node holds.
 
-Only views, pieces and joins of pieces may stand between the all-gather and the node. The graph does not change. One
-gather may move several tensors, and each of its readers takes a part::
+Only views, pieces and joins of pieces may stand in between. One gather may move several tensors, and each reader takes
+a part::
 
     both = wait_tensor(all_gather(stack([k, v])))           # [R 2, batch, heads, s, width]
     k = cat([select(piece, 0, 0) for piece in split(both, 2)], dim=2)
@@ -49,8 +49,8 @@ class Part:
 
 
 class PartFollower:
-    """Finds what the nodes between one gather and one reader hold. Each reader needs a new follower: a reshape splits
-    atoms, and would change the layouts of other readers."""
+    """Finds what the nodes between one gather and one reader hold. Each reader needs its own: a reshape splits atoms,
+    and would change the layouts of other readers."""
 
     def __init__(self, collective: CollectiveNode) -> None:
         self.collective = collective
@@ -95,7 +95,7 @@ class PartFollower:
         return replace(part, layout=part.layout.reshape(tools.shape(node))) if tools.is_reshape(node) else part
 
     def _obstacle(self, node: fx.Node) -> Reason:
-        """Why ``node`` holds no part: the first op on the way to it that is neither a view nor a piece."""
+        """Why ``node`` holds no part: the first op before it that is neither a view nor a piece."""
         for source in node.all_input_nodes:
             if tools.depends_on(source, self.collective.wait, self._depends):
                 found = self.part(source)
@@ -137,7 +137,7 @@ class PartFollower:
         return Part(Layout(tuple(dims)), (*part.cuts, cut), part.rank)
 
     def _joined(self, cat: fx.Node) -> Part | Reason:
-        """The part that ``cat`` holds. It must join the same part of each rank's shard, in the order of the ranks."""
+        """The part that ``cat`` holds. It must join equal parts of the ranks' shards, in the order of the ranks."""
         parts = []
         for source in cat.args[0]:
             if not tools.depends_on(source, self.collective.wait, self._depends):

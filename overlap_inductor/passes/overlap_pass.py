@@ -5,10 +5,10 @@ Contract: ``graph`` is a functional post-grad graph. The pass changes it in plac
 
 - It rewrites the sites that are legal and chosen.
 - It orders the other collectives of these sites' groups, and may delay matmuls (``passes.delayed_matmuls``).
-- It erases gathers that the sequence-parallel rewrite wrote and that this graph does not read.
+- It erases gathers of the sequence-parallel rewrite that this graph does not read.
 
 If the rewrite of a site fails, the graph is restored and the other sites are tried again. The pass does not
-communicate. Its decisions depend only on facts that all ranks share. The ranks compare their plans before data moves
+communicate: its decisions depend only on facts that all ranks share. The ranks compare their plans before data moves
 (``inductor.compared_call``, op ``agree``). Pseudo-code::
 
     sites  = find(graph)                                  # whatever the spelling in the graph
@@ -153,8 +153,8 @@ class _Outcome:
 
 
 def _choose_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, refusal: str | None) -> _Outcome:
-    """Choose sites and rewrite them. If a rewrite fails, restore the graph and choose again without the failed site. If
-    a seam failed (``passes.sequence.seams``), choose again without its bands."""
+    """Choose sites and rewrite them. If a rewrite fails, restore the graph and choose again without the failed site, or
+    without the bands of the failed seam (``passes.sequence.seams``)."""
     failures: list[Failure] = []
     while True:
         failed = {site: Reason("rewrite_failed", f.error) for f in failures if f.stage != "seam" for site in f.sites}
@@ -184,7 +184,7 @@ def _notices(outcome: _Outcome, failed: list[Failure]) -> list[str]:
 
 
 def _exchange_of(graph: fx.Graph, config: OverlapConfig, rewritten: _Rewritten | None) -> dict[str, Any]:
-    """The report's fields about what the ranks compare. A rank that overlaps nothing has a plan too, because others may
+    """The report's fields about what the ranks compare. A rank that overlaps nothing has a plan too: others may
     overlap."""
     if rewritten is None:
         plan, groups = exchange_steps.plan_of(graph, config, {}, {})

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan which schedule serves which token counts of a site.
 
-The planner reads only facts that all ranks share. It does not change the graph. Pseudo-code::
+The planner reads only facts that all ranks share. Pseudo-code::
 
     can  = [s for s in SCHEDULES if s is allowed and s.why_not(site) is None]
     cost = {s: s.seconds(site) for s in can}
@@ -35,9 +35,8 @@ from overlap_inductor.sites.sizes import sizes_at
 
 
 def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None = None) -> Decision:
-    """The decision for one legal site. ``host_bound``: why nothing is worth hiding in its graph, or ``None``
-    (``passes.host_time``). ``fit_workspace`` and ``SiteSchedule.fit`` may change the decision to keep within limits of
-    the whole graph."""
+    """The decision for one legal site. ``host_bound``: why nothing is worth hiding in its graph, or ``None``.
+    ``fit_workspace`` and ``SiteSchedule.fit`` may change the decision later."""
     asked = [s for s in SCHEDULES if config.schedule in ("auto", s.name)]
     refusals = {s.name: _why_not(s, site, config) for s in asked}
     able = [s for s in asked if refusals[s.name] is None]
@@ -130,7 +129,7 @@ def _too_small(able: list[SiteSchedule], estimate: dict[str, float]) -> Reason:
 
 
 def _requests(sites: list[DecidedSite]) -> dict[str, list[tuple[DecidedSite, Request]]]:
-    """``{group: [(site, its workspace request)]}`` of the sites that need workspace, in graph order."""
+    """``{group: [(site, its workspace request)]}``, in graph order."""
     found: dict[str, list[tuple[DecidedSite, Request]]] = {}
     for site in sites:
         moving = [p for p in site.decision.plan if p.schedule != "keep"]

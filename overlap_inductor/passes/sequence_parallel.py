@@ -3,8 +3,8 @@
 for its own rows only (Megatron's sequence parallelism: Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 
 Contract: ``graph`` is a joint graph (forward and backward) or an inference graph, before the partitioner. The pass
-changes it in place. If the rewrite fails, the graph is restored. The pass does not communicate: its decisions depend
-only on facts that all ranks share. Pseudo-code::
+changes it in place, and restores it if the rewrite fails. The pass does not communicate: its decisions depend only on
+facts that all ranks share. Pseudo-code::
 
     stretches = find(graph)                                     # what can be held as rows, op by op
     legal     = [s for s in stretches if refuse(s) is None]
@@ -154,8 +154,7 @@ def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: O
 def _choose(
     graph: fx.Graph, legal: Numbered, facts: list[StretchFacts], config: OverlapConfig, refusal: str | None
 ) -> Numbered:
-    """Choose the stretches to rewrite. Fills in the estimates of all legal stretches, and the reasons for those that
-    are kept."""
+    """Choose the stretches to rewrite. Fills in all estimates, and the reasons for stretches that are kept."""
     written, rewritten = _copy(graph), _copy(graph)
     finder = _found(rewritten)
     writer = RowWriter(rewritten, finder.held, config)
@@ -259,7 +258,7 @@ def _kind(node: fx.Node) -> str:
 
 
 def _annotate(finder: RowFinder, facts: list[StretchFacts], rewritten: list[int]) -> None:
-    """Store the facts of the stretches that were not rewritten in the metadata of their all-reduces."""
+    """Store the facts of the kept and refused stretches in the metadata of their all-reduces."""
     for number, stretch in enumerate(finder.stretches):
         if number not in rewritten:
             for collective in (c for source in stretch.sources for c in source.collectives):
@@ -317,7 +316,7 @@ def _constant(value: object) -> str:
 
 
 def note_divided(graph: fx.Graph) -> None:
-    """Store the rewritten stretches in the metadata of the graph's output. The overlap pass may replace their
+    """Store the rewritten stretches in the metadata of the graph's output, because the overlap pass may replace their
     collectives."""
     found = {}
     for node in graph.nodes:
@@ -328,8 +327,8 @@ def note_divided(graph: fx.Graph) -> None:
 
 
 def erase_unread(graph: fx.Graph) -> None:
-    """Erase each all-gather of a rewritten stretch that nothing in ``graph`` reads. The partitioner leaves a copy of
-    the backward's gathers in the forward, because collectives count as side effects."""
+    """Erase each all-gather of a rewritten stretch that nothing in ``graph`` reads. The partitioner takes collectives
+    for side effects, and copies the backward's gathers into the forward."""
     for node, kind, _ in list(find_collectives(graph)):
         ours = node.meta.get(META, {}).get("status") == "rewritten"
         unread = all(operators.is_wait(user) and not user.users for user in node.users)

@@ -61,9 +61,9 @@ class Snapshot:
         copy_into(graph, self.copy)
 
     def restore(self) -> None:
-        """Give the graph its nodes as they were, as new objects with the old names."""
-        # ``erase_node`` requires that the node has no users, and the half rewritten graph may be out of order. So first
-        # remove every edge. A node inserted before an erased node is not in ``graph.nodes``, but may use nodes there.
+        """Give the graph new nodes with the old names and metadata."""
+        # ``erase_node`` needs a node without users, and the half rewritten graph may be out of order. So first remove
+        # every edge. A node inserted before an erased node is not in ``graph.nodes``, but may use nodes there.
         for node in {*self.graph.nodes, *(user for n in self.graph.nodes for user in n.users)}:
             node.args, node.kwargs = (), {}
         for node in list(self.graph.nodes):

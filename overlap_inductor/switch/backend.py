@@ -46,7 +46,7 @@ def overlap_inductor(
 
 
 def _config_with(ours: dict[str, Any]) -> OverlapConfig:
-    """The switches in force, overridden by ``ours``, the options of ``torch.compile``."""
+    """The switches in force, overridden by ``ours``."""
     current = install.effective()
     try:
         return dataclasses.replace(current, **ours) if current else OverlapConfig.from_environment(**ours)
@@ -64,7 +64,6 @@ def compile_with(
     options: dict[str, Any],
     **extra: Any,
 ) -> Any:
-    """Compile with Inductor under ``config`` and Inductor's own mode and options."""
     from overlap_inductor.inductor import compile_graph as inductor
     from overlap_inductor.inductor import pass_slot
     from overlap_inductor.passes.pipeline import passes_in
@@ -101,7 +100,7 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _bad_option(error: ConfigError, value: Any) -> ConfigError:
-    """``error``, reworded for the value of an option of ``torch.compile``."""
+    """``error``, reworded for an option of ``torch.compile``."""
     from overlap_inductor.inductor import compile_graph as inductor
 
     text = f"options[{error.field!r}]={value!r} {error.problem}"

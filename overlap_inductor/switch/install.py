@@ -35,8 +35,6 @@ _Entry = tuple[object, OverlapConfig]
 
 
 class _Switch:
-    """The process-wide state."""
-
     base: OverlapConfig | None = None
     from_environment = False
     environment: OverlapConfig | None = None
@@ -190,8 +188,8 @@ def _warn_about_compiled() -> None:
 
 
 def _apply() -> None:
-    """Put the pass into the slots or take it out, and wrap Inductor's functions. Each step waits until the module that
-    it changes is imported."""
+    """Put the pass into the slots or take it out, and wrap Inductor's functions, each when the module that it changes
+    is imported."""
     _cancel_waiting()
     if not _wanted() and not _switch.applied:
         return
@@ -203,8 +201,8 @@ def _apply() -> None:
 
 
 def _wanted(everywhere: bool = False) -> bool:
-    """Whether the slots should hold the passes on this thread, or, with ``everywhere``, on threads without an
-    ``overlap()`` of their own. Does not read the environment."""
+    """Whether the slots should hold the passes on this thread. ``everywhere``: on threads without an ``overlap()`` of
+    their own. Does not read the environment."""
     stack = () if everywhere else _stack.get()
     if stack:
         return stack[-1][1].mode != "off"

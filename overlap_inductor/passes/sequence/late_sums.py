@@ -42,7 +42,7 @@ def is_late(node: fx.Node) -> bool:
 
 
 def behind(node: fx.Node) -> list[fx.Node]:
-    """The nodes that are computed from ``node``, without the output, in graph order."""
+    """In graph order, the nodes that are computed from ``node``, without the output."""
     found: set[fx.Node] = set()
     pending = [node]
     while pending:
@@ -62,8 +62,8 @@ def of_the_backward(graph: fx.Graph) -> set[fx.Node]:
 
 
 def combine(parts: Iterable[fx.Node], all_reduced: Callable[[fx.Node], fx.Node], writer: Writer) -> list[fx.Node]:
-    """Sum each tensor of ``parts``, all of one dtype and device, over the ranks. Returns each sum as a flat tensor.
-    ``all_reduced``: writes the all-reduce of a tensor and its wait."""
+    """Sum each tensor of ``parts``, all of one dtype and device, over the ranks. Returns flat tensors. ``all_reduced``:
+    writes the all-reduce of a tensor and its wait."""
     flat = [writer.reshape(p, [tools.numel(tools.shape(p))]) for p in parts]
     if len(flat) == 1:
         return [all_reduced(flat[0])]

@@ -2,8 +2,8 @@
 """Tensors that are held as rows: each rank of a group holds ``ceil(T / W)`` of their T tokens.
 
 The leading dims of such a tensor together have T elements: ``[T, H]``, ``[B, S, H]`` with ``B * S = T``. Its other dims
-are its features. A rank's rows have shape ``[ceil(T / W), *features]``. Rows beyond the last token hold arbitrary
-values, on which no result of the graph may depend.
+are its features. A rank's rows have shape ``[ceil(T / W), *features]``. No result of the graph may depend on rows
+beyond the last token.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ def features(node: fx.Node, rows: Rows) -> list[Size]:
 
 
 def local_shape(node: fx.Node, rows: Rows) -> list[Size]:
-    """The shape of a rank's rows."""
     return [rows.tokens.shard, *features(node, rows)]
 
 

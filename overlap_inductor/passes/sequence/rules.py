@@ -50,8 +50,8 @@ class Writer(Protocol):
         ...
 
     def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
-        """The rank's rows of ``node``, which has all rows and is equal on all ranks. Its first ``ahead`` dims are token
-        dims, and are first expanded to ``dims``."""
+        """The rank's rows of ``node``, which is equal on all ranks. Its first ``ahead`` dims are token dims, and are
+        first expanded to ``dims``."""
         ...
 
     def reshape(self, node: fx.Node, shape: list[Any]) -> fx.Node:
@@ -91,7 +91,7 @@ class _Pointwise:
 
 
 class _Like:
-    """Constant tensors in the shape of another one: ``full_like``, ``zeros_like``, ``ones_like``."""
+    """``full_like``, ``zeros_like``, ``ones_like``."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         return held[node.args[0]]
@@ -101,7 +101,7 @@ class _Like:
 
 
 class _Along:
-    """Ops along one feature dim that keep the shape, such as ``softmax`` and ``cumsum``."""
+    """Ops along one feature dim that keep the shape, such as ``softmax``."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         rows = held[node.args[0]]
@@ -113,7 +113,7 @@ class _Along:
 
 
 class _Reduction:
-    """Reductions over features. ``passes.sequence.sums`` handles reductions over tokens."""
+    """Reductions over features."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         source: Any = node.args[0]
@@ -264,7 +264,7 @@ def _may_be_own_part(node: fx.Node, dim: int, world_size: int) -> bool:
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule for the op of ``node``; ``None`` if no rule knows it."""
+    """The rule for the op of ``node``, or ``None``."""
     if getattr(node.target, "__name__", "") == "getitem":
         return _Element()
     if operators.has_tag(node, torch.Tag.nondeterministic_seeded):

@@ -36,7 +36,7 @@ REDUCE_OPS = {
 }
 """For each reduction, the operation that combines the ranks' parts."""
 EXTREMA = {"max": aten.amax.default, "min": aten.amin.default}
-"""The ops that reduce a rank's rows, and combine the ranks' parts, by a maximum or minimum."""
+"""The ops of a maximum or minimum over a rank's rows, and over the ranks' parts."""
 
 
 def reduces_tokens(node: fx.Node, held: Held) -> bool:
@@ -72,7 +72,7 @@ def write_partial(node: fx.Node, rows: Rows, writer: Writer) -> fx.Node:
 
 
 def write_result(node: fx.Node, combined: fx.Node, writer: Writer) -> fx.Node:
-    """Write the value of ``node``, computed from ``combined``, the combination of the ranks' parts."""
+    """Write the value of ``node`` from ``combined``, the combined parts of the ranks."""
     if tools.dtype(combined) != tools.dtype(node):
         combined = writer.call(torch.ops.prims.convert_element_type.default, combined, tools.dtype(node))
     return writer.reshape(combined, tools.shape(node))
@@ -83,5 +83,5 @@ def _source(node: fx.Node) -> Any:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial sums of ``dtype`` are added: fp32 for narrower floating types."""
+    """The dtype in which partial sums of ``dtype`` are added."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

@@ -30,7 +30,7 @@ norm become about two kernels."""
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one site. ``matmul``: its matmuls. ``wire``: the transfer of the bytes that a rank sends."""
+    """Seconds of one site: its matmuls, and the transfer of the bytes that a rank sends."""
 
     matmul: float
     wire: float
@@ -41,9 +41,8 @@ class Saved:
     """What bands save.
 
     Attributes:
-        pays: whether bands are estimated to pay.
         total: seconds of both sites in bands.
-        scatter, gather: seconds that bands save at each site; negative if they cost time.
+        scatter, gather: seconds saved at each site; negative if bands cost time.
     """
 
     pays: bool
@@ -119,8 +118,8 @@ def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
     parts = [s.decision.moving.parameters["sub_chunks"] for s in sites]
     world_size = seam.scatter.facts.collective.world_size
     turn, banded = in_turn(scatters, gathers, world_size, parts), in_bands(scatters, gathers, world_size, bands)
-    # ``hops``: the sends that bands add to the scatter and to the gather, which sends a band to all ranks in one step.
-    # Each band but the first also adds a wait to the scatter, and a matmul of this rank's own rows to the gather.
+    # ``hops``: the sends that bands add. The gather sends a band to all ranks in one step. Each band but the first also
+    # adds a wait to the scatter, and a matmul of this rank's own rows to the gather.
     hops = (world_size - 1) * (bands - parts[0]), bands - (world_size - 1) * parts[1]
     steps = hops[0] + bands - 1, hops[1] + (1 + LAUNCHES) * (bands - 1)
     added = steps[0] * machine.step_seconds, steps[1] * machine.step_seconds + copy_seconds(seam, machine)
@@ -130,7 +129,7 @@ def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
 
 
 def copy_seconds(seam: Seam, machine: Machine) -> float:
-    """Seconds to join the bands of the tensors that nodes outside the region read: one read and one write of each."""
+    """Seconds to join bands for nodes outside the region: one read and one write of each tensor."""
     tensors = operators.tensors_in([tools.value(n) for n in seam.joined])
     nbytes = sum(hint(tools.numel(list(t.shape))) * t.dtype.itemsize for t in tensors)
     return 2 * nbytes / machine.memory_bytes

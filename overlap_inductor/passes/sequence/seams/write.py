@@ -117,7 +117,7 @@ def _write(steps: _Steps, parts: dict[fx.Node, list[fx.Node]], values: StepValue
             wait = steps.waits[band]
             for node in steps.sums(band):
                 before.prepend(node)
-            # This orders the wait after the matmuls of the previous band.
+            # The wait comes after the matmuls of the previous band.
             wait.args = (*wait.args, own[band - 1])
             mark(wait)
         writer = _BandWriter(steps, band, parts, values)
@@ -188,7 +188,6 @@ def _range(first: fx.Node, end: fx.Node) -> list[fx.Node]:
 
 
 def _call(graph: fx.Graph, like: fx.Node, values: StepValues, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Write a node with the metadata of ``like``."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k not in NOT_COPIED}
     node.meta["val"] = values.evaluate(node, "")
