@@ -275,8 +275,8 @@ def _is_operand(node: fx.Node) -> bool:
 
 
 def consumers_of(follower: Follower) -> list[GatherConsumer]:
-    """The matmuls that ``follower`` found and that can be cut. The others are added to ``follower.obstacles``. A matmul
-    cannot be cut if
+    """The matmuls that ``follower`` found and that can be cut. For any other matmul, adds an obstacle to
+    ``follower.obstacles``. A matmul cannot be cut if
 
     - another of its inputs is also computed from the received tensor, or
     - its operand lacks the shards' padding, and a reshape split the shards (``Layout.refined``).
