@@ -192,8 +192,8 @@ class OverlapConfig:
             environment: the variables; by default ``os.environ``.
 
         Raises:
-            ConfigError: a variable or an override has a value that is not allowed, or an override is not a field. In
-                modes other than ``off``, also if a variable ``OVERLAP_INDUCTOR_...`` is not a switch.
+            ConfigError: a value is not allowed, or an override is not a field. In modes other than ``off``, also if a
+                variable ``OVERLAP_INDUCTOR_...`` is not a switch.
         """
         environment = os.environ if environment is None else environment
         names = {f.name for f in dataclasses.fields(cls)}

@@ -15,7 +15,7 @@ class ConfigError(OverlapError, ValueError):
 
     Attributes:
         field: the field of ``OverlapConfig`` with the value, or empty.
-        problem: what is wrong with the value and what is allowed, as the end of a sentence.
+        problem: what is wrong and what is allowed, as the end of a sentence.
     """
 
     field: str = ""

@@ -23,14 +23,14 @@ class ExchangePlan:
         version: version of overlap_inductor.
         mode: the switch (``off``, ``report``, ``on``, ``strict``).
         steps: one line for each collective that all ranks of a group call, in the order of their calls. Then one line
-            for each rewrite that divides tokens among the ranks. Sends, receives, collectives of groups of one rank,
-            and ops of namespaces ``c10d`` and ``c10d_functional`` have no line.
-        overlaps: whether a line is an overlapped transfer, or a rewrite divides tokens among the ranks.
+            for each rewrite that divides tokens. Sends, receives, collectives of groups of one rank, and ops of
+            namespaces ``c10d`` and ``c10d_functional`` have no line.
+        overlaps: whether a line is an overlapped transfer, or a rewrite divides tokens.
         config: the switches. Not in the digest.
-        groups: this rank's names of the process groups g0, g1, ... of the steps: one tuple, or one for each of
-            ``parts``. Not in the digest.
+        groups: this rank's names of the groups g0, g1, ... of the steps: one tuple, or one for each of ``parts``. Not
+            in the digest.
         parts: the plans from which ``joined`` made this plan; else empty.
-        inputs: ``{name of the graph's input: digest}`` of the parameters and buffers that must be the same on all ranks
+        inputs: ``{input: digest}`` of the parameters and buffers that must be the same on all ranks
             (``runtime.same_inputs``).
     """
 

@@ -80,7 +80,6 @@ class Box:
         title: the machine in words.
         gpus: number of its GPUs; each reaches the memory of all others.
         capability: compute capability of its GPUs.
-        machine: rates and fixed costs of one GPU and its links.
     """
 
     name: str

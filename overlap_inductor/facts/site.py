@@ -21,7 +21,7 @@ class Collective:
         kind: all_gather, reduce_scatter, all_reduce or all_to_all; ``fused`` for an op of Inductor's async TP; else
             made from the operator's name.
         ranks: global ranks of the group; empty if this process does not know the group.
-        dtype: dtype of the result, without ``torch.``; empty if the op returns several tensors.
+        dtype: dtype of the result, without ``torch.``; empty if there are several results.
         mesh_dim: the group's description (the name of its ``DeviceMesh`` dim), or ``None``.
         dim: the dim that is gathered or scattered, else ``None``:
 
@@ -31,8 +31,8 @@ class Collective:
             - All-to-all beside lookups: 0.
 
         role: role (M, N, K or B) of the cut dim in the first matmul, or ``None``.
-        reduce_op: ``sum``, ``avg``, ...; ``None`` if the collective does not reduce.
-        bytes: bytes of the full tensor (after a gather, before a scatter). For ``fused``, the bytes of the op's first
+        reduce_op: ``sum``, ``avg``, ... or ``None``.
+        bytes: bytes of the full tensor (after a gather, before a scatter). For ``fused``, bytes of the op's first
             result.
     """
 

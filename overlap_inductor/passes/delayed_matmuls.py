@@ -75,7 +75,7 @@ def delay(
         flops_per_second: the rate of a matmul.
 
     Returns:
-        For each wait of ``kept``, the matmuls that it must be ordered after.
+        For each wait of ``kept``, the matmuls that must come before it.
     """
     _hold_under_experts(graph)
     order: dict[fx.Node, set[fx.Node]] = {}
@@ -171,7 +171,7 @@ def _may_wait(node: fx.Node) -> bool:
 
 
 def _computed_from(node: fx.Node) -> list[fx.Node] | None:
-    """The views, casts and permutations from ``node`` to the graph's results, in graph order. ``None`` if there are
+    """In graph order, the views, casts and permutations from ``node`` to the graph's results. ``None`` if there are
     other readers."""
     found: set[fx.Node] = set()
     pending = [node]

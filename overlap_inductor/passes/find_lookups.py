@@ -256,7 +256,7 @@ def _slices(base: fx.Node) -> tuple[int, Size, dict[fx.Node, Size]] | None:
 
 
 def _selected(base: fx.Node) -> Iterator[tuple[fx.Node, int, Size, Size]]:
-    """``(slice, dim, start, length)`` for each reader of ``base``. A reader that is no slice has the dim -1."""
+    """``(slice, dim, start, length)`` for each reader of ``base``; dim -1 if the reader is no slice."""
     for user in base.users:
         if user.target is aten.select.int:
             dim, index = (int(operators.argument(user, name)) for name in ("dim", "index"))

@@ -117,9 +117,8 @@ class Tracer:
         read: matmuls that are read as plain tensors.
         left: the ``owned`` matmuls found in biases.
         through: the source of each view-like node.
-        externals: tensors that the region reads and does not compute.
+        externals: the plain tensors.
         obstacle: why a ``cat`` is not a plain scatter, or ``None``.
-        region: the nodes that are computed in pieces.
         unfolded: biases that were followed.
         padding: the node that appends zeros before a gather, or ``None``.
         received: the layout of an all-to-all's result.
@@ -219,7 +218,7 @@ def traced(
     read: Collection[fx.Node],
     tracer_type: type[Tracer] = Tracer,
 ) -> Tracer:
-    """A tracer that has walked backward from the inputs of all ``collectives``. Raises ``LayoutError`` as ``trace``
+    """A tracer that has walked backward from all inputs of ``collectives``. Raises ``LayoutError`` as ``trace``
     does."""
     first = collectives[0]
     tracer = tracer_type(first.world_size, first.kind != "all_gather", owned, read)
@@ -320,8 +319,7 @@ def _site(
 
 
 def reads_a_result(tracer: Tracer) -> Reason | None:
-    """Why the region cannot be cut, or ``None``: it reads a plain tensor that is computed from a leaf, which is then
-    needed whole."""
+    """Why the region cannot be cut, or ``None``: a plain tensor is computed from a leaf, which is then needed whole."""
     for leaf in tracer.leaves:
         known: dict[fx.Node, bool] = {}
         forks = any(u not in tracer.region for u in leaf.node.users)
@@ -333,7 +331,7 @@ def reads_a_result(tracer: Tracer) -> Reason | None:
 
 
 def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason | None:
-    """The obstacle if a node outside reads a node of the region, else ``None``."""
+    """The obstacle if a node outside reads a node of the region."""
     ends = {c.node for c in collectives} | nodes_between(collectives[0].input, tracer.root)
     inside = tracer.region | ends | set(tracer.through)
     outside = [(n, u) for n in tracer.region for u in n.users if u not in inside and not _is_piece(u, inside)]
@@ -360,8 +358,7 @@ def _not_in_rows(tracer: Tracer, sharded: ShardedDim, layout: Layout) -> Reason 
 
 
 def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
-    """Zeros are appended to the matmuls' result. Returns why they cannot be appended to the operands instead, or
-    ``None``."""
+    """Zeros are appended to the matmuls' result. Returns why the operands cannot be padded instead, or ``None``."""
     for matmul in tracer.leaves:
         biased = matmul.bias is not None and matmul.bias not in tracer.unfolded
         if matmul.kind == "scaled_mm" or biased:

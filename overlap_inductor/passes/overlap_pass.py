@@ -129,13 +129,8 @@ def _find_and_rewrite(
 
 @dataclass(frozen=True)
 class _Rewritten:
-    """Facts about a rewritten graph.
-
-    Attributes:
-        plan: what the ranks of ``groups`` compare.
-        workspaces: the bytes of workspace in each group (``plan.workspace_bytes``).
-        requests: the workspace that each site needs, by group (``plan.workspace``).
-    """
+    """Facts about a rewritten graph: the ``plan`` that the ranks of ``groups`` compare, ``plan.workspace_bytes`` and
+    ``plan.workspace``."""
 
     plan: ExchangePlan
     groups: list[str]

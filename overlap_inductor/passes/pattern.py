@@ -48,7 +48,7 @@ class Miss:
 
     Attributes:
         reasons: why there is no site; empty if nothing resembles the pattern.
-        final: if true, the finder asks no further pattern.
+        final: whether the finder asks no further pattern.
         anchor: if ``final``, the node whose module the report names; ``None`` for the collective.
         left: as in ``Match``.
     """
@@ -108,7 +108,7 @@ class Pattern(Protocol):
 
     Attributes:
         name: the name in reports and in ``OVERLAP_INDUCTOR_PATTERNS``.
-        kind: the kind of collective at which the pattern starts: all_gather, reduce_scatter, all_reduce, all_to_all.
+        kind: the kind of collective at which the pattern starts.
         early: whether the pattern's sites (*early sites*) are found before all other sites. ``find`` may then not read
             ``Search.owned`` and ``Search.taken``.
         example: the pattern as a model writes it; ``None`` if it has no linear layer.

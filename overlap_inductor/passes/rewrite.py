@@ -73,10 +73,8 @@ class Rewriter:
         """The seam that is being written, to which a failure is attributed, or ``None``."""
 
     def apply(self, sites: list[DecidedSite]) -> tuple[ExchangePlan, list[str]]:
-        """Place and rewrite ``sites``, then erase dead nodes and order all communication.
-
-        Returns:
-            ``(what the ranks compare before data moves, names of the plan's groups)``.
+        """Place and rewrite ``sites``, then erase dead nodes and order all communication. Returns ``(what the ranks
+        compare before data moves, names of the plan's groups)``.
 
         Raises:
             Exception: any step failed. The graph is then half rewritten; ``snapshot.rewrite_or_restore`` restores it.
@@ -129,7 +127,7 @@ class Rewriter:
 
     def _agree(self, placed: list[tuple[DecidedSite, fx.Node]]) -> None:
         """Write one ``agree`` for each group, all before the first step of any group: the ranks compare their plans
-        before any step moves data.
+        before data moves.
 
         An ``agree`` requests only its own group's workspace, because other groups' needs may differ between ranks. A
         tensor gives the device, because a device's number would differ between ranks.
@@ -229,7 +227,7 @@ class Rewriter:
 
     def _erase_unused(self, pending: list[fx.Node], ends: set[fx.Node]) -> None:
         """Erase the unused nodes among ``pending``, and their inputs that become unused. Impure nodes, such as waits,
-        are erased only if they are in ``ends``; dead code elimination would keep them all."""
+        must be in ``ends``; dead code elimination would keep them all."""
         erased: set[fx.Node] = set()
         while pending:
             node = pending.pop()

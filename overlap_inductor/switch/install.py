@@ -81,7 +81,7 @@ def disable() -> None:
     """Switch off ``enable()``, the environment's switch and every ``overlap()`` around this call.
 
     Inductor's slots then hold only what others put there, and its functions are no longer wrapped. Graphs that are
-    already compiled stay as they are. A backward that is not compiled yet is compiled without overlap, unless
+    already compiled stay as they are. A backward that is not compiled yet gets no overlap, unless
     ``backend="overlap_inductor"`` compiled its forward.
     """
     with _lock:
@@ -101,18 +101,11 @@ def disable() -> None:
 
 @contextmanager
 def overlap(**fields: Any) -> Iterator[OverlapConfig]:
-    """Overlap in all graphs that are compiled inside the ``with`` block on this thread. ``overlap(mode="off")``
-    switches overlap off there.
+    """Overlap in all graphs that are compiled inside the ``with`` block on this thread, or, with ``mode="off"``, in
+    none.
 
     The first call of a compiled function compiles it, so this call must be inside the block. The backward gets the
-    switches of its forward, even after the block.
-
-    Args:
-        fields: as for ``enable``.
-
-    Raises:
-        ConfigError: a field or a variable has a value that is not allowed.
-        UnsupportedError: this torch is too old or too new.
+    switches of its forward, even after the block. Arguments and errors are those of ``enable``.
     """
     require_supported_torch()
     entry = (object(), OverlapConfig.from_environment(**fields))
@@ -142,7 +135,7 @@ def enable_from_environment() -> None:
 
 def effective() -> OverlapConfig | None:
     """The configuration that a compile on this thread gets now; ``None`` if nothing is switched on. Raises
-    ``ConfigError`` if a variable of the environment's switch has a value that is not allowed."""
+    ``ConfigError`` if a variable that is in force has a value that is not allowed."""
     stack = _stack.get()
     if stack:
         return stack[-1][1]

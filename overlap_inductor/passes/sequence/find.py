@@ -58,7 +58,6 @@ class Stretch:
     """Nodes that are rewritten together.
 
     Attributes:
-        tokens: the tokens that the ranks divide among them.
         sources: the all-reduces that become reduce-scatters.
         rows: the nodes that are computed on rows, in graph order, without the sources.
         sums: the nodes that reduce all tokens.
@@ -81,12 +80,8 @@ class Stretch:
 
 
 class RowFinder:
-    """One walk over a graph.
-
-    Attributes:
-        held: for each node that can be held as rows, sources included, its ``Rows``.
-        stretches: the stretches that ``run`` found, in graph order.
-    """
+    """One walk over a graph. ``held``: the ``Rows`` of each node that can be held as rows, sources included.
+    ``stretches``: what ``run`` found, in graph order."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -179,8 +174,8 @@ def _same_numbers(node: fx.Node, tokens: Tokens) -> None:
 
 
 def find_sources(graph: fx.Graph) -> dict[fx.Node, Source]:
-    """The sources, by result: all-reduces with op ``sum`` of tensors with at least two dims. All-reduces of one group,
-    shape and dtype whose results are only added to each other are one source."""
+    """The sources, by result. Each all-reduce has op ``sum`` and at least two dims. All-reduces of one group, shape and
+    dtype whose results are only added to each other are one source."""
     found: dict[fx.Node, Source] = {}
     for _, kind, collective in find_collectives(graph):
         if kind == "all_reduce" and isinstance(collective, CollectiveNode) and collective.reduce_op == "sum":

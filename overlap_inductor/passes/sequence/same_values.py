@@ -31,12 +31,8 @@ _NAMESPACES = ("aten", "prims", "_c10d_functional", "inductor_prims", "quantized
 
 
 class SameValues:
-    """Finds the graph's inputs on which a tensor depends.
-
-    Args:
-        group_name: the group.
-        symbols: the symbols of the sizes that are known to be the same on all ranks of the group.
-    """
+    """Finds the graph's inputs on which a tensor depends. ``symbols``: those of sizes that all ranks of the group are
+    known to share."""
 
     def __init__(self, group_name: str, symbols: Collection[Any] = ()) -> None:
         self.group_name = group_name

@@ -80,7 +80,7 @@ class RowWriter:
         self._backward = of_the_backward(graph)
 
     def apply(self, stretches: list[tuple[int, Stretch]]) -> None:
-        """Rewrite the numbered ``stretches``. If a step raises an error, the graph is only partly rewritten."""
+        """Rewrite the numbered ``stretches``. After an error, the graph is only partly rewritten."""
         members: dict[fx.Node, tuple[int, Source | None]] = {}
         sums: dict[fx.Node, int] = {}
         for number, stretch in stretches:
@@ -205,7 +205,7 @@ class RowWriter:
         return self.call(torch.ops.prims.convert_element_type.default, total, dtype)
 
     def _gather(self, node: fx.Node, users: list[fx.Node]) -> None:
-        """Gather the rows of ``node`` before the first of ``users``, and let ``users`` read all rows."""
+        """Gather the rows of ``node`` before the first of ``users``, which then read all rows."""
         tokens, local = self.held[node].tokens, self._local[node]
         first = min(users)
         with self._in_place_of(node, first):
@@ -276,7 +276,7 @@ class RowWriter:
         node.replace_all_uses_with(result)
 
     def _combine(self, late: list[tuple[int, fx.Node, fx.Node]]) -> None:
-        """Write one all-reduce of several sums over tokens at the end of the graph."""
+        """Write one all-reduce of several sums at the end of the graph."""
         self._stretch, last, _ = late[-1]
         output = self.graph.output_node()
         group = self.held[last.args[0]].tokens.group_name
@@ -296,7 +296,7 @@ class RowWriter:
 
     @contextmanager
     def _in_place_of(self, node: fx.Node, before: fx.Node | None = None) -> Iterator[None]:
-        """New nodes stand before ``before`` (by default ``node``) and get the metadata of ``node``."""
+        """New nodes stand before ``before`` (by default ``node``), with the metadata of ``node``."""
         outer, self._meta = self._meta, {k: v for k, v in node.meta.items() if k not in NOT_COPIED}
         try:
             with self.graph.inserting_before(node if before is None else before):
