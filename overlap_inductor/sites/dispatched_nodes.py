@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``DispatchedNodes``: all-to-all -> index -> experts -> index put -> all-to-all.
 
-The first exchange brings rows to the ranks of their experts, and the second returns them. In between, an index brings
-the rows into the order of the experts and back, and the experts compute each row by itself::
+The first exchange brings rows to the ranks of their experts, and the second one returns them. Indices bring the rows
+into the order of the experts and back::
 
     x = wait_tensor(all_to_all(...))[index]      # rows in the order of the experts
     y = experts(x, rows of other tensors)        # grouped matmuls and pointwise ops
@@ -88,7 +88,7 @@ class DispatchedNodes(SiteNodes):
 
     @property
     def tokens(self) -> Size:
-        """The number of rows that this rank sends. The number of rows that arrive is known only when the graph runs."""
+        """The number of rows that this rank sends. The number that arrives is known only at run time."""
         return tools.shape(self.dispatch.input)[0]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
@@ -105,8 +105,7 @@ class DispatchedNodes(SiteNodes):
         return bool(self.handed_out())
 
     def handed_out(self) -> list[fx.Node]:
-        """The steps that nodes outside the site also read: tensors saved for the backward graph, and operands of
-        weights' gradients."""
+        """The steps that nodes outside the site also read, for example tensors saved for the backward graph."""
         members = {*self.steps, self.put}
         return [n for n in self.steps if any(user not in members for user in n.users)]
 
@@ -114,8 +113,8 @@ class DispatchedNodes(SiteNodes):
         return [*self.steps, self.put, *self._readers()]
 
     def places(self) -> list[Placement]:
-        """One place, right before the second exchange, because everything that the experts read comes earlier in the
-        graph. Other nodes that are computed from the steps and stand before this exchange move down to it."""
+        """One place, right before the second exchange. Outside nodes in front of it that are computed from the steps
+        move down to it."""
         return [Placement(self.combine.node, self._readers(), [], [])]
 
     def _readers(self) -> list[fx.Node]:
@@ -132,7 +131,7 @@ class DispatchedNodes(SiteNodes):
         return sorted(found)
 
     def immovable(self) -> fx.Node | None:
-        """A node that would have to move down, but must not; ``None`` if there is none."""
+        """A node that would have to move down but must not, or ``None``."""
         return next((n for n in self._readers() if n.is_impure() or operators.is_functional_collective(n)), None)
 
     def read_in_place(self) -> bool:
@@ -142,7 +141,7 @@ class DispatchedNodes(SiteNodes):
         return set()
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
-        """Does nothing: what the steps read is taken from their arguments, which are up to date in the graph."""
+        """Does nothing: what the steps read is taken from their arguments."""
 
     def cut(self) -> tuple[list[Size], str] | None:
         return None
@@ -157,7 +156,7 @@ class DispatchedNodes(SiteNodes):
         return [tools.shape(end)[0] for end in (self.dispatch.input, self.dispatch.wait)]
 
     def operands(self) -> Operands:
-        """The steps after the ``index`` op as a program, and what the program reads. Raises ``ValueError`` if an
-        argument of a step cannot be written as text."""
+        """The steps after the ``index`` op as a program, and what it reads. Raises ``ValueError`` if an argument of a
+        step cannot be written as text."""
         first, *steps = self.steps
         return operands_of([first], steps, self.ends, self.put.args[2], self.handed_out())

@@ -74,7 +74,7 @@ class GatherNodes(SiteNodes):
         raw: layout of the gathered tensor.
         through: source of each view-like node.
         layouts: layouts of the gathered tensor and of all nodes between it and the matmuls. Empty if these nodes are
-            all element-wise.
+            only views and element-wise ops.
         whole: the dims that the row-wise ops in ``layouts`` need whole (``sites.row_wise``).
     """
 

@@ -2,8 +2,7 @@
 """Recognise the ops that compute experts' rows, each row by itself: grouped matmuls, gathers of rows (``index``),
 pointwise ops, and cuts and joins of columns.
 
-Such an op computes the same values for a row, whether it runs on all rows or only on some of them. ``steps_before``
-finds such ops before a grouped matmul, for example the experts' first grouped matmul and their activation::
+``steps_before`` finds such ops before a grouped matmul, for example::
 
     rows = index(x, [tokens])                        # row i of rows is row tokens[i] of x
     gate, up = split(_grouped_mm(rows, w0, ends), inner, 1)
@@ -24,7 +23,7 @@ from overlap_inductor.torch_compat import operators
 aten = torch.ops.aten
 _OPERATORS = {("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback")}
 STEPS = 48
-"""The most nodes that ``steps_before`` returns. All nodes before these count as inputs of the steps."""
+"""The most nodes that ``steps_before`` returns. Nodes before these count as inputs."""
 
 
 def is_grouped(node: fx.Node) -> bool:
@@ -43,8 +42,8 @@ def is_grouped_operator(node: fx.Node) -> bool:
 
 
 def cut_by_rows(node: fx.Node, rows: Any) -> bool | None:
-    """An op on ``rows`` rows reads ``node``. True if dim 0 of ``node`` has one entry for each row. False if all rows
-    read the same values; ``None`` if neither is known."""
+    """True if dim 0 of ``node`` has an entry for each of ``rows`` rows, False if all rows read the same values,
+    ``None`` if neither is known."""
     shape = tools.shape(node)
     if len(shape) < 2 or (isinstance(shape[0], int) and shape[0] == 1):
         return False
@@ -72,8 +71,7 @@ def is_pointwise_on_rows(node: fx.Node, rows: Any) -> bool:
 
 
 def moves_columns(node: fx.Node) -> bool:
-    """Whether ``node`` cuts matrices by columns or joins their columns: a split, an element of a split, a slice or a
-    ``cat``."""
+    """Whether ``node`` cuts or joins matrices by columns: a split, an element of a split, a slice or a ``cat``."""
     if _is_element(node):
         return isinstance(node.args[0], fx.Node) and node.args[0].target in tools.SPLITS and moves_columns(node.args[0])
     if node.target not in {*tools.SPLITS, aten.slice.Tensor, aten.cat.default} or not _reads_tensors_only(node):
@@ -83,12 +81,16 @@ def moves_columns(node: fx.Node) -> bool:
 
 
 def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]:
-    """The steps from which the steps ``last`` are computed: at most ``STEPS`` nodes, in graph order. A step is an op of
-    a kind that the module's docstring names. Only ``last`` and the returned nodes read the results of returned nodes.
+    """The steps from which ``last`` are computed, at most ``STEPS`` nodes in graph order. Only ``last`` and other steps
+    read their results.
 
-    A gather of rows (``is_gather``) is a step, but the nodes that it reads are not. A grouped matmul is a step only if
-    its ``offs``, which say where each expert's rows end, are ``ends``. Then a row has the same expert in all grouped
-    matmuls. A node that computes a column ``[rows, 1]`` is no step, because the steps can read the column cheaply.
+    Steps are the ops of the module's docstring, with these limits:
+
+    - The nodes that a gather of rows reads are no steps.
+    - A grouped matmul is a step only if its ``offs`` (the ends of the experts' rows) are ``ends``. So a row has the
+      same
+      expert in all grouped matmuls.
+    - A node that computes a column ``[rows, 1]`` is no step: the steps read the column cheaply.
 
     Args:
         last: steps. One of them is a grouped matmul with ``ends``.
@@ -99,7 +101,7 @@ def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]
     found = set(last)
     pending = {n for step in last for n in _sources(step, rows, ends) or () if n not in found}
     while pending and len(found) < STEPS + len(last):
-        # The pending node that comes last in the graph: all its readers among the steps were visited before.
+        # The last pending node of the graph: its readers among the steps were visited before.
         node = max(pending)
         pending.remove(node)
         if not found.issuperset(node.users):
@@ -107,7 +109,7 @@ def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]
         if (sources := _sources(node, rows, ends)) is not None:
             found.add(node)
             pending.update(n for n in sources if n not in found)
-    # If a split is no step, its parts are no steps either. They are read as plain tensors.
+    # If a split is no step, its parts are plain inputs.
     parts = {n for n in found if _is_element(n) and n.args[0] not in found}
     return sorted(found.difference(last, parts))
 

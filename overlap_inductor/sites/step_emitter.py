@@ -25,17 +25,15 @@ overlap = torch.ops.overlap_inductor
 
 @dataclass
 class StepEmitter:
-    """Writes nodes at the graph's insertion point. Every node gets its ``meta["val"]`` at once, so that its sizes can
-    be read.
+    """Writes nodes at the graph's insertion point. Every node gets its ``meta["val"]`` at once.
 
     Attributes:
         site: the site's id.
-        chain: the newest token of the group's chain of ops. (Each op of the chain takes the token of the op before it.)
+        chain: the newest token of the group's chain.
         module: metadata of the site's module, copied to every node.
-        values: the object that evaluates the nodes. All sites of a graph share this object.
-        emitted: the overlap ops written so far that communicate, in program order.
-        order: ``{node: nodes that must run before it, although it does not read their results}``. The rewriter keeps
-            this order.
+        values: evaluates the nodes. All sites of a graph share it.
+        emitted: the communicating overlap ops written so far, in program order.
+        order: ``{node: nodes that must run before it, although it does not read their results}``.
         transport: the last arguments of ops that start an exchange: the transport's name, or ``()`` for the schedule's
             default transport.
     """
@@ -75,8 +73,8 @@ class StepEmitter:
         return self.call(aten.reshape.default, x, list(shape))
 
     def contiguous(self, x: fx.Node) -> fx.Node:
-        """``x``, cloned if it is not contiguous. ``x`` replaces a result of the graph, such as that of a matmul or a
-        collective. Such a result is contiguous, and the nodes that read it may rely on this."""
+        """``x``, cloned if it is not contiguous. ``x`` replaces a contiguous result of the graph, and its readers may
+        rely on this."""
         return (
             x
             if tools.value(x).is_contiguous()
@@ -106,7 +104,7 @@ class StepEmitter:
         return self.reshape(part, [*shape[:dim], block.outer_length * block.length, *shape[dim + 1 :]])
 
     def whole_chunks(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
-        """``x`` with zero rows in place of the rows that are missing along ``dim``, whose layout is ``sharded``."""
+        """``x`` with zeros for the rows that are missing along ``dim``, whose layout is ``sharded``."""
         if not sharded.short:
             return x
         shape = tools.shape(x)
@@ -116,7 +114,7 @@ class StepEmitter:
         return self.reshape(padded, [*shape[:dim], sharded.outer * (have + sharded.missing), *shape[dim + 1 :]])
 
     def cut_to_size(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
-        """``x`` without the rows that ``whole_chunks`` adds to dim ``dim``."""
+        """``x`` without the rows that ``whole_chunks`` adds to ``dim``."""
         if not sharded.short:
             return x
         shape, full = tools.shape(x), self.world_size * sharded.chunk
@@ -125,9 +123,8 @@ class StepEmitter:
         return self.reshape(kept, [*shape[:dim], sharded.size, *shape[dim + 1 :]])
 
     def without_padding(self, x: fx.Node, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """``x`` with zeros in the padding rows. Along dim ``sharded.dim``, ``x`` holds ``block`` of rank ``r + shift``.
-        Padding rows come after the last row of the gathered dim, and a rank may have sent any values in them. Once they
-        are zero, they add nothing to a sum over rows."""
+        """``x`` with zeros in its padding rows, which then add nothing to a sum over rows. A rank may have sent any
+        values in them. Along dim ``sharded.dim``, ``x`` holds ``block`` of rank ``r + shift``."""
         if not sharded.short:
             return x
         dim, shape = sharded.dim, tools.shape(x)
@@ -137,8 +134,8 @@ class StepEmitter:
         return self.reshape(self.call(overlap.rows_below.default, split, *where), shape)
 
     def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
-        """Bring ``x`` from layout ``source`` into layout ``target``. Both have the same atoms, in different orders.
-        ``sizes`` gives other sizes for some atoms, by ``id(atom)``. The result is a view if possible."""
+        """``x`` brought from layout ``source`` into layout ``target``, as a view if possible. The layouts hold the same
+        atoms in different orders. ``sizes`` gives other sizes to some atoms, by ``id(atom)``."""
         source, target = source.refined(), target.refined()
         if source.same_elements(target):
             return self.reshape(x, target.shape(sizes))
@@ -150,8 +147,8 @@ class StepEmitter:
 
 @dataclass(frozen=True)
 class Block:
-    """A sub-chunk of one rank's shard along a sharded dim (``ShardedDim``). It has ``outer_length`` outer indices from
-    ``outer_start`` on. For each of these, it has ``length`` rows from ``start`` on."""
+    """A sub-chunk of one rank's shard along a sharded dim (``ShardedDim``): ``outer_length`` outer indices, each with
+    ``length`` rows."""
 
     start: Size
     length: Size
@@ -164,8 +161,8 @@ class Block:
 
 
 def _slice_with_gaps(x: fx.Node) -> bool:
-    """Whether ``x`` is a result of ``take`` or ``narrow``, or a slice of such a result, and may have gaps between its
-    rows. To reshape such a tensor, torch would compare symbolic sizes and add guards."""
+    """Whether ``x`` comes from ``take`` or ``narrow`` and may have gaps between its rows. For a reshape of such a
+    tensor, torch would compare symbolic sizes and add guards."""
     ours = (overlap.take.default, overlap.narrow.default)
     cut, gaps = False, False
     while x.target in (*ours, aten.slice.Tensor):
