@@ -26,7 +26,6 @@ from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
 KEYS = 2
-"""The dim of key and value that counts the keys."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,6 @@ class AttentionNode(MatmulNode):
 
 
 def parse(node: fx.Node) -> AttentionNode | None:
-    """``node`` as attention, or ``None``."""
     return AttentionNode(node, "attention") if node.op == "call_function" and node.target in _KNOWN else None
 
 

@@ -31,7 +31,7 @@ class GatherConsumer:
         operand: ``lhs`` or ``rhs``.
         role: role of the gathered dim: M, N, K or B.
         layout: the operand's layout, without padding that the graph cuts off.
-        sharded: the operand's dim that holds the rank atom (``sites.layouts``).
+        sharded: the operand's dim that holds the rank atom.
     """
 
     matmul: MatmulNode
@@ -113,7 +113,7 @@ class GatherNodes(SiteNodes):
         return tools.shape(first.operand_node)[first.sharded.dim]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """``own`` is N or M of the operand that is not gathered: it may be an uneven shard."""
+        """``own`` is the N or M of the operand that is not gathered. This operand may be an uneven shard."""
         return [
             MatmulSizes(
                 tools.shape(c.matmul.lhs)[:-2],

@@ -87,8 +87,7 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def counts_from_zero(self) -> bool:
-        """Whether all places are known to be 0 or more: an argsort or ``inverse[order] = arange(rows)`` made them.
-        Negative places count from the end."""
+        """Whether all places are known to be 0 or more. Negative places count from the end."""
         places = self.places
         if places.target is aten.index_put.default:
             order, values, base = places.args[1], places.args[2], places.args[0]
@@ -124,8 +123,7 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def is_masked(self) -> bool:
-        """Whether a ``where`` follows the grouped matmul. It is assumed to mask the rows of other ranks' experts, which
-        the grouped matmul does not multiply."""
+        """Whether a ``where`` follows the grouped matmul. It is assumed to mask rows of other ranks' experts."""
         return any(n.target is aten.where.self for n in self._after)
 
     @property
@@ -190,7 +188,7 @@ def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
 def _reaches(top: fx.Node, found: dict[fx.Node, bool]) -> bool:
     """Whether ``top`` is a grouped matmul or is computed from one by pointwise ops that keep its rows.
 
-    ``found`` gets the answer for each visited node. After about ``2 * STEPS`` nodes, the search goes back no further.
+    ``found`` gets the answer for each visited node. After about ``2 * STEPS`` nodes, the search stops.
     """
     stack = [top]
     while stack:

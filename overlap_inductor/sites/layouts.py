@@ -48,9 +48,8 @@ class Atom:
 
     Only for a rank atom:
 
-    - ``total``: number of indices of this atom and the next one. ``None`` if it is the product of their sizes. Set if
-      torch
-      may not know a symbolic product, and if the last shards are short (``Layout.cut_short``).
+    - ``total``: number of indices of this atom and the next one, if the last shards are short (``Layout.cut_short``) or
+      torch may not prove a symbolic product. Else ``None``.
     - ``chunk``: the atom of a full shard's rows, if the last shards are short.
     - ``uneven``: it counts rows and not ranks, because the ranks' parts may differ in rows.
     """
@@ -111,8 +110,7 @@ class Layout:
 
     @classmethod
     def uneven(cls, rows: Size, others: Sequence[Atom]) -> Layout:
-        """A tensor ``[rows, ...]`` whose dim 0 holds a part of any size for each rank. ``others``: the other dims'
-        atoms."""
+        """A tensor ``[rows, ...]`` whose dim 0 holds a part of any size for each rank."""
         return cls(((Atom(rows, rank=True, uneven=True),), *((atom,) for atom in others)))
 
     def refined(self) -> Layout:
@@ -124,8 +122,7 @@ class Layout:
         return Layout(tuple(tuple(leaf for atom in dim for leaf in atom.leaves()) for dim in self.dims))
 
     def flat(self) -> list[Atom]:
-        """Atoms in order, without those of size 1. The rank atom stays, and so does an atom that its ``total``
-        counts."""
+        """Atoms in order, without those of size 1. A rank atom stays, with the next atom if ``total`` counts it."""
         atoms = [a for dim in self.refined().dims for a in dim]
         counted = {id(b) for a, b in zip(atoms, atoms[1:], strict=False) if a.total is not None}
         return [a for a in atoms if not same_size(a.size, 1) or a.rank or id(a) in counted]

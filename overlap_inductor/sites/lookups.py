@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``LookupNode`` presents a lookup in an embedding table, or the gradient of a table, as a matmul.
 
-A lookup is a matmul whose left operand, the selection, has few nonzeros. Row i of the selection says which rows of the
-table are added, and with which weights. So for a lookup, M counts the bags, N the columns of the table, and K the rows
-of the table. For the gradient of a table, M counts the rows of the table, and K the bags::
+The left operand, the selection, says which rows of the table are added, and with which weights. It has few nonzeros::
 
+                                op      [M,    N]       =         [M, K]      @       [K, N]
     embedding, embedding_bag    out[bags, width]   = selection[bags, rows] @ table[rows, width]
     embedding_gradient          out[rows, width]   = selection^T[rows, bags] @ gradient[bags, width]
 """
@@ -42,11 +41,9 @@ _GRADIENTS: dict[Any, tuple[str, str, str]] = {
 
 @dataclass(frozen=True)
 class LookupNode(MatmulNode):
-    """A lookup or a gradient of a table. Its operands are read from ``node`` at each access, like the operands of a
-    matmul.
+    """A lookup or a gradient of a table. Its operands are read from ``node`` at each access.
 
-    ``dense``: the name of the argument that holds the table or the gradient. ``selected``: the name of the argument
-    that holds the indices.
+    ``dense``: the name of the argument that holds the table or the gradient. ``selected``: that of the indices.
     """
 
     dense: str
@@ -68,8 +65,8 @@ class LookupNode(MatmulNode):
 
     @property
     def bags(self) -> Size:
-        """For a lookup, the number of rows of its result. For the gradient of a table, the number of rows of the
-        gradient that the node reads."""
+        """For a lookup, the number of rows of its result. For a table's gradient, the number of rows of the gradient
+        that it reads."""
         made = tools.value(self.node)
         rows = tools.value(self.rhs) if self.kind == "embedding_gradient" else made[0] if self.is_tuple else made
         return tools.numel(list(rows.shape)[:-1])
@@ -93,7 +90,6 @@ class LookupNode(MatmulNode):
 
 
 def parse(node: fx.Node) -> LookupNode | None:
-    """``node`` as a lookup in a table, or ``None``."""
     found = _LOOKUPS.get(node.target)
     return None if found is None else LookupNode(node, *found)
 

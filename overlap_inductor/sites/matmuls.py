@@ -149,7 +149,7 @@ def folded(matmul: MatmulNode) -> list[fx.Node]:
 
 
 def _summed(node: fx.Node, user: fx.Node) -> list[fx.Node] | None:
-    """The matmuls of which ``node`` is the sum. ``None`` if a term is no ``mm`` or ``addmm`` that can be cut. Also
+    """The matmuls of which ``node`` is the sum. ``None`` if a term cannot be cut or is no ``mm`` or ``addmm``. Also
     ``None`` unless ``user`` alone reads ``node``, reads it once and has its shape."""
     if set(node.users) != {user} or user.args.count(node) != 1 or not tools.is_tensor(node):
         return None

@@ -36,8 +36,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def site_id(pattern: str, module: str, phase: str, ordinal: int, moves: str) -> str:
-    """``<pattern>-<8 hex digits of a SHA-256>``. The digest covers values that are the same on all ranks of the site's
-    group.
+    """``<pattern>-<8 hex digits of a SHA-256>``, from values that are the same on all ranks of the site's group.
 
     Args:
         module: path of the user's module, or ``""``.

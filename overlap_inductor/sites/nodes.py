@@ -74,7 +74,7 @@ class MatmulSizes:
 
 
 class SiteNodes(ABC):
-    """The FX nodes of one site. Only schedules and their helpers read the attributes of a subclass (``nodes_of``)."""
+    """The FX nodes of one site. Only schedules and their helpers read a subclass's attributes (``nodes_of``)."""
 
     @property
     @abstractmethod
@@ -94,8 +94,7 @@ class SiteNodes(ABC):
     @property
     @abstractmethod
     def sharded_dims(self) -> list[ShardedDim]:
-        """For each matmul, the dim that is divided among the ranks. If an output is gathered, the dim that is cut into
-        bands.
+        """For each matmul, the dim that is divided among the ranks, or cut into bands if an output is gathered.
 
         It is a dim of the gathered operand, of the result, of ``ReduceNodes.region.layout`` or of ``TableNodes.block``.
         """
@@ -149,8 +148,8 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-        """The nodes, without the collectives, that may be erased after a rewrite from the keys of ``replaced`` to its
-        values."""
+        """The nodes that may be erased after a rewrite, without the collectives. The rewrite replaced the keys of
+        ``replaced`` by its values."""
 
     @abstractmethod
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
@@ -158,8 +157,8 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def cut(self) -> tuple[list[Size], str] | None:
-        """``(sizes, words)`` for ``ExchangeTerms.cut``: the sizes that are cut for the transfer, and the text after
-        them. Equal on all ranks. ``None`` if the cut depends on the schedule."""
+        """``(sizes, words)`` for ``ExchangeTerms.cut``, equal on all ranks. ``None`` if the cut depends on the
+        schedule."""
 
     @abstractmethod
     def order_sent(self) -> tuple[Layout, Layout] | None:
@@ -172,8 +171,8 @@ class SiteNodes(ABC):
         texts, so they hold no node names."""
 
     def uneven_rows(self) -> list[Size]:
-        """The numbers of rows that this rank sends and receives. Empty if all ranks' parts are equal. The numbers may
-        be known only at run time."""
+        """The numbers of rows that this rank sends and receives, if ranks' parts may differ; else empty. They may be
+        known only at run time."""
         return []
 
     def place(self) -> Placement | None:
@@ -184,13 +183,7 @@ class SiteNodes(ABC):
 
 @dataclass
 class OverlapSite:
-    """A site found in one graph.
-
-    Attributes:
-        facts: plain data, for reports and plans.
-        nodes: the FX nodes, for checks and the rewrite.
-        obstacle: why the site must stay as written, or ``None``.
-    """
+    """A site found in one graph. ``obstacle``: why it must stay as written, or ``None``."""
 
     facts: SiteFacts
     nodes: SiteNodes
@@ -211,8 +204,6 @@ class OverlapSite:
 
 @dataclass
 class DecidedSite(OverlapSite):
-    """A site with the planner's decision."""
-
     decision: Decision = field(kw_only=True)
 
 

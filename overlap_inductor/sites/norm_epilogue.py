@@ -9,8 +9,8 @@ The finder recognises the norm of Llama and related models. ``added`` is fp16 or
     normed = weight * scaled.to(added.dtype)            # in either order
     ->  normed, added = one op                          # by the rewrite
 
-``aten.reshape`` to and from rows may come in between. A norm that multiplies by its weight before it rounds
-(``torch.nn.RMSNorm``) gives other bits and is not recognised.
+Reshapes to and from rows may come in between. ``torch.nn.RMSNorm`` multiplies by its weight before it rounds. This
+gives other bits, so it is not recognised.
 """
 
 from __future__ import annotations
@@ -144,8 +144,7 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 
 def _rows(node: Any) -> fx.Node:
-    """The node of which ``node`` is a view, or ``node`` itself. Only views with one reader that keep the length of rows
-    count."""
+    """``node`` without views that have one reader and keep the length of rows."""
     while _keeps_rows(node) and len(node.users) == 1:
         node = node.args[0]
     return node

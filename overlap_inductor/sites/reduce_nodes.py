@@ -139,7 +139,7 @@ class ReduceNodes(SiteNodes):
         return self.padded_shape[-2]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """``own`` holds the dims that may be uneven shards: K of a leaf, N and K of a matmul before a leaf."""
+        """``own``, the dims that may be uneven shards, is K for a leaf, and N and K for a matmul before a leaf."""
         found = []
         for leaf in self.leaves:
             masked = isinstance(leaf, GroupedMatmul) and leaf.is_masked
@@ -148,8 +148,7 @@ class ReduceNodes(SiteNodes):
                 n = tools.shape(matmul.rhs)[-1]
                 *_, m, n = self.padded_shape if self.padding is not None else (m, n)
                 if masked:
-                    # The number of rows of this rank's experts is known only at run time. So the mean over the ranks is
-                    # taken.
+                    # This rank's number of rows is known only at run time, so the mean over the ranks is taken.
                     m = m // self.ends[0].world_size
                 found.append(MatmulSizes(batch, m, n, k, own="K" if matmul is leaf else "NK"))
         return found

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognise the ops that compute experts' rows, each row by itself: grouped matmuls, gathers of rows (``index``),
-pointwise ops, and cuts and joins of columns.
+"""Recognise the ops that compute experts' rows, each row by itself.
 
-``steps_before`` finds such ops before a grouped matmul, for example::
+They are grouped matmuls, gathers of rows (``index``), pointwise ops, and cuts and joins of columns. For example::
 
     rows = index(x, [tokens])                        # row i of rows is row tokens[i] of x
     gate, up = split(_grouped_mm(rows, w0, ends), inner, 1)
@@ -27,7 +26,7 @@ STEPS = 48
 
 
 def is_grouped(node: fx.Node) -> bool:
-    """Whether ``node`` divides the rows of a matrix into groups, and multiplies each group by its own matrix."""
+    """Whether ``node`` multiplies each group of a matrix's rows by its own matrix."""
     if not is_grouped_operator(node):
         return False
     lhs, rhs, *_ = node.args
@@ -60,7 +59,7 @@ def is_gather(node: fx.Node) -> bool:
 
 
 def is_pointwise_on_rows(node: fx.Node, rows: Any) -> bool:
-    """Whether ``node`` is a pointwise op on a matrix of ``rows`` rows, and can be computed row by row."""
+    """Whether ``node`` is a pointwise op that can be computed row by row on a matrix of ``rows`` rows."""
     if not tools.is_tensor(node) or len(tools.shape(node)) != 2 or not same_size(tools.shape(node)[0], rows):
         return False
     if not tools.is_pointwise(node) or tools.is_bitcast(node) or operators.is_mutable(node):
@@ -81,16 +80,15 @@ def moves_columns(node: fx.Node) -> bool:
 
 
 def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]:
-    """The steps from which ``last`` are computed, at most ``STEPS`` nodes in graph order. Only ``last`` and other steps
-    read their results.
+    """The steps that compute the inputs of ``last``, at most ``STEPS`` nodes in graph order. Only ``last`` and other
+    steps read their results.
 
     Steps are the ops of the module's docstring, with these limits:
 
-    - The nodes that a gather of rows reads are no steps.
+    - A gather of rows is a first step: the nodes that it reads are inputs.
     - A grouped matmul is a step only if its ``offs`` (the ends of the experts' rows) are ``ends``. So a row has the
-      same
-      expert in all grouped matmuls.
-    - A node that computes a column ``[rows, 1]`` is no step: the steps read the column cheaply.
+      same expert in all grouped matmuls.
+    - A node that computes a column ``[rows, 1]`` is an input, because the steps read it cheaply.
 
     Args:
         last: steps. One of them is a grouped matmul with ``ends``.
@@ -101,7 +99,7 @@ def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]
     found = set(last)
     pending = {n for step in last for n in _sources(step, rows, ends) or () if n not in found}
     while pending and len(found) < STEPS + len(last):
-        # The last pending node of the graph: its readers among the steps were visited before.
+        # The last pending node in the graph: its readers among the steps were visited before.
         node = max(pending)
         pending.remove(node)
         if not found.issuperset(node.users):
@@ -109,7 +107,7 @@ def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]
         if (sources := _sources(node, rows, ends)) is not None:
             found.add(node)
             pending.update(n for n in sources if n not in found)
-    # If a split is no step, its parts are plain inputs.
+    # If a split is no step, its parts are inputs.
     parts = {n for n in found if _is_element(n) and n.args[0] not in found}
     return sorted(found.difference(last, parts))
 

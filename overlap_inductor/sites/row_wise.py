@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the layout of the result of a row-wise op after a gather, such as a norm, a mask or a ``cat`` of columns.
 
-The indices of the gathered dim are called rows here. An op is row-wise if each row of its result depends only on the
-same row of its inputs. So it can be computed on a part of the rows. In the notation of ``sites.layouts``::
+Rows are the indices of the gathered dim. An op is row-wise if each row of its result depends only on the same row of
+its inputs. So the op can be computed on a part of the rows. In the notation of ``sites.layouts``::
 
     gathered [R s] [h] -> pow, mean(-1), rsqrt, mul -> [R s] [h]      the mean needs the whole of h
     gathered [R s] [h] * scale [rows, 1] -> [R s] [h]                 scale is cut with the rows
@@ -59,7 +59,7 @@ class RowWise:
 
 
 def may_be(node: fx.Node) -> bool:
-    """Whether ``result`` knows the op of ``node``. ``result`` may still find that the op is not row-wise."""
+    """Whether ``result`` knows the op of ``node``."""
     known = REDUCTIONS | ALONG | CUTS | {aten.slice.Tensor, aten.select.int, aten.cat.default}
     element = getattr(node.target, "__name__", "") == "getitem"
     return node.target in known or element or (tools.is_pointwise(node) and not operators.is_mutable(node))
@@ -69,7 +69,7 @@ def result(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     """Compute the layout of the result of ``node``, an op for which ``may_be`` is true.
 
     Args:
-        layouts: the layouts of tensors that are computed from the gathered tensor, with at least one input of ``node``.
+        layouts: the layouts of tensors that are computed from the gathered tensor.
 
     Raises:
         LayoutError: ``node`` is not row-wise; the message says why.
@@ -96,7 +96,7 @@ def result(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     if node.target in CUTS:
         (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))
         _none_gathered(node, [dims[dim]])
-        # The op returns a list, so its node gets the layout of its source. ``_element`` computes the pieces' layouts.
+        # The op returns a list. Its node gets the source's layout, and ``_element`` computes the pieces' layouts.
         return RowWise(layouts[source], list(dims[dim]))
     if node.target is aten.select.int:
         (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))

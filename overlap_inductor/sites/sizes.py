@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute a site's sizes for the cost model, at the example's token count or a multiple of it.
 
-The example is the inputs with which the model is compiled. Ranks of a group must make the same decision. So dims of a
-matmul that may differ between ranks are rounded to five significant bits. Sizes that differ by less than the number of
-ranks usually round to one value (3670 and 3668 to 3712). If they do not, the ranks' plans may differ, and then all
-ranks run the plain program.
+The example is the inputs with which the model is compiled. All ranks must make the same decision, but some of a
+matmul's dims may differ between ranks. These are rounded to five significant bits, and usually become equal (3670 and
+3668 become 3712). If they do not, the ranks' plans may differ, and then all ranks run the plain program.
 """
 
 from __future__ import annotations
@@ -146,18 +145,15 @@ def _sends_to_one_rank(collective: CollectiveNode) -> bool:
 
 
 def _local_bytes(collective: CollectiveNode) -> float:
-    """Bytes of the collective's input on one rank."""
     source = tools.value(collective.input)
     return float(hint(tools.numel(list(source.shape)))) * source.dtype.itemsize
 
 
 def machine_of(site: OverlapSite, config: OverlapConfig) -> Machine:
-    """The rates and fixed costs that the site is planned with (``machine_at``)."""
     return machine_at(site.collectives[0], config)
 
 
 def machine_at(collective: CollectiveNode, config: OverlapConfig) -> Machine:
-    """The rates and fixed costs of a collective's ranks (``machine_between``)."""
     return machine_between(collective.ranks or (), tools.value(collective.input).device, config)
 
 

@@ -32,10 +32,9 @@ class StepEmitter:
         chain: the newest token of the group's chain.
         module: metadata of the site's module, copied to every node.
         values: evaluates the nodes. All sites of a graph share it.
-        emitted: the communicating overlap ops written so far, in program order.
+        emitted: the communicating overlap ops written so far.
         order: ``{node: nodes that must run before it, although it does not read their results}``.
-        transport: the last arguments of ops that start an exchange: the transport's name, or ``()`` for the schedule's
-            default transport.
+        transport: the transport's name as a last argument, or ``()`` for the schedule's default transport.
     """
 
     graph: fx.Graph
@@ -73,8 +72,8 @@ class StepEmitter:
         return self.call(aten.reshape.default, x, list(shape))
 
     def contiguous(self, x: fx.Node) -> fx.Node:
-        """``x``, cloned if it is not contiguous. ``x`` replaces a contiguous result of the graph, and its readers may
-        rely on this."""
+        """``x``, cloned if it is not contiguous. Readers of a matmul's or collective's result may rely on it being
+        contiguous."""
         return (
             x
             if tools.value(x).is_contiguous()
@@ -93,8 +92,8 @@ class StepEmitter:
         return self.call(overlap.take.default, x, dim, shift, chunk, start, length, self.group_name)
 
     def take_sharded(self, x: fx.Node, dim: int, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """The rows of ``x`` along ``dim`` that belong to ``block`` of rank ``r + shift``. ``dim`` has layout
-        ``sharded``, and all shards are full."""
+        """The rows of ``x`` along ``dim`` (layout ``sharded``) that belong to ``block`` of rank ``r + shift``. All
+        shards are full."""
         if isinstance(sharded.outer, int) and sharded.outer == 1:
             return self.take(x, dim, shift, sharded.chunk, block.start, block.length)
         shape = tools.shape(x)

@@ -8,14 +8,13 @@ Before and after::
 
 Rules:
 
-- A tail begins at the result of a reduction, or of a matmul of a gathered tensor. It ends at one node, and nodes
-  outside the tail read only this end.
-- It reads at most ``MOST_EXTRAS`` other tensors (extras): tensors of the result's shape, rows, columns or single
-  elements.
-- Each extra comes before the site's collective, where the kernel is written.
-- No extra is the result of another collective: that collective's site may take nodes of the tail for its own epilogue.
-- The end is stored in memory anyway, because a matmul, a collective or the graph's caller reads it. In a residual
-  stream, its reader may also depend on a matmul of the end. Inductor fuses all other pointwise chains at no cost.
+- A tail begins at the result of a reduction, or of a matmul of a gathered tensor. Nodes outside the tail read only its
+  last node, the end.
+- It reads at most ``MOST_EXTRAS`` other tensors (extras), which come before the site's collective. Each is a row, a
+  column, one element or of the result's shape.
+- No extra is the result of another collective. The site of that collective may use nodes of the tail for a norm.
+- The end must be stored in memory even without a tail, for a matmul, a collective or the graph's caller. In a residual
+  stream, a reader of the end may also depend on a matmul of it. Inductor fuses other pointwise chains at no cost.
 - If several nodes can be the end, the last one is taken.
 - Inductor keeps ``erf`` and ``tanh``, because the tensor cores idle while a kernel computes them on a tile. On tiles, a
   GELU cost 3 % of the matmul's time more than in a later kernel (2 H200s, K = 8192).
@@ -83,7 +82,7 @@ def find_tail(
     Args:
         collective: the site's collective, where the kernel will be written.
         planned: text of the planned epilogue. If given, only a tail with this epilogue is returned. Other sites'
-            rewrites may make a longer tail possible, but keep the planned one possible.
+            rewrites may have made a longer tail possible.
     """
     if tools.dtype(result) not in (torch.float16, torch.bfloat16) or any(
         not isinstance(s, int) for s in tools.shape(result)
@@ -142,8 +141,7 @@ class _Region:
         )
 
     def _kind(self, extra: fx.Node, shape: list[Any]) -> tuple[str, list[int]] | None:
-        """``(kind, shape)`` in which the kernel reads ``extra`` for a node of shape ``shape``. ``None`` if it
-        cannot."""
+        """``(kind, shape)`` in which the kernel reads ``extra`` for a node of shape ``shape``, or ``None``."""
         value = tools.value(extra)
         if (
             not extra < self.collective
@@ -230,7 +228,7 @@ class _Region:
 
 
 def _arguments(node: fx.Node) -> list[Any]:
-    """The arguments of the epilogue's op: the source of a view or cast, the base of a square, else all arguments."""
+    """The source of a view or cast, the base of a square, else all arguments."""
     if tools.is_reshape(node) or _casts(node) or _squares(node):
         return [node.args[0]]
     return list(node.args)
