@@ -3,8 +3,8 @@
 
     torchrun --nproc-per-node 8 -m bench.agreement [--out bench/results/agreement.jsonl]
 
-Ranks are gloo processes. Between two calls they do no other work, except in ``uneven``. A figure is the time of one
-call in microseconds: the mean over the calls of a run, then the median over runs, then the maximum over ranks::
+Ranks are gloo processes without other work, except in ``uneven``. A figure is the time of one call in microseconds: the
+mean over the calls of a run, then the median over runs, then the maximum over ranks::
 
     own        a rank's own time, if all other ranks have already published their plans for the call, so that the rank
                waits for none (9 runs of 63 calls)
@@ -105,8 +105,8 @@ def _own(call: Callable[[], None], ahead: Callable[[], None]) -> float:
 
 
 def _uneven(call: Callable[[], None]) -> float:
-    """See ``uneven`` in the module's docstring. All ranks draw the work of every rank from one seed, so each rank knows
-    the longest work before a call."""
+    """See ``uneven`` in the module's docstring. All ranks draw every rank's work from one seed, so each knows the
+    longest work before a call."""
     chance, rank, size = random.Random(0), dist.get_rank(), dist.get_world_size()
     found = []
     for _ in range(TIMES):
