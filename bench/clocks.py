@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the GPU's clock rate while providers run, and scale their times to the highest clock rate.
 
-The scaled times show why a provider (``bench.providers``) is slow: it waits, or it heats the GPU so that the clock rate
+The scaled times show why a provider (``bench.providers``) is slow. It waits, or it heats the GPU so that the clock rate
 falls.
 
     torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 --schedules chunked
@@ -14,9 +14,9 @@ Each provider runs in three ways (``bench.timing`` says what hidden and in the l
     row         CALLS calls one after the other, with the host hidden
     compiled    CALLS calls of compiled graphs, with the host in the loop
 
-Before and after each sample, a kernel stores the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``). A
-JSON row for each provider, and for the matmul alone, holds medians over samples: the longest time and the lowest clock
-rate of any rank. Before the timing, results are compared with results in fp32.
+Before and after each sample, a kernel stores the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``).
+Each provider, and the matmul alone, gets a JSON row. It holds the longest median time and the lowest median clock rate
+of any rank. Before the timing, results are compared with results in fp32.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how much longer an op takes if it also returns the gathered tensor, as the gradient of a weight needs.
+"""Measure how much longer an op takes if it also returns the gathered tensor. A weight's gradient needs this tensor.
 
     torchrun --nproc-per-node 2 -m bench.handed_out [--tokens 2048 8192] --out bench/results/handed_out.jsonl
 
@@ -14,7 +14,7 @@ timed in turn::
     copy                   only a copy of the gathered tensor
 
 Results are first compared with those of ``keep``, gathered tensors bitwise. A call with a wrong result is not timed. A
-figure is the median over samples, then the maximum over ranks, in microseconds of device time with the host hidden.
+figure is the median over samples, then the maximum over ranks. It is microseconds of device time with the host hidden.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 The kinds are waits for a peer, sends, collectives, matmuls, looping ops and the rest. ``bench.layers --trace FOLDER``
 profiles some steps of each variant, except ``no collectives``.
 
-The profiler's ranges of overlap ops carry the site's id, and a site is open from its first to its last one. A range
+The profiler's ranges of overlap ops carry the site's id. A site is open from its first range to its last one. A range
 without id (a matmul or plain collective) counts for the open site that was opened last.
 """
 

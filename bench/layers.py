@@ -118,8 +118,8 @@ def settings_of(options: argparse.Namespace, megabits: int | None) -> Settings:
 
 
 def told_about(megabits: int) -> str:
-    """The value of switch ``machine`` for ranks on a slow link: the link's rate and this CPU's rate of matmuls on one
-    thread. The shortest of several times counts, because other programs may use the CPU."""
+    """The value of switch ``machine`` for a slow link: the link's rate, and this CPU's rate of matmuls on one thread.
+    The shortest of several times counts, because other programs may use the CPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

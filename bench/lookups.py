@@ -9,8 +9,8 @@ Before and after the timing, each result is compared with sums in fp64. A wrong 
 timed alone: ``lookups`` is the plain graph without the all-to-all, and ``exchange`` is only the all-to-all. All other
 calls are compiled.
 
-A case's JSON row holds each call's time with the host hidden and in the loop (``bench.timing``), and the estimates of
-the cost model. It is appended to the file as soon as the case is measured.
+A case is a JSON row. It holds each call's time with the host hidden and in the loop (``bench.timing``), and the cost
+model's estimates.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def mirrored(
 
     Copies write turned flags through ``peers``. Before a copy to receiver ``p``, a kernel reads the flag of source
     ``world_size - 1`` through ``pointers``. Relative to ``peers[p]``, that is past the last flag. So ``pointers`` are
-    lower by ``world_size * shift`` elements. The kernel then reads the flag of source ``world_size - 1 - p``, which
-    this GPU's copy to receiver ``p + 1`` has set one turn earlier. Credits written through ``pointers`` fall into the
+    lower by ``world_size * shift`` elements. The kernel then reads the flag of source ``world_size - 1 - p``. This
+    GPU's copy to receiver ``p + 1`` has set it one turn earlier. Credits written through ``pointers`` fall into the
     margin.
 
     Raises:

@@ -8,8 +8,8 @@ r"""Time the plain computation (``keep``), Inductor's async TP, and every schedu
     torchrun --nproc-per-node 4 -m bench.operators --schedules fused --settings hidden \\
         --set fused.parts=1 fused.parts=2,pushers=8
 
-A case is a pattern of a layer at a token count. Its providers (``bench.providers``) compute it on the same random data,
-and are timed in turn with the matmul alone and the collective alone. Before and after the timing, each result is
+A case is a pattern of a layer at a token count. Its providers (``bench.providers``) compute it on the same random data.
+They are timed in turn with the matmul alone and the collective alone. Before and after the timing, each result is
 compared with one in fp32 (fp64 for fp32 operands). A wrong result ends the benchmark.
 
 Settings:
@@ -124,8 +124,8 @@ def say(*lines: object) -> None:
 
 
 def left_out(arguments: argparse.Namespace, all_cases: Sequence[Case], device: torch.device) -> list[str]:
-    """A line for each case that cannot be cut into equal shards, and for each provider and pattern that it cannot
-    compute in some case."""
+    """A line for each case that cannot be cut into equal shards. Also a line for each provider and pattern with a case
+    that it cannot compute."""
     lines = [f"{case}: {case.why_not()}" for case in all_cases if case.why_not()]
     wanted = [n for n in provider_names() if n in arguments.schedules or n.split("/")[0] in arguments.schedules] + [
         v.name for v in arguments.variants
@@ -140,8 +140,8 @@ def left_out(arguments: argparse.Namespace, all_cases: Sequence[Case], device: t
 def run(arguments: argparse.Namespace, device: torch.device, start: float) -> list[dict[str, Any]]:
     """Measure the cases and return their rows. Rank 0 also appends them to the file. All ranks call this together.
 
-    The time budget begins at ``start``. The first case always runs. A later case runs only if the longest case so far
-    would fit into the rest of the budget; if not, the cases after it are left out, too.
+    The time budget begins at ``start``. The first case always runs. Before a later case, its time is taken to be that
+    of the longest case so far. If this exceeds the rest of the budget, no further case runs.
     """
     clock, world_size, where = Clock(device), dist.get_world_size(), rows.environment(device)
     found: list[dict[str, Any]] = []

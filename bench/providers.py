@@ -99,7 +99,7 @@ class Variant:
         """Read a text such as ``fused.parts=2,pushers=8``. A value is JSON, or else a string. Values are not checked.
 
         Raises:
-            ValueError: the schedule does not turn a site into one op, or a part of the text sets no parameter of it.
+            ValueError: the schedule does not turn a site into one op, or has no such parameter.
         """
         schedule, _, text = argument.partition(".")
         settable = {s.name: s.single_op.parameters for s in SCHEDULES if s.single_op is not None}
@@ -214,8 +214,8 @@ def compiled(site: Site, name: str, **switches: Any) -> Provider:
     backend compiles it, else plain Inductor. All ranks call this together.
 
     Raises:
-        RuntimeError: the graph does not hold exactly one site, the site was compiled with another schedule than
-            requested, or it has no workspace.
+        RuntimeError: the graph does not hold exactly one site, or the site has another schedule than requested or no
+            workspace.
     """
     # Dynamo caches compiled functions by code object, so each provider gets a code object of its own.
     namespace: dict[str, Any] = {"function": plain(site.example, site.group)}

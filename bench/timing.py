@@ -4,10 +4,10 @@
 With the host *hidden*, the host launches a call while the device sleeps, so only device time counts.
 
 With the host *in the loop*, a sample is several calls in a row without a sleep. A call then takes its device time or
-its host time, whichever is longer. The number of calls is equal for all samples and within ``CALLS_IN_LOOP``, so that a
-sample of the fastest call takes about ``LOOP_MS``. One more call before each sample is not counted, because the device
-is idle while the host launches it. A result is freed before the next call, which then gets the same addresses, as in
-the steps of a compiled model.
+its host time, whichever is longer. All samples have the same number of calls, within ``CALLS_IN_LOOP``. A sample of the
+fastest call takes about ``LOOP_MS``. One more call before each sample is not counted, because the device is idle while
+the host launches it. A result is freed before the next call. So the next call gets the same addresses, as in the steps
+of a compiled model.
 
 On a CPU, both times are wall-clock time.
 """
@@ -36,8 +36,8 @@ LEAST_SLEEP_MS = 1.0
 REST_MS = 50.0
 """Pause of the host before a sample with the host in the loop, so that the GPU cools.
 
-On 2 H200s, matmuls of 8192 tokens in a row ran at 1467 MHz after pauses of 10 ms, and at 1553 MHz after 60 ms. With the
-host hidden, a single call ran at 1542 MHz. On 4 H200s the pause changed little (bench/results/clocks.jsonl).
+On 2 H200s, matmuls of 8192 tokens in a row ran at 1467 MHz after pauses of 10 ms. After 60 ms, they ran at 1553 MHz.
+With the host hidden, a single call ran at 1542 MHz. On 4 H200s the pause changed little (bench/results/clocks.jsonl).
 """
 LOOP_MS = 8.0
 """Intended length of a sample of the fastest call, with the host in the loop."""
@@ -112,8 +112,8 @@ class Clock:
         return (time.perf_counter() - begin) / calls * 1e6
 
     def with_extra_bytes(self, call: Call) -> tuple[Any, float | None]:
-        """Make one call. Returns its result, a tensor, and its extra bytes (``None`` on a CPU): the peak memory, minus
-        the memory before and the bytes of the result."""
+        """Make one call. Returns its result, a tensor, and its extra bytes: the peak memory, minus the memory before
+        and the result. On a CPU, the extra bytes are ``None``."""
         if self.device.type != "cuda":
             return call(), None
         torch.cuda.synchronize()
@@ -179,8 +179,8 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
     samples: list[list[tuple[float, float]]] = [[] for _ in calls]
     order, chance = list(zip(samples, calls.values(), sleeps)), random.Random(0)
     for _ in range(repeats):
-        # A call is faster if the call before it did not heat the GPU, so each round has a new order. All ranks draw the
-        # same order.
+        # A call is faster if the call before it did not heat the GPU, so each round has a new order, equal on all
+        # ranks.
         chance.shuffle(order)
         for mine, call, sleep in order:
             mine.append(clock.sample(call, number, sleep))

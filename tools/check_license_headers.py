@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fails if a file of ``sources`` does not begin with the licence's SPDX line.
-
-A ``#!`` line may come before the SPDX line. With ``--fix``, missing SPDX lines are written."""
+"""Fails if a file of ``sources`` does not begin with the licence's SPDX line, which may follow a ``#!`` line. ``--fix``
+writes missing SPDX lines."""
 
 from __future__ import annotations
 

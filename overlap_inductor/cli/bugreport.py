@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``overlap-inductor bugreport``: pack a dump folder into one zip file that a user can send with a bug report.
 
-The file holds the dump of every graph, the tracebacks of failures, the versions and the doctor's checks, but no
-weights. The home folder and the user's name are replaced in every file.
+The file holds the dump of every graph, tracebacks, versions and the doctor's checks, but no weights. The home folder
+and the user's name are replaced in every file.
 """
 
 from __future__ import annotations

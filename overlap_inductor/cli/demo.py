@@ -76,9 +76,11 @@ class Setup:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo and print what it found. Returns 0 if all went well.
+    """Run the demo and print what it found. Returns 0 if all went well. Returns 1 if one of these happened:
 
-    Returns 1 if a rank failed, a part returned no result, numbers differ too much, or no schedule overlapped a site.
+    - a rank failed, or a part returned no result;
+    - numbers differ too much;
+    - no schedule overlapped a site of a part.
 
     Raises:
         ConfigError: the options contradict each other or this machine, or name a folder that cannot be written.

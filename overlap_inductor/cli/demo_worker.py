@@ -4,8 +4,10 @@
 A model runs with overlap by ``auto`` and by each schedule that can run between these ranks. Only forms that overlap a
 site are timed, next to plain ``torch.compile``.
 
-Rank 0 writes one JSON object per line to standard output: ``{"step": ...}`` when a step begins, and ``{"part": ...}``
-with the results of a part.
+Rank 0 writes one JSON object per line to standard output::
+
+    {"step": ...}     a step begins
+    {"part": ...}     the results of a part
 """
 
 from __future__ import annotations

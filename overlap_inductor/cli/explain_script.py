@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``overlap-inductor explain script.py``: run a user's script in mode ``report`` and show the reports of its graphs.
 
-With ``--machine`` or ``--ranks`` the script runs in one process, as rank 0 of a group whose other ranks do not exist.
-Its graphs are planned and not run.
+With ``--machine`` or ``--ranks``, the script runs in one process that plays rank 0. Its graphs are planned and not run.
 """
 
 from __future__ import annotations

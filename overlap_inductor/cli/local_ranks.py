@@ -130,8 +130,8 @@ def _watch(ranks: list[_Rank], timeout: float, on_wait: Callable[[], None]) -> N
 
 
 def _first_to_blame(failed: list[_Rank]) -> _Rank:
-    """The failed rank to report: the first one whose log ends with a traceback that names no connection, because errors
-    about lost peers name one. If there is none, the first failed rank."""
+    """The failed rank to report. Errors about lost peers name a connection. So the first log counts that ends with a
+    traceback and names no connection, or else the first failed rank."""
     blamed = [r for r in failed if "Traceback" in _tail(r) and "onnection" not in _tail(r)]
     return (blamed or failed)[0]
 

@@ -34,11 +34,11 @@ _warned: set[str] = set()
 
 
 def write_dump(report: OverlapReport, folder: str | os.PathLike[str], rank: int) -> Path | None:
-    """Write one graph's report below ``folder`` and return its path. If the folder cannot be written, this is logged
-    once as a warning, and ``None`` is returned: a compile must not fail for a report.
+    """Write one graph's report below ``folder`` and return its path. If the folder cannot be written, a warning is
+    logged once and ``None`` is returned: a compile must not fail for a report.
 
     The same report overwrites its files with the same content. Further reports of one name get the suffixes ``_2``,
-    ``_3``, ... in the order of the compiles, which is the same in a second run.
+    ``_3``, ... in the order of the compiles.
     """
     digest = hashlib.sha256(report.to_json(graphs=True).encode()).hexdigest()
     dump = Path(folder).absolute()

@@ -59,7 +59,7 @@ def dumps_below(place: Path) -> list[Path]:
 
 
 def runs_of(dump: Path) -> list[Run]:
-    """The runs that wrote to a dump folder, oldest first, each with its reports in the order of graphs and ranks."""
+    """The runs that wrote to a dump folder, oldest first. Reports are in the order of graphs and ranks."""
     found: dict[str, list[Written]] = {}
     for written in _reports(dump):
         found.setdefault(written.mark.run if written.mark else "", []).append(written)

@@ -19,8 +19,8 @@ from overlap_inductor.report.html.environment import render
 
 PAGE = "index.html"
 _SHARE = 20
-"""After a write that took ``t``, ``keep_overview`` writes no page for ``_SHARE * t``, so writing takes at most 5 % of
-the time."""
+"""After a write that took ``t``, ``keep_overview`` skips writes for ``_SHARE * t``. So writing takes at most 5 % of the
+time."""
 _TRIES = 3
 """The most times that one ``write_overview`` writes the page, if ranks add reports during each write."""
 

@@ -71,8 +71,8 @@ def activate(report: OverlapReport, config: OverlapConfig | None = None, *, from
 
 
 def fell_back(reports: Sequence[OverlapReport], text: str, dump: str | None = None) -> None:
-    """Record in the reports of a graph and its subgraphs, the counters and the dump that it runs without overlap
-    because ranks differ."""
+    """Record that a graph runs without overlap because ranks differ: in the reports of the graph and its subgraphs, the
+    counters and the dump."""
     for report in reports:
         report.notices.append(text)
         overlapped = report.counters()["sites_overlapped"]

@@ -7,8 +7,7 @@ result the senders::
     all_to_all_single(x [R c, h])                     [R c] [h]      ->  [R c] [h]
     shard_dim_alltoall(x [a, R b], gather 0, shard 1)  [a] [R b]     ->  [R a] [b]
 
-If the parts are not known to be equal, input and result each have their own rank atom, and it counts rows
-(``Atom.uneven``).
+If the parts may differ in size, input and result have different rank atoms, which count rows (``Atom.uneven``).
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ class Splits:
 
 
 def write_row_counts(collective: CollectiveNode) -> None:
-    """Replace each node that reads the number of rows of the collective's result by a sum of the received parts' sizes.
-    So no node needs the result for its size, and the collective can be moved down or erased."""
+    """Replace each read of the number of rows of the collective's result by a sum of the received parts' sizes. Then no
+    node needs the result for its size, and the collective can be moved down or erased."""
     if changes_shards(collective.node):
         return
     received = Splits.of(collective.node).received
@@ -119,8 +118,8 @@ def layouts_of(collective: CollectiveNode) -> tuple[Layout, Layout]:
 
 
 def _by_ranks(collective: CollectiveNode) -> Layout:
-    """The layout of an input whose dim 0 is cut into equal parts. If the input is a flattened ``[R, ...]`` of symbolic
-    size, the layout keeps its atoms: no reshape can split a run of symbolic size."""
+    """The layout of an input whose dim 0 is cut into equal parts. A flattened ``[R, ...]`` of symbolic size keeps its
+    atoms, because no reshape can split a run of symbolic size."""
     shape, ranks, source = tools.shape(collective.input), collective.world_size, collective.input
     known = all(isinstance(size, int) for size in shape)
     while not known and (tools.is_reshape(source) or source.target in tools.SAME):

@@ -81,8 +81,7 @@ class AttentionNodes(SiteNodes):
         return self.attention.sizes[1]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """The two matmuls of attention as one: the scores contract the width of a key, and the output contracts the
-        keys."""
+        """The two matmuls of attention as one. The scores contract a key's width, and the output contracts the keys."""
         batch, queries, keys, width, columns = self.attention.sizes
         causal = self.attention.is_causal
         return [MatmulSizes(batch, queries, width + columns, keys, own="M", causal=causal)]

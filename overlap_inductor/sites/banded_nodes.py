@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``BandedNodes``: the nodes of ``matmul -> row-wise ops -> all-to-all``, computed in bands of tokens.
 
-Row-wise ops (``sites.row_wise``), such as a norm of each head or a rotary embedding, may need all columns of a row. So
-a piece is a *band*: some rows of the matmul with all columns. A band holds a part of every rank's slice.
+Row-wise ops (``sites.row_wise``), such as a norm or a rotary embedding, may need all columns of a row. So a piece is a
+*band*: some rows of the matmul with all columns. A band holds a part of every rank's slice.
 """
 
 from __future__ import annotations

@@ -154,8 +154,8 @@ def describe(node: fx.Node, kind: str, dim: int | None = None, role: str | None 
 
 
 def _wait_of(node: fx.Node) -> fx.Node | Reason:
-    """The wait that holds the result of the collective ``node``: the last of several waits in a row, or ``node`` itself
-    if it needs none. A ``Reason`` if the result has no wait, more than one, or another user."""
+    """The last wait of the collective ``node``, or ``node`` itself if it needs none. A ``Reason`` if the result has no
+    wait, more than one, or another user."""
     if changes_shards(node):
         return node
     waits = [u for u in node.users if operators.is_wait(u)]

@@ -118,7 +118,7 @@ class DispatchedNodes(SiteNodes):
         return [Placement(self.combine.node, self._readers(), [], [])]
 
     def _readers(self) -> list[fx.Node]:
-        """The nodes in front of the second exchange that are computed from the steps but do not belong to the site."""
+        """Nodes outside the site and before the second exchange that are computed from the steps."""
         members, found = {*self.steps, self.put}, set[fx.Node]()
 
         def visit(node: fx.Node) -> bool:

@@ -45,7 +45,8 @@ def is_counted(node: fx.Node) -> bool:
 def flops(node: fx.Node) -> float | None:
     """The FLOPs of a node that ``is_counted``; causal attention counts as full attention.
 
-    ``None`` if a size is known at run time only, an operand has no example, or the formula raises (which is logged).
+    ``None`` if a size is known at run time only or has no example. Also ``None`` if the formula raises, which is
+    logged.
     """
     namespace, name = operators.qualified_name(node)
     if namespace == "aten" and name in _MATMULS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the epilogue of a gather or of an all-to-all: pointwise nodes after its matmuls that are computed on each piece.
+"""Find the epilogue of a gather or of an all-to-all: pointwise nodes after its matmuls, computed on each piece.
 
 Transfers can run under these nodes, as under the matmuls. For ``silu(gate) * up`` before a down-projection::
 
@@ -9,7 +9,7 @@ Transfers can run under these nodes, as under the matmuls. For ``silu(gate) * up
 
 Contract:
 
-- The nodes read only each other, the site's matmuls that are cut by rows, scalars, and single rows such as a bias.
+- The nodes read each other, the site's matmuls that are cut by rows, scalars, and single rows such as a bias.
 - Outside the epilogue, only nodes that need them in memory read their results: matmuls, collectives, the output.
   Inductor fuses a node into any other reader at no cost.
 """
@@ -90,8 +90,12 @@ class _Region:
         return all(isinstance(s, int) and s == 1 for s in leading) and not tools.depends_on(node, self.wait, self.known)
 
     def shrink(self) -> None:
-        """Remove nodes that Inductor would fuse into a reader outside, views at the end of the region, and nodes that
-        read a removed node. Repeat until nothing changes."""
+        """Remove nodes until none is left that:
+
+        - has a reader outside into which Inductor would fuse it;
+        - is a view at the end of the region;
+        - reads a removed node.
+        """
         changed = True
         while changed:
             changed = False

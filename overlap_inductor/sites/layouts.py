@@ -48,9 +48,8 @@ class Atom:
 
     Only for a rank atom:
 
-    - ``total``: number of indices of this atom and the next one, if the last shards are short (``Layout.cut_short``) or
-      torch may not prove a symbolic product. Else ``None``.
-    - ``chunk``: the atom of a full shard's rows, if the last shards are short.
+    - ``total``: number of indices of this atom and the next one together. ``None``: the product of their sizes.
+    - ``chunk``: the atom of a full shard's rows, if the last shards are short (``Layout.cut_short``).
     - ``uneven``: it counts rows and not ranks, because the ranks' parts may differ in rows.
     """
 

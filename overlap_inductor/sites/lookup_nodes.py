@@ -179,8 +179,8 @@ class GradientNodes(TableNodes):
 
 
 def _looked_up(lookup: LookupNode) -> int:
-    """Bytes that a lookup reads and writes. The rows read for each bag are rounded to a power of two, so that all ranks
-    get the same estimate."""
+    """Bytes that a lookup reads and writes. The rows of a bag are rounded to a power of two, to be equal on all
+    ranks."""
     bags, width = hint(lookup.bags), hint(tools.shape(lookup.rhs)[-1])
     each = hint(tools.numel(tools.shape(lookup.lhs))) / max(bags, 1)
     rows = 2 ** round(math.log2(each)) if each >= 1 else 1

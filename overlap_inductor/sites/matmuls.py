@@ -143,7 +143,7 @@ def parse(node: fx.Node) -> MatmulNode | None:
 
 def folded(matmul: MatmulNode) -> list[fx.Node]:
     """The matmuls whose sum is the bias of ``matmul``: Inductor writes ``x @ a + y @ b`` as ``addmm(x @ a, y, b)``.
-    Empty if the bias is anything else, a matmul cannot be cut, or another node reads a matmul or partial sum."""
+    Empty for any other bias, if a matmul cannot be cut, or if another node reads a term."""
     bias = matmul.bias
     return (bias is not None and matmul.kind == "addmm" and _summed(bias, matmul.node)) or []
 

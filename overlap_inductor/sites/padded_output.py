@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handle the padding of an output that is gathered: a rank with a smaller shard of the output appends zeros to it.
+"""Handle the padding of an output that is gathered. A rank with a smaller shard of the output appends zeros to it.
 
 If columns are missing, a short rank pads each piece before it sends the piece. If rows are missing, it appends zero
 rows to the matmul's operand instead. For missing columns::

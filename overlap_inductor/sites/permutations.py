@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove that an index tensor holds each index once, from the nodes that compute the tensor.
 
-Rows arrive in the order of the ranks that sent them, and an index brings them into the order of the experts. ``v``
-holds the numbers of rows for each rank and expert. ``f`` reorders these numbers by views and permutations::
+Rows arrive in the order of their senders, and an index brings them into the order of the experts. ``v`` holds the
+numbers of rows for each rank and expert. ``f`` reorders these numbers by views and permutations::
 
     segment = repeat_interleave(f(v))                       # for each row, the number of its run of rows
     index   = f(cumsum(v) - v)[segment] + arange(rows) - (cumsum(f(v)) - f(v))[segment]
@@ -10,7 +10,7 @@ holds the numbers of rows for each rank and expert. ``f`` reorders these numbers
 Run ``i`` of the result is run ``f(i)`` of the source, so the result has each run once.
 
 The backward graph gets the index as an input. So the pass on the joint graph records its proof in the metadata of the
-index's node, which the partitioner copies to both graphs.
+index's node. The partitioner copies this metadata to both graphs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Placement``: a place for a site's steps, after all operands of its matmuls and before the first use of a result.
+"""``Placement``: a place for a site's steps, behind all their operands and before the first use of a result.
 
-By default, the steps are written at the gather, and the nodes that compute other operands are moved up to it. If these
-must not be moved, the whole site is moved down to the first use of its results. Activation checkpointing needs this:
-the backward graph gathers activations again, and collectives may compute a gradient operand after the gather.
+By default, the steps are written at the gather, and the nodes that compute other operands are moved up. If these must
+not be moved, the whole site is moved down to the first use of its results. Activation checkpointing needs this: the
+backward graph gathers activations again, and collectives may compute a gradient operand after the gather.
 """
 
 from __future__ import annotations

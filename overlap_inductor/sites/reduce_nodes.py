@@ -139,7 +139,7 @@ class ReduceNodes(SiteNodes):
         return self.padded_shape[-2]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """``own``, the dims that may be uneven shards, is K for a leaf, and N and K for a matmul before a leaf."""
+        """``own`` is K for a leaf, and N and K for a matmul before a leaf: these dims may be uneven shards."""
         found = []
         for leaf in self.leaves:
             masked = isinstance(leaf, GroupedMatmul) and leaf.is_masked

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write pieces of a gather's row-wise region (``sites.row_wise``): what its nodes compute from one rank's shard or a
-part of it.
+"""Write pieces of a gather's row-wise region (``sites.row_wise``). A piece is computed from one rank's shard or a part
+of it.
 
 Contract: nodes are written at the emitter's insertion point. A view is written with the piece's shape. Other ops are
 copied. Tensors from elsewhere are cut to the rows of the piece. On rank r::

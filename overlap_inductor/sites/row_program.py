@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``RowProgram``: how experts compute rows between two exchanges, with grouped matmuls and pointwise ops, as text.
 
-A pass writes the text, and an op of this package runs it on some of the rows at a time. ``_grouped_mm(x, w0, ends) *
-r0`` is::
+An op of this package runs the program on some of the rows at a time. ``_grouped_mm(x, w0, ends) * r0`` is::
 
     {"ops": [["aten._grouped_mm.default", [{"row": 0}, {"whole": 0}, {"ends": 0}], {}],
              ["aten.mul.Tensor", [{"row": 2}, {"row": 1}], {}]],
@@ -31,8 +30,7 @@ GETITEM = "getitem"
 
 @dataclass(frozen=True)
 class HandedOut:
-    """A value that nodes outside the program also read: its number, the sizes of its dims after the rows, and its
-    dtype's name."""
+    """A value that nodes outside the program also read. ``value``: its number. ``sizes``: its dims after the rows."""
 
     value: int
     sizes: tuple[int, ...]

@@ -41,7 +41,7 @@ def is_grouped_operator(node: fx.Node) -> bool:
 
 
 def cut_by_rows(node: fx.Node, rows: Any) -> bool | None:
-    """True if dim 0 of ``node`` has an entry for each of ``rows`` rows, False if all rows read the same values,
+    """Whether dim 0 of ``node`` has an entry for each of ``rows`` rows. False if all rows read the same values.
     ``None`` if neither is known."""
     shape = tools.shape(node)
     if len(shape) < 2 or (isinstance(shape[0], int) and shape[0] == 1):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the layout of the result of a row-wise op after a gather, such as a norm, a mask or a ``cat`` of columns.
+"""Compute the layout of the result of a row-wise op after a gather. Examples are a norm, a mask and a ``cat`` of
+columns.
 
 Rows are the indices of the gathered dim. An op is row-wise if each row of its result depends only on the same row of
 its inputs. So the op can be computed on a part of the rows. In the notation of ``sites.layouts``::

@@ -38,5 +38,4 @@ def names(text: str) -> list[str]:
 
 
 def pages() -> list[Path]:
-    """The path of every page in ``docs/``, sorted by name."""
     return sorted(DOCS.glob("*.md"))

@@ -9,7 +9,7 @@ A comment before a code block says what the block is::
                           the block is run in the root of the repository
     <!-- output -->       the block is the standard output of the last block that ran
 
-All blocks of one text share a folder and run in the text's order, so later blocks find the files of earlier blocks.
+All blocks of one text share a folder and run in the text's order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One block. ``kind``: file | runs | runs in the checkout | output. ``start`` and ``end`` are the positions of its
+    """One block. ``kind``: file | runs | runs in the checkout | output. ``start``, ``end``: the positions of its
     content in the text."""
 
     kind: str

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lays out the bars of a timeline, with one function for each way in which a matmul and a transfer run together.
+"""Lays out the bars of a timeline. Each function is a way in which a matmul and a transfer run together.
 
-Arguments of these functions:
+Arguments:
 
 - ``matmul``, ``transfer``: microseconds of the whole matmul and transfer, or 1 each without an estimate. The bars of a
   kind add up to them, and do not overlap.

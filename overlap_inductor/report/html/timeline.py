@@ -12,8 +12,7 @@ follow a simple model:
 
 The plan's row ends at the estimate of its schedule:
 
-- If the steps end before, the rest is drawn as fixed costs: launches, credits, waits, and the slowdown of matmul and
-  transfer that run at the same time.
+- If the steps end before, the rest is drawn as fixed costs: launches, credits, waits and slowdown by each other.
 - If they end later, the schedule's own transfer is faster than the collective, so the transfer is shortened.
 """
 
@@ -103,8 +102,8 @@ def _in_turn(gathers_first: bool, matmul: float, keep: float) -> list[Bar]:
 
 
 def _shape(facts: SiteFacts, piece: PlanPiece) -> tuple[Callable[[float, float], list[Bar]], bool]:
-    """A function that makes the bars from the microseconds of the matmul and of the transfer, and whether the bars have
-    fewer steps than the plan."""
+    """``(shape, merged)``. ``shape(matmul us, transfer us)`` makes the bars. ``merged``: they have fewer steps than the
+    plan."""
     world_size, route = facts.collective.world_size, piece.parameters.get("route")
     gathers_first = _gathers_first(facts, piece)
     if not piece.overlaps:
