@@ -3,8 +3,8 @@
 
     torchrun --nproc-per-node 8 -m bench.agreement [--out bench/results/agreement.jsonl]
 
-Ranks are gloo processes without other work, except in ``uneven``. A figure is the mean time of one call of a run, in
-microseconds. It is the median over runs, then the maximum over ranks::
+Ranks are gloo processes without other work, except in ``uneven``. Each run gives the mean time of one call, in
+microseconds. A figure is the median over runs, then the maximum over ranks::
 
     own        a rank's own time, if all other ranks have already published their plans for the call, so that the rank
                waits for none (9 runs of 63 calls)

@@ -7,14 +7,14 @@ The gathered tensor ``[tokens, 8192]`` is multiplied by three weights of 4096 co
 timed in turn::
 
     keep                   NCCL's all-gather, then three matmuls; the gathered tensor is always produced
-    chunked                the op of chunked; the gathered tensor is not returned
-    fused                  the op of fused; the gathered tensor is not returned
+    chunked                the op of chunked
+    fused                  the op of fused
     chunked, handed out    the op of chunked; the gathered tensor is returned
     fused, handed out      the op of fused; the gathered tensor is returned
     copy                   only a copy of the gathered tensor
 
-Results are first compared with those of ``keep``, gathered tensors bitwise. A call with a wrong result is not timed. A
-figure is the median over samples, then the maximum over ranks. It is microseconds of device time with the host hidden.
+Results are first compared with those of ``keep``, gathered tensors bitwise. A call with a wrong result is not timed.
+Figures are microseconds of device time with the host hidden: the median over samples, then the maximum over ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures one case: builds every provider, checks it against fp32 on random data before and after the timing, and
-times all in turn."""
+"""Measures one case. Every provider is checked against fp32 on random data, before and after all are timed in turn."""
 
 from __future__ import annotations
 

@@ -140,8 +140,8 @@ def left_out(arguments: argparse.Namespace, all_cases: Sequence[Case], device: t
 def run(arguments: argparse.Namespace, device: torch.device, start: float) -> list[dict[str, Any]]:
     """Measure the cases and return their rows. Rank 0 also appends them to the file. All ranks call this together.
 
-    The time budget begins at ``start``. The first case always runs. Before a later case, its time is taken to be that
-    of the longest case so far. If this exceeds the rest of the budget, no further case runs.
+    The time budget begins at ``start``. The first case always runs. Each later case is assumed to take as long as the
+    longest case so far. When this exceeds the rest of the budget, no further case runs.
     """
     clock, world_size, where = Clock(device), dist.get_world_size(), rows.environment(device)
     found: list[dict[str, Any]] = []

@@ -69,7 +69,7 @@ def _ratio(row: dict[str, Any]) -> float:
 
 def layers(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the speed-up of each variant over plain ``torch.compile``, in groups of bars. A line shows the speed-ups at
-    the 80th and 20th percentile of the time, a mark those without collectives.
+    the 80th and 20th percentile of the time. A mark shows the speed-up without collectives.
 
     The drawn rows are stored as in ``slow_link``.
     """

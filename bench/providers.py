@@ -5,13 +5,13 @@
 - ``async_tp``: Inductor's async TP, called as Inductor's output code calls it;
 - a schedule over one of its transports;
 - ``auto``: the schedule that the planner chooses;
-- a schedule with parameters other than those of its plan.
+- a schedule with parameters other than those of its plan (``Variant``).
 
 What a provider calls depends on the setting:
 
 - ``hidden`` (only GPU time counts): the op of a schedule that turns a site into one op is called directly. The ring and
   ``auto`` are compiled graphs. ``keep`` runs eagerly.
-- ``compiled``: ``keep``, ``auto`` and every schedule are compiled graphs. Other parameters are left out.
+- ``compiled``: ``keep``, ``auto`` and every schedule are compiled graphs. Variants are left out.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def ring_nccl() -> str:
 
 
 def turns() -> str:
-    """GB/s of copy engines with and without turns, by the size of a piece, if 8 GPUs all send to all others."""
+    """GB/s of copy engines with and without turns, by the size of a piece, if each of 8 GPUs sends to all others."""
     found = {
         (r["rounds"], r["megabytes"], r["provider"]): r["gb_per_s"]
         for r in _read("turns")

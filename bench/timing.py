@@ -179,8 +179,8 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
     samples: list[list[tuple[float, float]]] = [[] for _ in calls]
     order, chance = list(zip(samples, calls.values(), sleeps)), random.Random(0)
     for _ in range(repeats):
-        # A call is faster if the call before it did not heat the GPU, so each round has a new order, equal on all
-        # ranks.
+        # A call is faster if the call before it did not heat the GPU, so each round has a new order. All ranks draw the
+        # same order.
         chance.shuffle(order)
         for mine, call, sleep in order:
             mine.append(clock.sample(call, number, sleep))

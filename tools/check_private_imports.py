@@ -30,8 +30,8 @@ def dotted(node: ast.expr) -> list[str]:
 
 
 def private_parts(source: str) -> list[tuple[int, str]]:
-    """``(line, name)`` of each import of a private name of torch, and of each private attribute of an object other than
-    ``self`` and ``cls``.
+    """``(line, name)`` of each import of a private name of torch. Also of each private attribute of an object other
+    than ``self`` and ``cls``.
 
     Operators such as ``aten._to_copy`` are public despite their names, and so is ``os._exit``. They are left out.
     """

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fails if a sentence of the documentation, of a docstring, of a comment or of a message has more than 28 words.
 
-These are skipped: fenced and literal blocks, indented drawings, tables, commands, strings that hold a program, and the
-generated parts of pages.
+Programs, code blocks, drawings, tables, commands and the generated parts of pages are skipped.
 """
 
 from __future__ import annotations

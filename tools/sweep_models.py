@@ -162,8 +162,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _row(case: str, size: int, trains: bool, run: Callable[..., Any], *values: Any) -> dict[str, Any]:
-    """The row of one case on ``size`` ranks: the outcome of all ranks, and figures of the rank with the largest
-    error."""
+    """The row of one case on ``size`` ranks: the outcome of all, and figures of the rank with the largest error."""
     start = time.monotonic()
     try:
         found = gloo_ranks.run_ranks(size, run, *values, timeout=300, expect_failure=True)

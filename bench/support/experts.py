@@ -47,7 +47,7 @@ class Experts(torch.nn.Module):
 
     Args:
         places: how rows get back into the tokens' order: ``put`` (as in ``transformers``), ``argsort``, or ``negative``
-            (indices count from the end).
+            indices.
         late: whether the weights are applied after this, rather than before.
         reduce: the collective that adds the ranks' sums. ``None``: an all-reduce.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``overlap-inductor demo``: compile and run two models here with and without overlap, compare the results, time them.
+"""``overlap-inductor demo``: run two models here with and without overlap, compare the results and time the runs.
 
 The models are a Hugging Face Llama and a sequence-parallel block. By default, the ranks run on the most of 8, 4 or 2
 GPUs that this machine has. With fewer than two GPUs, they are two CPU processes, joined by a slow link if possible.

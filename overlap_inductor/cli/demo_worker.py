@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the demo. For each model, it compares and times eager, plain and overlapped runs.
+"""One rank of the demo. It runs each model eagerly, compiled without overlap, and compiled with overlap. It compares
+the results and times the compiled forms.
 
-A model runs with overlap by ``auto`` and by each schedule that can run between these ranks. Only forms that overlap a
-site are timed, next to plain ``torch.compile``.
+A model runs with overlap by ``auto`` and by each schedule that can run between these ranks. Forms that overlap no site
+are not timed.
 
 Rank 0 writes one JSON object per line to standard output::
 

@@ -71,8 +71,8 @@ def activate(report: OverlapReport, config: OverlapConfig | None = None, *, from
 
 
 def fell_back(reports: Sequence[OverlapReport], text: str, dump: str | None = None) -> None:
-    """Record that a graph runs without overlap because ranks differ: in the reports of the graph and its subgraphs, the
-    counters and the dump."""
+    """Record that a graph runs without overlap because ranks differ. The record goes to the graph's and its subgraphs'
+    reports, the counters and the dump."""
     for report in reports:
         report.notices.append(text)
         overlapped = report.counters()["sites_overlapped"]
@@ -134,8 +134,8 @@ def announcement(report: OverlapReport, where: str, from_cache: bool = False) ->
 
 
 def _main_reason(report: OverlapReport) -> Reason | None:
-    """The first of the sites' reasons with the most frequent code, else of the near misses' reasons. ``None`` if a site
-    is overlapped, or if there are no reasons."""
+    """The first reason with the most frequent code: of the sites, or else of the near misses. ``None`` if a site is
+    overlapped, or if there are no reasons."""
     if any(site.decision.status == "overlapped" for site in report.sites):
         return None
     reasons = [r for site in report.sites for r in site.decision.reasons]

@@ -56,8 +56,8 @@ class OverlapReport:
         plan_hash: digest of the plan in ``exchange``. Empty if the graph is as written.
         exchange: JSON text of the graph's ``ExchangePlan``, which the ranks compare before they move data. Empty in a
             graph without collectives.
-        groups: for each process group of the graph's collectives: the workspace that its sites need (JSON text) and its
-            limit in MiB. An empty list if they need none.
+        groups: for each process group: the workspace that its sites need (JSON text) and its limit in MiB. An empty
+            list if they need none.
         workspaces: symmetric memory that the sites hold on each rank: ``{"ranks", "bytes"}`` for each group that has
             any.
         notices: further texts for the user, for example that ranks differ.

@@ -94,17 +94,14 @@ class AttentionNode(MatmulNode):
 
     @property
     def mask_block(self) -> int:
-        """See ``_Kind``."""
         return _CUT[self.node.target].mask_block
 
     @property
     def mask_dims(self) -> int:
-        """See ``_Kind``."""
         return _CUT[self.node.target].mask_dims
 
     @property
     def hidden_is_zero(self) -> bool:
-        """See ``_Kind``."""
         return _CUT[self.node.target].hidden_is_zero
 
     @property
@@ -179,8 +176,8 @@ def readers(sources: Iterable[fx.Node], follows: Callable[[fx.Node], bool], step
 def arguments_of_piece(
     attention: AttentionNode, key: fx.Node, value: fx.Node, mask: fx.Node | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments of an op that attends to the keys ``key`` and values ``value`` only.
-    ``mask`` is added to their scores."""
+    """The positional and keyword arguments of an op on a part of the keys and values. ``mask`` is added to their
+    scores."""
     values: dict[str, Any] = {"key": key, "value": value}
     kind = _CUT[attention.node.target]
     if mask is not None and kind.mask is not None:

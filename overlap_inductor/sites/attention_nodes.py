@@ -115,8 +115,8 @@ class AttentionNodes(SiteNodes):
         return [*sorted(self.between()), *(place.hoisted if place is not None else ())]
 
     def places(self) -> list[Placement]:
-        """At the later gather, and at the first use of the site's results. The first place is left out if a result of
-        the site is used before the later gather."""
+        """At the later gather, and at the first use of the site's results. The first place is left out if an outside
+        node before the later gather reads the earlier one's result."""
         members = self._members()
         first_use = min({user for member in members for user in member.users} - members)
         later = self.collectives[-1].node

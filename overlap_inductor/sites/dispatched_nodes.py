@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``DispatchedNodes``: all-to-all -> index -> experts -> index put -> all-to-all.
 
-The first exchange brings rows to the ranks of their experts, and the second one returns them. Indices bring the rows
-into the order of the experts and back::
+The first exchange brings rows to the ranks of their experts, and the second one returns them::
 
     x = wait_tensor(all_to_all(...))[index]      # rows in the order of the experts
     y = experts(x, rows of other tensors)        # grouped matmuls and pointwise ops
@@ -113,8 +112,8 @@ class DispatchedNodes(SiteNodes):
         return [*self.steps, self.put, *self._readers()]
 
     def places(self) -> list[Placement]:
-        """One place, right before the second exchange. Outside nodes in front of it that are computed from the steps
-        move down to it."""
+        """One place, right before the second exchange. Outside nodes before it that are computed from the steps move
+        down to it."""
         return [Placement(self.combine.node, self._readers(), [], [])]
 
     def _readers(self) -> list[fx.Node]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Epilogue`` describes a pointwise epilogue, which a kernel computes on each tile of a result. ``applied`` computes
-it with torch's ops.
+"""``Epilogue``: pointwise ops that a kernel computes on each tile of a result. ``applied`` computes them with torch's
+ops.
 
 An epilogue holds the kinds of its extra tensors, and a program. Each op of the program assigns one new value, and the
 last value is the result. As text, ``silu(x) * e0`` is::
@@ -8,12 +8,12 @@ last value is the result. As text, ``silu(x) * e0`` is::
     {"extras": ["full"],
      "ops": [["neg", "x"], ["exp", "t0"], ["add", "t1", 1.0], ["div", "x", "t2"], ["mul", "t3", "e0"]]}
 
-An argument is one of these:
+Arguments:
 
 - ``x``: the result of the matmul or reduction, rounded to its dtype;
 - ``e0``, ``e1``, ...: the extras;
 - ``t0``, ``t1``, ...: the results of the ops, in order;
-- a number.
+- numbers.
 
 All ops compute in fp32. Values are rounded only by op ``to`` and at the end. This module uses neither Triton nor FX.
 """
@@ -71,14 +71,13 @@ class Epilogue:
 
 
 def to_text(epilogues: Sequence[Epilogue | None]) -> str:
-    """The epilogues of an op's results as JSON. The op takes the extras of all its results in one list, in the results'
+    """The epilogues of an op's results as JSON. The op takes the extras of all its results in one list, in this
     order."""
     return json.dumps([None if e is None else {"extras": e.extras, "ops": e.ops} for e in epilogues])
 
 
 @functools.cache
 def from_text(text: str) -> tuple[Epilogue | None, ...]:
-    """The epilogues that ``to_text`` wrote as ``text``."""
     return tuple(
         None if e is None else Epilogue(tuple(e["extras"]), tuple(map(tuple, e["ops"]))) for e in json.loads(text)
     )

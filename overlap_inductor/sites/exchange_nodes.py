@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SentNodes``: the nodes of ``matmul -> all-to-all``. ``ReceivedNodes``: the nodes of ``all-to-all -> matmul``.
+"""``SentNodes``: matmul -> all-to-all. ``ReceivedNodes``: all-to-all -> matmul.
 
 The nodes before an all-to-all are like those of a reduce-scatter without the sum. The nodes after it are like those of
 an all-gather.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layout says which element of a tensor is at which index, however view ops made the tensor.
+"""A layout says which element of a tensor is at which index. It does not depend on which view ops made the tensor.
 
 A layout is a list of dims. Each dim is a list of *atoms*: runs of indices. R, the rank atom, counts the ranks. An
 all-gather of ``[s0, s1]`` has the layout ``[R s0] [s1]``. A reshape regroups atoms, a permute reorders dims, and

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PooledNodes``: the nodes of ``lookups -> all-to-all``. ``GradientNodes``: ``all-to-all -> gradients of the
-tables``.
+"""``PooledNodes``: lookups -> all-to-all. ``GradientNodes``: all-to-all -> gradients of the tables.
 
 Each rank looks up the whole batch in its own tables. The all-to-all gives each rank the results of all tables for its
 slice of the batch. In the backward graph, an all-to-all returns the gradients. Each pair of a rank and a table has one
@@ -51,7 +50,6 @@ class TableNodes(SiteNodes):
 
     @property
     def block_size(self) -> Size:
-        """Elements of one block."""
         return tools.numel(self.block.without_rank().shape())
 
     @property
@@ -150,7 +148,6 @@ class GradientNodes(TableNodes):
         slices: for each slice, the number of its table.
         read: layout of a slice, in the atoms of ``wire``.
         source: the tensor that is sent: the collective's input, or the tensor of which it is a permuted copy.
-        sent: layout of the collective's input.
         last_first: whether the graph reads the last table first.
     """
 
@@ -188,8 +185,7 @@ def _looked_up(lookup: LookupNode) -> int:
 
 
 def _returned(gradient: LookupNode) -> int:
-    """Bytes that a table's gradient reads and writes: its initial zeros, and three accesses for each row that is
-    added."""
+    """Bytes that a table's gradient reads and writes: its initial zeros, and three accesses for each added row."""
     indices = hint(tools.numel(tools.shape(gradient.lhs)))
     added = 2 ** round(math.log2(indices)) if indices else 0
     width = hint(tools.shape(gradient.rhs)[-1])

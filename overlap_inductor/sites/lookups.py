@@ -3,9 +3,9 @@
 
 The left operand, the selection, says which rows of the table are added, and with which weights. It has few nonzeros::
 
-                                op      [M,    N]       =         [M, K]      @       [K, N]
-    embedding, embedding_bag    out[bags, width]   = selection[bags, rows] @ table[rows, width]
-    embedding_gradient          out[rows, width]   = selection^T[rows, bags] @ gradient[bags, width]
+                                out[M, N]          lhs[M, K]               rhs[K, N]
+    embedding, embedding_bag    out[bags, width] = selection[bags, rows] @ table[rows, width]
+    embedding_gradient          out[rows, width] = selection^T[rows, bags] @ gradient[bags, width]
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ class LookupNode(MatmulNode):
 
     @property
     def bags(self) -> Size:
-        """For a lookup, the number of rows of its result. For a table's gradient, the number of rows of the gradient
-        that it reads."""
+        """For a lookup, the number of rows of its result. For a table's gradient, the number of rows of ``rhs``."""
         made = tools.value(self.node)
         rows = tools.value(self.rhs) if self.kind == "embedding_gradient" else made[0] if self.is_tuple else made
         return tools.numel(list(rows.shape)[:-1])
@@ -109,7 +108,7 @@ def parse_gradient(node: fx.Node) -> LookupNode | None:
 
 
 def behind_reshapes(node: fx.Node) -> fx.Node:
-    """The tensor from which ``node`` is made by reshapes alone. ``node`` itself if it is no reshape."""
+    """The tensor from which ``node`` is made by reshapes alone, or ``node`` itself."""
     while tools.is_reshape(node):
         node = node.args[0]
     return node

@@ -49,8 +49,8 @@ class NormEpilogue:
 
 
 def find_norm(result: fx.Node) -> NormEpilogue | None:
-    """The residual add and norm after the all-reduce ``result``. ``None`` if there are none, or if another node reads
-    ``result``."""
+    """The residual add and norm after the all-reduce ``result``. ``None`` if there are none or ``result`` has another
+    reader."""
     while len(result.users) == 1 and _keeps_rows(user := next(iter(result.users))):
         result = user
     added = next(iter(result.users), None)
@@ -73,8 +73,8 @@ def find_norm(result: fx.Node) -> NormEpilogue | None:
 
 
 def _norm(normed: fx.Node, added: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
-    """``(weight, eps, normed)`` if ``normed`` is the norm of ``added`` and no other node reads a node in between, else
-    ``None``."""
+    """``(weight, eps, normed)`` if ``normed`` is the norm of ``added``, else ``None``. No other node may read a node in
+    between."""
     for rounded, weight in _factors(normed):
         rounded = _rows(rounded)
         if (
@@ -99,8 +99,8 @@ def _norm(normed: fx.Node, added: fx.Node) -> tuple[fx.Node, float, fx.Node] | N
 
 
 def _eps_of(inverse: fx.Node, wide: fx.Node) -> float | None:
-    """``eps`` if ``inverse`` is ``rsqrt(mean(wide ** 2) + eps)`` of each row and every node after ``wide`` has one
-    reader, else ``None``."""
+    """``eps`` if ``inverse`` is ``rsqrt(mean(wide ** 2) + eps)`` of each row, else ``None``. Nodes after ``wide`` must
+    have one reader each."""
     chain = [inverse]
     for target in (aten.rsqrt.default, aten.add.Tensor, aten.mean.dim):
         if chain[-1].target is not target or len(chain[-1].users) != 1 or not tools.is_tensor(chain[-1].args[0]):

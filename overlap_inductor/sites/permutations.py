@@ -28,8 +28,7 @@ PERMUTATION = "overlap_permutation"
 
 
 def note(graph: fx.Graph) -> None:
-    """Mark each index tensor of an ``index`` op that is known to be a permutation. Without grouped matmuls, does
-    nothing."""
+    """Mark each index tensor of an ``index`` op that is known to be a permutation, if there are grouped matmuls."""
     if not any(map(is_grouped_operator, graph.nodes)):
         return
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
@@ -90,8 +89,7 @@ def _starts_of(node: fx.Node) -> fx.Node | None:
 
 
 def _moved_alike(starts: fx.Node, lengths: fx.Node) -> bool:
-    """Whether the same views and permutations made ``starts`` and ``lengths`` from the starts and lengths of some
-    runs."""
+    """Whether the same views and permutations made ``starts`` and ``lengths`` from the starts and lengths of runs."""
     while _starts_of(starts) is not lengths:
         moves = all(
             tools.is_reshape(n) or tools.permutation(n) is not None or n.target in tools.SAME for n in (starts, lengths)

@@ -28,8 +28,8 @@ class Piece:
 
 
 def piece_of(node: Any) -> Piece | None:
-    """``node`` as a piece, if it is a slice or an element of a split; else ``None``. Also ``None`` if a negative start
-    counts from the end of a dim of symbolic size."""
+    """``node`` as a piece, if it is a slice or an element of a split; else ``None``. Also ``None`` for a negative start
+    in a dim of symbolic size."""
     if not isinstance(node, fx.Node):
         return None
     if node.target is aten.slice.Tensor:
@@ -74,11 +74,8 @@ def behind_copies(node: Any) -> Any:
 
 
 def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """``(x, dim)`` if ``node`` is ``x`` with zeros appended along ``dim``, else ``None``.
-
-    ``node`` is a padding, or a ``cat`` with padded last pieces, as DTensor makes uneven shards equal. Sizes must be
-    ints.
-    """
+    """``(x, dim)`` if ``node`` is ``x`` with zeros appended along ``dim``, else ``None``. ``node`` is a padding, or a
+    ``cat`` whose last pieces are padded (DTensor's uneven shards). Sizes must be ints."""
     if node.target is aten.constant_pad_nd.default:
         found = padded(node)
         return found if found is not None and isinstance(tools.shape(found[0])[found[1]], int) else None

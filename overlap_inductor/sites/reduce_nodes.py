@@ -139,7 +139,7 @@ class ReduceNodes(SiteNodes):
         return self.padded_shape[-2]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """``own`` is K for a leaf, and N and K for a matmul before a leaf: these dims may be uneven shards."""
+        """``own``: K of a leaf, or N and K of a matmul before a leaf. These dims may be uneven shards."""
         found = []
         for leaf in self.leaves:
             masked = isinstance(leaf, GroupedMatmul) and leaf.is_masked

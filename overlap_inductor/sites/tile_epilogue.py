@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the tail of a site's result: the pointwise nodes that the site's kernel computes on each tile of the result.
+"""Find the tail of a site's result: pointwise nodes that the site's kernel computes on each tile of the result.
 
 Before and after::
 
@@ -14,7 +14,8 @@ Rules:
   column, one element or of the result's shape.
 - No extra is the result of another collective. The site of that collective may use nodes of the tail for a norm.
 - The end must be stored in memory even without a tail: for a matmul, a collective or the graph's caller. In a residual
-  stream, a reader of the end may also depend on a matmul of it. Inductor fuses other pointwise chains at no cost.
+  stream, a reader of the end may also depend on a matmul that is computed from the end. Inductor fuses other pointwise
+  chains at no cost.
 - If several nodes can be the end, the last one is taken.
 - Inductor keeps ``erf`` and ``tanh``: the tensor cores idle while a kernel computes them on a tile. On tiles, a GELU
   cost 3 % of the matmul's time more than in a later kernel (2 H200s, K = 8192).

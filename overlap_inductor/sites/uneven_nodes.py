@@ -48,7 +48,6 @@ class UnevenReceivedNodes(GatherNodes):
 
     @property
     def given(self) -> Layout:
-        """The layout of the collective's result."""
         return self.raw
 
     @property
@@ -69,6 +68,5 @@ class UnevenReceivedNodes(GatherNodes):
 
 
 def _rows(collective: CollectiveNode) -> list[Size]:
-    """The numbers of rows that are sent and received."""
     ends: tuple[fx.Node, ...] = (collective.input, collective.wait)
     return [tools.shape(end)[0] for end in ends]

@@ -51,7 +51,7 @@ def behind(matmul: float, transfer: float) -> list[Bar]:
 
 
 def beside(matmul: float, transfer: float) -> list[Bar]:
-    """A matmul and, at the same time, the transfer of its result, which does not end before the matmul."""
+    """A matmul and, at the same time, the transfer of its result. The transfer does not end before the matmul."""
     last = max(matmul, transfer)
     return [Bar("matmul", 0.0, matmul, "matmul"), Bar("transfer", last - transfer, last, "transfer")]
 
@@ -62,7 +62,7 @@ def together(matmul: float, transfer: float) -> list[Bar]:
 
 
 def beside_gather(matmul: float, transfer: float) -> list[Bar]:
-    """A gather and, at the same time, the matmul of its rows, which does not end before the gather."""
+    """A gather and, at the same time, the matmul of its rows. The matmul does not end before the gather."""
     last = max(matmul, transfer)
     return [Bar("transfer", 0.0, transfer, "transfer"), Bar("matmul", last - matmul, last, "matmul")]
 

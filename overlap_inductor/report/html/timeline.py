@@ -12,7 +12,7 @@ follow a simple model:
 
 The plan's row ends at the estimate of its schedule:
 
-- If the steps end before, the rest is drawn as fixed costs: launches, credits, waits and slowdown by each other.
+- If the steps end before, the rest is drawn as fixed costs: launches, credits, waits and mutual slowdown.
 - If they end later, the schedule's own transfer is faster than the collective, so the transfer is shortened.
 """
 
