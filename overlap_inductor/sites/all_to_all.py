@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read an all-to-all: which part each rank gets, and which dims are divided among ranks.
 
-Input and result hold the same atoms (``sites.layouts``). In the input, the rank atom ``R`` counts the receivers, in the
-result the senders::
+Input and result hold the same atoms (``sites.layouts``). The rank atom ``R`` counts the receivers in the input, and the
+senders in the result::
 
     all_to_all_single(x [R c, h])                     [R c] [h]      ->  [R c] [h]
     shard_dim_alltoall(x [a, R b], gather 0, shard 1)  [a] [R b]     ->  [R a] [b]
@@ -46,7 +46,7 @@ def refusal(collective: CollectiveNode) -> Reason | None:
 
 
 def unequal(collective: CollectiveNode) -> Reason | None:
-    """Why the ranks do not get equal parts of the input, or ``None`` if they do."""
+    """Why the ranks get unequal parts of the input, or ``None``."""
     if not is_uneven(collective):
         return refusal(collective)
     text = f"{collective.node.name} {Splits.of(collective.node)}; expected equal parts"
@@ -71,8 +71,8 @@ class Splits:
 
 
 def write_row_counts(collective: CollectiveNode) -> None:
-    """Replace each read of the number of rows of the collective's result by a sum of the received parts' sizes. Then no
-    node needs the result for its size, and the collective can be moved down or erased."""
+    """Replace each read of the result's number of rows by a sum of the received parts' sizes. Then the collective can
+    be moved down or erased."""
     if changes_shards(collective.node):
         return
     received = Splits.of(collective.node).received
@@ -118,8 +118,8 @@ def layouts_of(collective: CollectiveNode) -> tuple[Layout, Layout]:
 
 
 def _by_ranks(collective: CollectiveNode) -> Layout:
-    """The layout of an input whose dim 0 is cut into equal parts. A flattened ``[R, ...]`` of symbolic size keeps its
-    atoms, because no reshape can split a run of symbolic size."""
+    """The layout of an input whose dim 0 is cut into equal parts. A flattened ``[R, ...]`` keeps its atoms, because no
+    reshape can split a run of symbolic size."""
     shape, ranks, source = tools.shape(collective.input), collective.world_size, collective.input
     known = all(isinstance(size, int) for size in shape)
     while not known and (tools.is_reshape(source) or source.target in tools.SAME):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``AttentionNode`` presents PyTorch's scaled dot-product attention as a matmul. Its contracted dim (K) counts keys.
+"""``AttentionNode`` presents scaled dot-product attention as a matmul. Its contracted dim (K) counts keys.
 
 ::
 
@@ -30,15 +30,14 @@ KEYS = 2
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of attention op that can be computed for a part of the keys. Its first two results are the output and the
-    log-sum-exp.
+    """An attention op that can run on a part of the keys. Its first two results are the output and the log-sum-exp.
 
     Attributes:
-        mask: the name of the argument that is added to the scores, or ``None`` if pieces cannot have one.
+        mask: the argument that is added to the scores, or ``None`` if pieces cannot have one.
         mask_dims: the fewest dims of a mask: 2 (queries and keys), or 4 (with batch and heads).
-        mask_block: if a piece has a mask, its number of keys is a multiple of this number.
-        unread: the name of an argument that must not be given.
-        asks_for_sums: whether the op computes the log-sum-exp only if ``compute_log_sumexp`` is set.
+        mask_block: a piece with a mask has a multiple of this number of keys.
+        unread: an argument that must not be given.
+        asks_for_sums: whether the op needs ``compute_log_sumexp`` for the log-sum-exp.
         hidden_is_zero: whether a query that sees no key gets 0. If not, its output is not defined.
     """
 
@@ -62,7 +61,7 @@ _KNOWN = {*_CUT, aten._scaled_dot_product_fused_attention_overrideable.default}
 
 @dataclass(frozen=True)
 class AttentionNode(MatmulNode):
-    """An attention op. Its operands are read from ``node`` at each access."""
+    """An attention op."""
 
     @property
     def lhs(self) -> fx.Node:
@@ -154,8 +153,8 @@ def parse(node: fx.Node) -> AttentionNode | None:
 def readers(sources: Iterable[fx.Node], follows: Callable[[fx.Node], bool], steps: int) -> Iterator[AttentionNode]:
     """The attention ops whose keys or values come from ``sources``, nearest first.
 
-    Fewer than ``steps`` nodes stand between a source and an op, and ``follows`` is true for each of them. An op may be
-    yielded twice: for its keys and for its values. Ops whose results are not read are skipped.
+    Fewer than ``steps`` nodes stand in between, all with ``follows``. An op may be yielded for its keys and again for
+    its values. Ops whose results are not read are skipped.
     """
     frontier = [*sources]
     seen = {*frontier}

@@ -97,7 +97,6 @@ class AttentionNodes(SiteNodes):
         )
 
     def between(self) -> set[fx.Node]:
-        """The nodes between the waits and the attention."""
         found: set[fx.Node] = set()
         for operand, node in ((self.key, self.attention.rhs), (self.value, self.attention.value)):
             known: dict[fx.Node, bool] = {}
@@ -115,8 +114,8 @@ class AttentionNodes(SiteNodes):
         return [*sorted(self.between()), *(place.hoisted if place is not None else ())]
 
     def places(self) -> list[Placement]:
-        """At the later gather, and at the first use of the site's results. The first place is left out if an outside
-        node before the later gather reads the earlier one's result."""
+        """At the later gather, and at the first use of the site's results. If the first use comes before the later
+        gather, only the second place."""
         members = self._members()
         first_use = min({user for member in members for user in member.users} - members)
         later = self.collectives[-1].node

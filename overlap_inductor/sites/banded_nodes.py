@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``BandedNodes``: the nodes of ``matmul -> row-wise ops -> all-to-all``, computed in bands of tokens.
 
-Row-wise ops (``sites.row_wise``), such as a norm or a rotary embedding, may need all columns of a row. So a piece is a
-*band*: some rows of the matmul with all columns. A band holds a part of every rank's slice.
+Row-wise ops (``sites.row_wise``), such as a norm, may need all columns of a row. So a piece is a *band*: some rows of
+the matmul with all columns. It holds a part of every rank's slice.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ class BandedNodes(SentNodes):
     """matmul -> views and row-wise ops -> all-to-all.
 
     Attributes:
-        layouts: the layouts of the matmul's result and of all nodes between it and the all-to-all. A rank atom of size
-            1 marks the matmul's rows as the dim that is cut.
-        receivers: the atom of the all-to-all's input that counts the ranks that receive.
+        layouts: the layouts of the nodes from the matmul to the all-to-all. A rank atom of size 1 marks the rows.
+        receivers: the atom of the all-to-all's input that counts the receiving ranks.
         band: the atom of the matmul's rows along which bands are cut.
         slice: the atoms of a rank's slice, in the order of the all-to-all's input.
         kept: the nodes in ``layouts`` that nodes behind the all-to-all also read.

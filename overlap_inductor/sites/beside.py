@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give the reason why a collective leads to no site, if the finders gave no reason.
+"""Give the reason why a collective leads to no site, if the finders gave none.
 
-The reason names the nearest matmul within ``STEPS`` nodes, and what prevents a site, in this order:
+The reason names the nearest matmul within ``STEPS`` nodes and the first of these obstacles:
 
-1. The matmul's kind cannot be cut: a grouped matmul, a product with a vector, or a kind unknown to ``matmuls.parse``.
+1. The matmul's kind cannot be cut: grouped, a product with a vector, or unknown to ``matmuls.parse``.
 2. An op between matmul and collective is not pointwise and does more than move elements.
 3. A slice or ``cat`` is between them.
 4. No cut of the matmul matches the collective's shards.
@@ -23,13 +23,12 @@ from overlap_inductor.torch_compat import operators
 aten = tools.aten
 NO_MATMUL = "no matmul is next to the collective, so there is nothing to hide it behind"
 STEPS = 12
-"""The most nodes on the way from the collective to the matmul. Combining the results of experts takes six to nine."""
+"""The most nodes between collective and matmul. Combining the results of experts takes six to nine."""
 _VECTORS = ("mv", "addmv", "dot", "vdot")
 _Way = tuple[fx.Node, fx.Node | None, fx.Node | None]
 
 
 def reason(collective: CollectiveNode) -> Reason:
-    """Why ``collective`` leads to no site, from the ops before and after it."""
     reader = _nearest(collective.wait, forward=True)
     behind = reader if collective.kind in ("all_gather", "all_to_all") else None
     found = behind or _nearest(collective.input, forward=False)
@@ -131,8 +130,7 @@ def _nearest(start: fx.Node, forward: bool) -> _Way | None:
     - ``computed``: the first op on the path that is not pointwise and does more than move elements, or ``None``.
     - ``moved``: the first slice or ``cat`` on the path, or ``None``.
 
-    A path passes through no other collective. A grouped matmul is preferred to nearer matmuls. Of several paths, one
-    with ``computed`` is preferred, then one with ``moved``.
+    Grouped matmuls are preferred to nearer ones, then paths with ``computed``, then paths with ``moved``.
     """
     frontier: list[_Way] = [(start, None, None)]
     seen, found = {(start, True)}, []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the collectives of a graph: those that can become sites, and those that cannot, with the reason why not."""
+"""Find the collectives of a graph, and the reason why a collective cannot become a site."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _NAMESPACES = (*operators.FUNCTIONAL_COLLECTIVES, "c10d_functional", "c10d", "_d
 
 
 def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
-    """``(kind, reason)`` if ``node`` is a collective, else ``None``. The reason says why it cannot be a site, or is
-    ``None``. Every op in ``_NAMESPACES`` and not in ``_NOT_MOVING`` counts as a collective."""
+    """``(kind, reason)`` if ``node`` is a collective, else ``None``. ``reason``: why it cannot be a site, or ``None``.
+    Any op in ``_NAMESPACES`` and not in ``_NOT_MOVING`` is a collective."""
     namespace, name = operators.qualified_name(node)
     if namespace not in _NAMESPACES or name in _NOT_MOVING:
         return None
@@ -87,8 +87,8 @@ def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
 
 
 def group_name(node: fx.Node) -> str | None:
-    """The name of a collective's process group, or ``None``. The op's argument is the name, or a node that holds the
-    group (if one rank compiles for all)."""
+    """The name of a collective's process group, or ``None``. Its argument is the name or, if one rank compiles for all,
+    a node that holds the group."""
     name = operators.argument(node, "group_name") or operators.argument(node, "process_group")
     if isinstance(name, str):
         return name
@@ -99,15 +99,14 @@ def group_name(node: fx.Node) -> str | None:
 
 
 def group_of(node: fx.Node) -> str | None:
-    """The name of the process group if ``node`` is a collective outside namespaces ``c10d`` and ``c10d_functional``,
-    else ``None``."""
+    """The name of the process group of a collective outside ``c10d`` and ``c10d_functional``, else ``None``."""
     functional = operators.qualified_name(node)[0] not in ("c10d", "c10d_functional")
     return group_name(node) if functional and _kind(node) is not None else None
 
 
 def kept_kind(node: fx.Node) -> str | None:
-    """Kind and dtype (``"all_reduce bfloat16"``) if all ranks of a group call the collective ``node``, else ``None``.
-    ``None`` also for ops of namespaces ``c10d`` and ``c10d_functional``."""
+    """Kind and dtype (``"all_reduce bfloat16"``) of a collective that all ranks of a group call, else ``None``.
+    ``None`` also in ``c10d`` and ``c10d_functional``."""
     found = _kind(node)
     if found is None or found[0] in _POINT_TO_POINT or operators.qualified_name(node)[0] in ("c10d", "c10d_functional"):
         return None
@@ -179,8 +178,7 @@ def _reads_rows(user: fx.Node, node: fx.Node) -> bool:
 
 
 def find_collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, CollectiveNode | Reason]]:
-    """Every collective in graph order: ``(node, kind, CollectiveNode)``, or ``(node, kind, Reason)`` if it cannot be a
-    site."""
+    """Every collective in graph order: ``(node, kind, CollectiveNode)``, or ``(node, kind, Reason)`` without a site."""
     for node in graph.nodes:
         found = _kind(node)
         if found is None:

@@ -40,7 +40,7 @@ class DispatchedNodes(SiteNodes):
 
     Attributes:
         dispatch, combine: the two exchanges.
-        steps: the nodes that compute the experts' rows, in graph order. The first one is the ``index`` op.
+        steps: the nodes that compute the experts' rows, in graph order, first the ``index`` op.
         put: the node that brings the rows back.
     """
 
@@ -155,7 +155,7 @@ class DispatchedNodes(SiteNodes):
         return [tools.shape(end)[0] for end in (self.dispatch.input, self.dispatch.wait)]
 
     def operands(self) -> Operands:
-        """The steps after the ``index`` op as a program, and what it reads. Raises ``ValueError`` if an argument of a
-        step cannot be written as text."""
+        """The steps after the ``index`` op as a program, and what it reads. Raises ``ValueError`` if a step's argument
+        cannot be written as text."""
         first, *steps = self.steps
         return operands_of([first], steps, self.ends, self.put.args[2], self.handed_out())

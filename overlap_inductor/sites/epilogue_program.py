@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Epilogue``: pointwise ops that a kernel computes on each tile of a result. ``applied`` computes them with torch's
-ops.
+"""``Epilogue``: pointwise ops that a kernel computes on each tile of a result. ``applied`` computes them with torch.
 
-An epilogue holds the kinds of its extra tensors, and a program. Each op of the program assigns one new value, and the
-last value is the result. As text, ``silu(x) * e0`` is::
+It holds the kinds of its extra tensors, and a program. Each op of the program assigns one new value, and the last value
+is the result. As text, ``silu(x) * e0`` is::
 
     {"extras": ["full"],
      "ops": [["neg", "x"], ["exp", "t0"], ["add", "t1", 1.0], ["div", "x", "t2"], ["mul", "t3", "e0"]]}
 
-Arguments:
-
 - ``x``: the result of the matmul or reduction, rounded to its dtype;
 - ``e0``, ``e1``, ...: the extras;
-- ``t0``, ``t1``, ...: the results of the ops, in order;
-- numbers.
+- ``t0``, ``t1``, ...: the results of the ops, in order.
 
-All ops compute in fp32. Values are rounded only by op ``to`` and at the end. This module uses neither Triton nor FX.
+Ops compute in fp32. Values are rounded only by op ``to`` and at the end. This module uses neither Triton nor FX.
 """
 
 from __future__ import annotations
@@ -46,8 +42,8 @@ TORCH_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sub": operator.sub,
     "to": lambda a, dtype: a.to(getattr(torch, dtype)).float(),
 }
-"""Ops on fp32 tensors. Of two arguments, at most one is a number; for ``maximum`` and ``minimum`` only the second. The
-second argument of ``to`` is the name of a dtype."""
+"""Ops on fp32 tensors. At most one argument is a number; for ``maximum`` and ``minimum``, the second. ``to`` takes the
+name of a dtype."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``SentNodes``: matmul -> all-to-all. ``ReceivedNodes``: all-to-all -> matmul.
 
-The nodes before an all-to-all are like those of a reduce-scatter without the sum. The nodes after it are like those of
-an all-gather.
+``SentNodes`` are like the nodes of a reduce-scatter without the sum, ``ReceivedNodes`` like those of an all-gather.
 """
 
 from __future__ import annotations
@@ -64,11 +63,10 @@ class ReceivedNodes(GatherNodes):
     """all-to-all -> views and pointwise ops -> matmuls.
 
     Attributes:
-        source: the tensor whose slices are sent: the collective's input, or the tensor of which it is a permuted copy.
+        source: the tensor that is sent: the collective's input, or the tensor of which it is a permuted copy.
         source_layout: layout of ``source``, in the atoms of ``raw``.
         given: layout of the collective's result.
-        raw: layout of what is sent, in the order of the first matmul's reads or of ``given``
-            (``passes.find_received``).
+        raw: layout of what is sent, in the order of the first matmul's reads or of ``given``.
     """
 
     source: fx.Node = field(kw_only=True)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Count the FLOPs of a node, and the bytes that it reads, from the sizes of its operands.
 
-PyTorch's own formulas (``torch.utils.flop_counter``) count convolutions, flex attention and ops for which the user has
-registered one. Matmuls and attention are counted here, because PyTorch's formulas have gaps:
+PyTorch's formulas (``torch.utils.flop_counter``) count convolutions, flex attention and ops that the user registered.
+Matmuls and attention are counted here, because PyTorch's formulas have gaps:
 
 - They raise for ``bmm(..., out_dtype=)`` and ``addmm(..., out_dtype=)`` (torch 2.13).
 - They raise for attention with fewer heads of keys than of queries (torch 2.11).
 - They take the tokens of ``_flash_attention_forward`` for its heads.
 - ``_int_mm`` has none.
 
-All sizes are rounded as in ``sites.sizes``, because shards of ranks may differ a little.
+Sizes are rounded as in ``sites.sizes``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the epilogue of a gather or of an all-to-all: pointwise nodes after its matmuls, computed on each piece.
 
-Transfers can run under these nodes, as under the matmuls. For ``silu(gate) * up`` before a down-projection::
+Transfers can run under these nodes. For ``silu(gate) * up`` before a down-projection::
 
     g = mm(wait, a); u = mm(wait, b); y = mul(silu(g), u); mm(y, c)
     ->  for each piece of wait: mm, mm, silu, mul
@@ -9,9 +9,9 @@ Transfers can run under these nodes, as under the matmuls. For ``silu(gate) * up
 
 Contract:
 
-- The nodes read each other, the site's matmuls that are cut by rows, scalars, and single rows such as a bias.
-- Outside the epilogue, only nodes that need them in memory read their results: matmuls, collectives, the output.
-  Inductor fuses a node into any other reader at no cost.
+- The nodes read each other, matmuls of the site that are cut by rows, scalars and single rows.
+- Outside the epilogue, only matmuls, collectives and the output read them. Inductor fuses a node into any other reader
+  at no cost.
 """
 
 from __future__ import annotations

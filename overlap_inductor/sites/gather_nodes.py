@@ -54,10 +54,10 @@ class Epilogue:
     """Pointwise nodes that follow a gather's matmuls and are computed piece by piece.
 
     Attributes:
-        nodes: the pointwise nodes and the views among them, in graph order.
+        nodes: these nodes and the views among them, in graph order.
         outputs: those of ``nodes`` and ``base`` that nodes outside the epilogue read.
         externals: the rows and scalars that ``nodes`` also read.
-        base: the ``mm`` and ``addmm`` whose results ``nodes`` may read. All are cut in the same way along M.
+        base: the ``mm`` and ``addmm`` that ``nodes`` may read, all cut in the same way along M.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -73,8 +73,8 @@ class GatherNodes(SiteNodes):
     Attributes:
         raw: layout of the gathered tensor.
         through: source of each view-like node.
-        layouts: layouts of the gathered tensor and of all nodes between it and the matmuls. Empty if these nodes are
-            only views and element-wise ops.
+        layouts: layouts of the nodes from the gathered tensor to the matmuls. Empty if they are only views and
+            element-wise ops.
         whole: the dims that the row-wise ops in ``layouts`` need whole (``sites.row_wise``).
     """
 

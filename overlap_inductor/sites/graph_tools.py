@@ -120,7 +120,7 @@ def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
 def depends_on(node: fx.Node, target: fx.Node, known: dict[fx.Node, bool]) -> bool:
     """Whether ``node`` is ``target`` or is computed from it. ``known`` caches answers for one ``target``.
 
-    The search is iterative, because graphs are deep. It stops at nodes before ``target`` in the graph.
+    Iterative, because graphs are deep.
     """
     stack = [node]
     while stack:
@@ -147,7 +147,7 @@ def depends_on(node: fx.Node, target: fx.Node, known: dict[fx.Node, bool]) -> bo
 
 
 def walk(starts: Iterable[fx.Node], visit: Callable[[fx.Node], bool]) -> None:
-    """Call ``visit`` on the users of ``starts``, and on the users of each node for which it returns ``True``. Each node
+    """Call ``visit`` on the users of ``starts``. If it returns ``True`` for a node, also on the node's users. Each node
     is visited once, in graph order."""
     pending = list({user for node in starts for user in node.users})
     seen = set(pending)
@@ -176,8 +176,8 @@ def has_unbacked(sizes: list[Any]) -> bool:
 
 
 def written_between(first: fx.Node, last: fx.Node, read: list[fx.Node]) -> bool:
-    """Whether a node between ``first`` and ``last`` writes in place to one of the tensors in ``read``. If so, a read of
-    that tensor must not move from one end to the other."""
+    """Whether a node between ``first`` and ``last`` writes in place to a tensor in ``read``. If so, a read of it must
+    not move from one end to the other."""
     node = first.next
     while node is not last:
         if any(argument in read for argument in operators.written(node)):

@@ -6,11 +6,10 @@ A mixture of experts sorts its ``(token, expert)`` pairs by expert, and an index
 
     x    = row_steps(...)                                                # the experts' first matmul, an activation
     y    = _grouped_mm(x, w, ends)                                       # rows in the experts' order
-    rows = pointwise(y, shares, ...)                                     # for example a mask, or weights of the rows
+    rows = pointwise(y, shares, ...)                                     # for example a mask
     out  = reshape(index(rows, [places]), [tokens, experts_a_token, N])  # row i of out is row places[i] of rows
 
-A part of ``out`` needs only the rows of ``x`` at its places. Larger places belong to later experts, so sorted places
-are in the experts' order.
+A part of ``out`` needs only the rows of ``x`` at its places. Sorted places are in the experts' order.
 """
 
 from __future__ import annotations
@@ -71,10 +70,8 @@ class GroupedNode(MatmulNode):
 
 @dataclass(frozen=True)
 class GroupedMatmul(GroupedNode):
-    """See the module. ``node`` is the index, or the view of it that splits its rows.
-
-    All nodes are read from the graph each time, because an earlier site's rewrite may have replaced them.
-    """
+    """See the module. ``node`` is the index, or the view of it that splits its rows. All other nodes are read from the
+    graph each time."""
 
     @property
     def index(self) -> fx.Node:
@@ -108,8 +105,8 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def steps(self) -> list[fx.Node]:
-        """The nodes that compute the tensor that the index reads, in graph order. They are the grouped matmul, the
-        pointwise ops after it and the steps before it (``row_steps.steps_before``)."""
+        """The grouped matmul, the pointwise ops after it and the steps before it (``row_steps.steps_before``), in graph
+        order."""
         return sorted([*self._before, *self._after])
 
     @property
@@ -186,10 +183,8 @@ def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
 
 
 def _reaches(top: fx.Node, found: dict[fx.Node, bool]) -> bool:
-    """Whether ``top`` is a grouped matmul or is computed from one by pointwise ops that keep its rows.
-
-    ``found`` gets the answer for each visited node. After about ``2 * STEPS`` nodes, the search stops.
-    """
+    """Whether ``top`` is a grouped matmul or is computed from one by pointwise ops that keep its rows. ``found`` gets
+    the answer for each visited node, about ``2 * STEPS`` at most."""
     stack = [top]
     while stack:
         node = stack[-1]

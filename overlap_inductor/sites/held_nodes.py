@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``HeldNodes``: the nodes of an attention, and of exchanges that send its keys and values.
 
-Attention and exchanges do not need each other's results. So exchanges can run under the attention, if they start before
-it and their waits stand behind it.
+Exchanges can run under the attention, if they start before it and their waits stand behind it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layout says which element of a tensor is at which index. It does not depend on which view ops made the tensor.
 
-A layout is a list of dims. Each dim is a list of *atoms*: runs of indices. R, the rank atom, counts the ranks. An
-all-gather of ``[s0, s1]`` has the layout ``[R s0] [s1]``. A reshape regroups atoms, a permute reorders dims, and
-``cat(split(x))`` moves R to another dim. R's place in a matmul's operand says whether B, M, N or K is gathered::
+A layout is a list of dims. Each dim is a list of *atoms*: runs of indices. R, the rank atom, counts the ranks. A
+reshape regroups atoms, a permute reorders dims, and ``cat(split(x))`` moves R to another dim. R's place in a matmul's
+operand says whether B, M, N or K is gathered::
 
     all_gather(x [b, s, h]) -> [R b] [s] [h] -> split/cat(dim=1) -> [b] [R s] [h] -> reshape -> [b R s] [h]
     the rows consist of the outer atom b, then R, then the chunk s (``ShardedDim``)

@@ -2,8 +2,8 @@
 """``PooledNodes``: lookups -> all-to-all. ``GradientNodes``: all-to-all -> gradients of the tables.
 
 Each rank looks up the whole batch in its own tables. The all-to-all gives each rank the results of all tables for its
-slice of the batch. In the backward graph, an all-to-all returns the gradients. Each pair of a rank and a table has one
-block. Blocks are sent in the order ``wire``: by rank, then by table.
+slice of the batch. In the backward graph, an all-to-all returns the gradients. Each pair of rank and table has one
+block. Blocks are sent by rank, then by table (``wire``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TableNodes(SiteNodes):
 
     Attributes:
         lookups: the lookups, or the gradients of the tables.
-        block: layout of the blocks of one table: the rank atom, then the atoms of a block.
+        block: layout of one table's blocks: the rank atom, then the atoms of a block.
         tables: layout of one dim that counts the tables.
     """
 
@@ -110,8 +110,7 @@ class PooledNodes(TableNodes):
         parts: for each table, the tensor that the ``cat`` joins.
         between: the nodes between the parts and the collective, in graph order.
         sent, received: layouts of the collective's input and result, in the atoms of ``wire``.
-        by_rank: whether each rank's slice of the batch is looked up by itself. If not, each table's lookup takes the
-            whole batch.
+        by_rank: whether the site looks up one rank's slice of the batch at a time. If not, one table at a time.
     """
 
     parts: list[fx.Node]

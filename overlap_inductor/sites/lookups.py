@@ -41,10 +41,8 @@ _GRADIENTS: dict[Any, tuple[str, str, str]] = {
 
 @dataclass(frozen=True)
 class LookupNode(MatmulNode):
-    """A lookup or a gradient of a table. Its operands are read from ``node`` at each access.
-
-    ``dense``: the name of the argument that holds the table or the gradient. ``selected``: that of the indices.
-    """
+    """A lookup or a gradient of a table. ``dense``, ``selected``: the names of the arguments that hold the table or
+    gradient, and the indices."""
 
     dense: str
     selected: str

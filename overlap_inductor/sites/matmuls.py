@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MatmulNode`` gives every kind of matmul node one form: operands, bias, scales, and the roles of dims.
-
-``parse`` reads a node. ``emit`` and ``emit_partial`` write the same matmul on slices.
-"""
+"""``MatmulNode`` gives every kind of matmul node one form: operands, bias, scales, and the roles of dims."""
 
 from __future__ import annotations
 
@@ -143,14 +140,14 @@ def parse(node: fx.Node) -> MatmulNode | None:
 
 def folded(matmul: MatmulNode) -> list[fx.Node]:
     """The matmuls whose sum is the bias of ``matmul``: Inductor writes ``x @ a + y @ b`` as ``addmm(x @ a, y, b)``.
-    Empty for any other bias, if a matmul cannot be cut, or if another node reads a term."""
+    Empty for any other bias, or if a term cannot be cut or has another reader."""
     bias = matmul.bias
     return (bias is not None and matmul.kind == "addmm" and _summed(bias, matmul.node)) or []
 
 
 def _summed(node: fx.Node, user: fx.Node) -> list[fx.Node] | None:
-    """The matmuls of which ``node`` is the sum. ``None`` if a term cannot be cut or is no ``mm`` or ``addmm``. Also
-    ``None`` unless ``user`` alone reads ``node``, reads it once and has its shape."""
+    """The matmuls (``mm`` and ``addmm`` that can be cut) of which ``node`` is the sum, else ``None``. ``user`` must be
+    the only reader of ``node``, read it once and have its shape."""
     if set(node.users) != {user} or user.args.count(node) != 1 or not tools.is_tensor(node):
         return None
     if not tools.same_shape(node, user):
@@ -185,7 +182,6 @@ def emit(
 
     Args:
         slicers: ``slicers[role](tensor, dim)`` cuts a bias, or scales of rows or columns, as the operands were cut.
-            Roles that are not sliced have no entry.
         bias_slice: the bias, if it has been cut already.
     """
 

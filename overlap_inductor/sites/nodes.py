@@ -27,7 +27,7 @@ class CollectiveNode:
     """A functional collective and its wait. ``node.args[0]`` is the input.
 
     Attributes:
-        wait: the last wait, which holds the result. If the op returns a finished result, ``node`` itself.
+        wait: the last wait, which holds the result. ``node`` itself if the op needs no wait.
         ranks: global ranks of the group.
     """
 
@@ -136,15 +136,15 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def places(self) -> list[Placement]:
-        """Candidate places for the steps (the nodes that the rewrite writes), best first. A place may have an obstacle.
+        """Candidate places for the steps (the nodes that the rewrite writes), best first.
 
         Empty if no node has to move. Then the steps go before ``SiteSchedule.anchor`` or the last collective.
         """
 
     @abstractmethod
     def read_in_place(self) -> bool:
-        """Whether nodes outside the site read a node between the collective and the matmuls. If so, the steps are
-        written before the nodes that move down."""
+        """Whether nodes outside the site read a node between collective and matmuls. If so, the steps are written
+        before the nodes that move down."""
 
     @abstractmethod
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:

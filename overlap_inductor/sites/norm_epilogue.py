@@ -31,13 +31,13 @@ aten = tools.aten
 
 @dataclass(frozen=True)
 class NormEpilogue:
-    """What the op reads besides the matmul's operands, and the nodes that the op replaces.
+    """What the op reads besides the matmul's operands, and the nodes that it replaces.
 
     Attributes:
         residual: tensor of the all-reduce's shape and dtype.
         weight: one row of the all-reduce's dtype.
         eps: the number added to the mean of squares.
-        normed: the node with the norm's result.
+        normed: the norm's result.
         residual_out: the sum of residual and all-reduce. Everything that the op reads comes before this node.
     """
 

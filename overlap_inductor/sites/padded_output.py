@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Handle the padding of an output that is gathered. A rank with a smaller shard of the output appends zeros to it.
 
-If columns are missing, a short rank pads each piece before it sends the piece. If rows are missing, it appends zero
-rows to the matmul's operand instead. For missing columns::
+Missing columns are appended to each piece before it is sent. Missing rows are appended to the matmul's operand instead.
+For missing columns::
 
     mm [rows, 50] -> view [b, t, 50] -> pad [b, t, 51] -> all_gather         # on other ranks 51 columns, no padding
     for band in rows: send pad(mm(band))                                      # the same bands on all ranks

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove that an index tensor holds each index once, from the nodes that compute the tensor.
 
-Rows arrive in the order of their senders, and an index brings them into the order of the experts. ``v`` holds the
-numbers of rows for each rank and expert. ``f`` reorders these numbers by views and permutations::
+An index brings rows from their senders' order into the experts' order. ``v`` holds the numbers of rows for each rank
+and expert. ``f`` reorders these numbers by views and permutations::
 
     segment = repeat_interleave(f(v))                       # for each row, the number of its run of rows
     index   = f(cumsum(v) - v)[segment] + arange(rows) - (cumsum(f(v)) - f(v))[segment]
 
 Run ``i`` of the result is run ``f(i)`` of the source, so the result has each run once.
 
-The backward graph gets the index as an input. So the pass on the joint graph records its proof in the metadata of the
-index's node. The partitioner copies this metadata to both graphs.
+The backward graph gets the index as an input. So the pass on the joint graph records its proof in the index's metadata.
+The partitioner copies the metadata to both graphs.
 """
 
 from __future__ import annotations

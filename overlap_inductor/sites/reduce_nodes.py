@@ -24,8 +24,8 @@ from overlap_inductor.sites.placement import Placement
 
 @dataclass(frozen=True)
 class Region:
-    """Reductions over a dim (sum, mean, max, min) and ``cat`` between matmuls and collective (``passes.find_region``).
-    Dims are numbered as in the matmuls' results.
+    """Reductions over a dim and ``cat`` between matmuls and collective (``passes.find_region``). Dims are numbered as
+    in the matmuls' results.
 
     Attributes:
         reduced: for each reduction, the dims that it reduces.
@@ -66,12 +66,11 @@ class ReduceNodes(SiteNodes):
         ends: the collectives; several if the results of all-reduces are added.
         result: the wait, or the sum of the waits.
         leaves: the matmuls that compute the result, without those that compute a leaf's left operand.
-        layouts: the layouts of the nodes that pieces compute or read, in the atoms of the collective's input. A tensor
-            that is broadcast may have its own atoms.
+        layouts: the layouts of the nodes that pieces compute or read, in the atoms of the collective's input.
         through: source of each view-like node.
         externals: tensors that the pieces read and the site does not compute.
-        sharded: the dim that is cut: a dim of the matmuls' output or, with a region, of ``region.layout``.
-        role: the role (M, N or B) of that dim in the matmuls' output.
+        sharded: the dim that is cut, in the matmuls' output or in ``region.layout``.
+        role: the role (M, N or B) of that dim.
         unfolded: biases that are sums of other matmuls of the site (``matmuls.folded``).
     """
 

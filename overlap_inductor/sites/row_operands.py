@@ -37,8 +37,8 @@ def operands_of(
     Args:
         steps: the nodes to compute, in graph order (``sites.row_steps``).
         ends: for each expert, the end of its rows.
-        result: the node among ``steps`` that the program returns.
-        handed_out: nodes of ``given`` or ``steps`` whose values the program returns, too.
+        result: the step that the program returns.
+        handed_out: nodes whose values the program returns, too.
 
     Raises:
         ValueError: an argument of a step cannot be written as text.

@@ -2,8 +2,8 @@
 """Write pieces of a gather's row-wise region (``sites.row_wise``). A piece is computed from one rank's shard or a part
 of it.
 
-Contract: nodes are written at the emitter's insertion point. A view is written with the piece's shape. Other ops are
-copied. Tensors from elsewhere are cut to the rows of the piece. On rank r::
+Contract: nodes are written at the emitter's insertion point. Views get the piece's shape, other ops are copied, and
+tensors from elsewhere are cut to the piece's rows. On rank r::
 
     raw   = rows of rank r + shift, part p, of the gathered buffer
     piece = op(piece of the gathered input, rows of the other input that belong to rank r + shift and part p)
@@ -31,14 +31,14 @@ aten = tools.aten
 
 
 def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
-    """``(place, rows)``: where ``lead`` lies in a dim that consists of ``atoms``, and how many rows one index of
-    ``lead`` spans. Shards are cut into parts along ``lead``.
+    """``(place, rows)``: where the atom ``lead`` lies in a dim of ``atoms``, and how many rows one index of it spans.
+    Shards are cut into parts along ``lead``.
 
     - ``chunk``: right after the rank atom;
     - ``outer``: first in a dim, with the rank atom behind it. ``rows`` then counts outer indices (``ShardedDim``);
     - ``cross``: first in a dim without a rank atom.
 
-    ``None`` if a part of ``lead`` is not a run of consecutive rows of the dim.
+    ``None`` if a part is not a run of consecutive rows of the dim.
     """
     present = [a for a in atoms if a.rank or not (isinstance(a.size, int) and a.size == 1)]
     rank = next((i for i, a in enumerate(present) if a.rank), None)
@@ -93,7 +93,7 @@ class RowPieces:
     Args:
         raw: ``length`` indices of ``lead`` from ``start`` on. Without ``lead``, the whole shard.
         order: layout of ``raw``.
-        shift: the shard's rank is ``r + shift``, modulo the number of ranks.
+        shift: taken modulo the number of ranks.
         lead: the atom along which the shard is cut, or ``None``.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``RowProgram``: how experts compute rows between two exchanges, with grouped matmuls and pointwise ops, as text.
+"""``RowProgram``: the grouped matmuls and pointwise ops by which experts compute rows between two exchanges, as text.
 
 An op of this package runs the program on some of the rows at a time. ``_grouped_mm(x, w0, ends) * r0`` is::
 
@@ -7,11 +7,11 @@ An op of this package runs the program on some of the rows at a time. ``_grouped
              ["aten.mul.Tensor", [{"row": 2}, {"row": 1}], {}]],
      "result": 3, "width": 4096, "dtype": "bfloat16", "handed_out": []}
 
-- ``row`` values: first the tensors of rows that the program gets, then the results of the ops, in order;
+- ``row`` values: first the tensors of rows that the program gets, then the results of the ops;
 - ``whole`` tensors serve all rows;
 - ``ends``: where the rows of each expert end.
 
-The op ``getitem`` takes an element of a list. This module does not use FX.
+Op ``getitem`` takes an element of a list. This module does not use FX.
 """
 
 from __future__ import annotations

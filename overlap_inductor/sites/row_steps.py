@@ -85,13 +85,13 @@ def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]
 
     Steps are the ops of the module's docstring, with these limits:
 
-    - A gather of rows is a first step: the nodes that it reads are inputs.
-    - A grouped matmul is a step only if its ``offs`` (the ends of the experts' rows) are ``ends``. So a row has the
-      same expert in all grouped matmuls.
+    - The nodes that a gather of rows reads are inputs.
+    - A grouped matmul's ``offs`` must be ``ends``. So a row has the same expert in all grouped matmuls.
     - A node that computes a column ``[rows, 1]`` is an input, because the steps read it cheaply.
 
     Args:
-        last: steps. One of them is a grouped matmul with ``ends``.
+        last: steps, among them a grouped matmul.
+        ends: for each expert, the end of its rows.
         rows: the number of rows.
     """
     if isinstance(rows, int) and rows == 1:

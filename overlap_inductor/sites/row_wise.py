@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the layout of the result of a row-wise op after a gather. Examples are a norm, a mask and a ``cat`` of
-columns.
+"""Compute the layout of the result of a row-wise op after a gather, for example of a norm.
 
 Rows are the indices of the gathered dim. An op is row-wise if each row of its result depends only on the same row of
 its inputs. So the op can be computed on a part of the rows. In the notation of ``sites.layouts``::
@@ -168,16 +167,14 @@ def _pointwise(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
 def _dim(
     node: fx.Node, dim: int, inputs: list[fx.Node], layouts: Mapping[fx.Node, Layout], rank: int, whole: list[Atom]
 ) -> Dim:
-    """The atoms of dim ``dim`` of the result of ``node``. If the inputs' atoms differ, as for two halves of the
-    columns, the result gets a new atom.
+    """The atoms of dim ``dim`` of the result of ``node``. If the inputs' atoms differ, the result gets a new atom.
 
     Args:
         rank: number of dims of the result, if inputs may have fewer and broadcast; else 0.
         whole: if the result gets a new atom, the inputs' atoms are added to this list.
 
     Raises:
-        LayoutError: an input may not have the result's size in this dim, or the inputs order the gathered rows
-            differently.
+        LayoutError: an input may not have the result's size in this dim, or the inputs order the rows differently.
     """
     size, found = tools.shape(node)[dim], list[Dim]()
     for source in inputs:

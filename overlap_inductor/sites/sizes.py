@@ -3,7 +3,7 @@
 
 The example is the inputs with which the model is compiled. All ranks must make the same decision, but some of a
 matmul's dims may differ between ranks. These are rounded to five significant bits, and usually become equal (3670 and
-3668 become 3712). If they do not, the ranks' plans may differ, and then all ranks run the plain program.
+3668 become 3712). If the ranks' plans still differ, all ranks run the plain program.
 """
 
 from __future__ import annotations

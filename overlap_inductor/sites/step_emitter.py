@@ -31,10 +31,10 @@ class StepEmitter:
         site: the site's id.
         chain: the newest token of the group's chain.
         module: metadata of the site's module, copied to every node.
-        values: evaluates the nodes. All sites of a graph share it.
+        values: evaluates the nodes, for all sites of a graph.
         emitted: the communicating overlap ops written so far.
         order: ``{node: nodes that must run before it, although it does not read their results}``.
-        transport: the transport's name as a last argument, or ``()`` for the schedule's default transport.
+        transport: the transport's name as a last argument; ``()``: the schedule's default.
     """
 
     graph: fx.Graph
@@ -122,8 +122,8 @@ class StepEmitter:
         return self.reshape(kept, [*shape[:dim], sharded.size, *shape[dim + 1 :]])
 
     def without_padding(self, x: fx.Node, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """``x`` with zeros in its padding rows, which then add nothing to a sum over rows. A rank may have sent any
-        values in them. Along dim ``sharded.dim``, ``x`` holds ``block`` of rank ``r + shift``."""
+        """``x`` with zeros in its padding rows, which may hold any values. So they add nothing to a sum over rows.
+        Along dim ``sharded.dim``, ``x`` holds ``block`` of rank ``r + shift``."""
         if not sharded.short:
             return x
         dim, shape = sharded.dim, tools.shape(x)
@@ -133,8 +133,8 @@ class StepEmitter:
         return self.reshape(self.call(overlap.rows_below.default, split, *where), shape)
 
     def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
-        """``x`` brought from layout ``source`` into layout ``target``, as a view if possible. The layouts hold the same
-        atoms in different orders. ``sizes`` gives other sizes to some atoms, by ``id(atom)``."""
+        """``x`` brought from layout ``source`` into layout ``target``, which has the same atoms in another order. The
+        result is a view if possible. ``sizes`` gives other sizes to some atoms, by ``id(atom)``."""
         source, target = source.refined(), target.refined()
         if source.same_elements(target):
             return self.reshape(x, target.shape(sizes))
@@ -160,8 +160,8 @@ class Block:
 
 
 def _slice_with_gaps(x: fx.Node) -> bool:
-    """Whether ``x`` comes from ``take`` or ``narrow`` and may have gaps between its rows. For a reshape of such a
-    tensor, torch would compare symbolic sizes and add guards."""
+    """Whether ``x`` comes from ``take`` or ``narrow`` and may have gaps between its rows. To reshape it, torch would
+    compare symbolic sizes and add guards."""
     ours = (overlap.take.default, overlap.narrow.default)
     cut, gaps = False, False
     while x.target in (*ours, aten.slice.Tensor):

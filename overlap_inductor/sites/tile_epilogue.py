@@ -8,17 +8,15 @@ Before and after::
 
 Rules:
 
-- A tail begins at the result of a reduction, or of a matmul of a gathered tensor. Nodes outside the tail read only its
-  last node, the end.
+- A tail begins at the result of a reduction, or of a matmul of a gathered tensor. Nodes outside read only its last
+  node, the end. If several nodes can be the end, the last one is taken.
 - It reads at most ``MOST_EXTRAS`` other tensors (extras), which come before the site's collective. Each is a row, a
   column, one element or of the result's shape.
-- No extra is the result of another collective. The site of that collective may use nodes of the tail for a norm.
-- The end must be stored in memory even without a tail: for a matmul, a collective or the graph's caller. In a residual
-  stream, a reader of the end may also depend on a matmul that is computed from the end. Inductor fuses other pointwise
-  chains at no cost.
-- If several nodes can be the end, the last one is taken.
-- Inductor keeps ``erf`` and ``tanh``: the tensor cores idle while a kernel computes them on a tile. On tiles, a GELU
-  cost 3 % of the matmul's time more than in a later kernel (2 H200s, K = 8192).
+- No extra is the result of another collective: that collective's site may use nodes of the tail for a norm.
+- The end must be needed in memory: by a matmul, a collective or the graph's caller. In a residual stream, a reader of
+  the end may also depend on a matmul that is computed from the end. Inductor fuses other pointwise chains at no cost.
+- Inductor keeps ``erf`` and ``tanh``, because the tensor cores idle while a kernel computes them on a tile. A GELU took
+  longer on tiles than in a later kernel, by 3 % of the matmul's time (2 H200s, K = 8192).
 """
 
 from __future__ import annotations
@@ -65,8 +63,8 @@ class Tail:
     """A site's tail.
 
     Attributes:
-        end: the last node. The kernel stores the value of ``end`` in place of the result.
-        extras: the epilogue's extra tensors in order, each with the shape in which the kernel reads it.
+        end: the last node. The kernel stores its value in place of the result.
+        extras: the epilogue's extra tensors, each with the shape in which the kernel reads it.
         epilogue: what the kernel computes.
     """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``UnevenSentNodes``, ``UnevenReceivedNodes``: an all-to-all next to matmuls, if ranks' parts differ in rows.
 
-The numbers of rows may be known only at run time. The parts are rows of the matmuls' result or operand, in the
-collective's own order. Ranks do not compare the numbers: the program must give sender and receiver the same number.
+The parts are rows of the matmuls' result or operand, in the collective's own order. Their numbers may be known only at
+run time. Ranks do not compare them: the program must give sender and receiver the same number.
 """
 
 from __future__ import annotations
