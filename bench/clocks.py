@@ -7,16 +7,16 @@ falls.
     torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 --schedules chunked
     fused/copy_engine --out rows.jsonl
 
-A matmul of large matrices takes a GPU to its power limit. The less the GPU waits, the further its clock rate falls.
-Each provider runs in three ways (``bench.timing`` says what hidden and in the loop mean)::
+Large matmuls take a GPU to its power limit. The less the GPU waits, the further its clock rate falls. Each provider
+runs in three ways (``bench.timing`` says what hidden and in the loop mean)::
 
     single      one call, with the host hidden
     row         CALLS calls one after the other, with the host hidden
     compiled    CALLS calls of compiled graphs, with the host in the loop
 
-Before and after each sample, a kernel stores the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``).
-Each provider, and the matmul alone, gets a JSON row. It holds the longest median time and the lowest median clock rate
-of any rank. Before the timing, results are compared with results in fp32.
+Around each sample, a kernel stores the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``). Each
+provider, and the matmul alone, gets a JSON row. It holds the longest median time and the lowest median clock rate of
+any rank. Before the timing, results are compared with results in fp32.
 """
 
 from __future__ import annotations

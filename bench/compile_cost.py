@@ -4,9 +4,9 @@
     python -m bench.compile_cost [--layers 32] [--repeats 3] [--out bench/results/compile_cost.jsonl]
     python -m bench.compile_cost --profile ring --repeats 1 [--phases training] [--sort tottime]
 
-The model is a Hugging Face Llama of 32 layers, sharded by ``tp_plan="auto"`` over torch's fake process group. Rank 0's
-graphs are compiled, and no compiled code runs. Programs: the forward without gradients (``inference``), and forward and
-backward (``training``). Settings::
+The model is a Hugging Face Llama, sharded by ``tp_plan="auto"`` over torch's fake process group. Rank 0's graphs are
+compiled, and no compiled code runs. Programs: the forward without gradients (``inference``), and forward and backward
+(``training``). Settings::
 
     plain      the package's hooks are not installed
     auto       the pass chooses the schedules

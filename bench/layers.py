@@ -6,9 +6,9 @@ The models are an unchanged Hugging Face Llama, and sequence-parallel MLP blocks
     sudo .venv/bin/python -m bench.layers                    # gloo ranks on a slow link: 2, then 4
     torchrun --nproc-per-node 8 -m bench.layers --device cuda
 
-A program is compiled in several variants (``bench.layer_variants``). Each is compared with the eager program in fp32 on
-random data. The variants are then timed in turn. Times are milliseconds of a step: median, 20th and 80th percentile,
-each the maximum over ranks.
+Each variant of a program (``bench.layer_variants``) is compared with the eager program in fp32 on random data. The
+variants are then timed in turn. Times are milliseconds of a step: median, 20th and 80th percentile, each the maximum
+over ranks.
 
 Variant ``no collectives`` has local ops in place of collectives. It shows the time without transfers; its results are
 wrong and are not compared. Variants with overlap may be even faster, because the sequence-parallel rewrite divides
@@ -118,8 +118,8 @@ def settings_of(options: argparse.Namespace, megabits: int | None) -> Settings:
 
 
 def told_about(megabits: int) -> str:
-    """The value of switch ``machine`` for a slow link: the link's rate, and this CPU's rate of matmuls on one thread.
-    The shortest of several times counts, because other programs may use the CPU."""
+    """The value of switch ``machine`` for a slow link: the link's rate and this CPU's rate of matmuls on one thread.
+    The shortest of several times counts."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -91,8 +91,7 @@ class Settings:
 
 def error(found: Outputs, reference: Outputs) -> float:
     """The largest difference from ``reference`` (fp32, on the CPU) over all outputs and ranks, relative to each
-    tensor's largest element. Infinite if output names differ, a result is not finite, or a reference is zero
-    everywhere."""
+    tensor's largest element. Infinite if names differ, a result is not finite, or a reference is zero everywhere."""
     if found.keys() != reference.keys():
         return greatest(float("inf"))
     largest = 0.0
@@ -193,8 +192,7 @@ def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Ite
 
 @contextmanager
 def _on_one_core(device: str) -> Iterator[None]:
-    """On a CPU, keep this thread on a core of its own if there are enough cores. At the end, allow all cores again for
-    Inductor's processes that compile."""
+    """On a CPU, keep this thread on a core of its own if there are enough cores. At the end, allow all cores again."""
     cores = sorted(os.sched_getaffinity(0))
     if device == "cpu":
         os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
@@ -207,8 +205,8 @@ def _on_one_core(device: str) -> Iterator[None]:
 def _first_run(
     variant: Variant, program: Program, function: Any, reference: Outputs, settings: Settings
 ) -> dict[str, Any]:
-    """Run three steps: the first compiles, the second is compared, the third is measured for memory. Returns the row's
-    error, compile time, memory, collectives, sites, stretches and switches."""
+    """Run three steps: the first compiles, the second is compared, the third is measured for memory. Returns what a row
+    says of them."""
     reporting.forget_reports()
     dist.barrier()
     begin = time.perf_counter()

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Plays one rank of a larger group on 2 GPUs, to try, check and time parameters for 4 and 8 GPUs.
+r"""Plays one rank of a larger group on 2 GPUs, to check and time parameters for 4 and 8 GPUs.
 
     torchrun --nproc-per-node 2 -m bench.mirrored --world-size 8 --tokens 1024 4096 [--out rows.jsonl] \\
         [--variants '{"name": ["fused", {"parts": 2}]}']
 
 Each GPU plays rank 0 of ``--world-size`` ranks, and the other GPU plays all of its peers. A GPU multiplies, sends and
-receives exactly what it would in the larger group, over the same NVLink.
+receives exactly what it would in the larger group.
 
 **Where rows are written.** A GPU sends as rank 0 to peer ``p``. The other GPU counts itself as rank 0, so its sender is
-rank ``world_size - p``. The rows go to the place of that rank in the other GPU's workspace.
+rank ``world_size - p``. The rows go to that rank's place in the other GPU's workspace.
 
 **What is missing.** Delays of single peers, contention at receivers, and NCCL's collective. So there is no row for
 ``keep``, and times are compared with the matmul alone.
@@ -21,8 +21,8 @@ rank ``world_size - p``. The rows go to the place of that rank in the other GPU'
         4096 tokens in 2 bands                   720 us on 8 GPUs, 574 us here
         4096 tokens in 4 bands                   914 us on 8 GPUs, 692 us here
 
-On 8 GPUs, several ranks send to one receiver at once (``transports.copy_engine``). So this program cannot tell which
-number of bands is best, or whether ``chunked`` in bands or ``fused`` is faster.
+On 8 GPUs, several ranks send to one receiver at once (``transports.copy_engine``). So this program cannot compare
+numbers of bands, or ``chunked`` in bands with ``fused``.
 
 Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset. In their place,
 a barrier or an all-reduce before each call ensures that the previous call's data has been read.
@@ -100,13 +100,12 @@ def mirrored(
     Args:
         shift: elements from the place of one source to that of the next.
         margin: elements to leave free at the beginning of the buffer.
-        turned: whether the buffer holds the flags of a gather by copy engines with turns, see below.
+        turned: whether the buffer holds the flags of a gather by copy engines with turns.
 
     Copies write turned flags through ``peers``. Before a copy to receiver ``p``, a kernel reads the flag of source
     ``world_size - 1`` through ``pointers``. Relative to ``peers[p]``, that is past the last flag. So ``pointers`` are
-    lower by ``world_size * shift`` elements. The kernel then reads the flag of source ``world_size - 1 - p``. This
-    GPU's copy to receiver ``p + 1`` has set it one turn earlier. Credits written through ``pointers`` fall into the
-    margin.
+    lower by ``world_size * shift`` elements, and the kernel reads the flag of source ``world_size - 1 - p``. This GPU's
+    copy to receiver ``p + 1`` has set it one turn earlier. Credits written through ``pointers`` fall into the margin.
 
     Raises:
         ValueError: ``turned`` is set, and the margin is smaller than ``world_size * shift`` elements.
@@ -259,8 +258,8 @@ DEFAULTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 def measure(site: Site, variants: dict[str, tuple[str, dict[str, Any]]], repeats: int) -> list[dict[str, Any]]:
     """Check and time each variant. Returns a row for the matmul alone, then a row for each variant.
 
-    ``us`` is the median of ``repeats`` samples on the slower GPU. It is missing if the result was wrong or if the
-    variant cannot run. ``left_out`` says why it cannot.
+    ``us`` is the median of ``repeats`` samples on the slower GPU. It is missing if the result was wrong or the variant
+    cannot run (``left_out`` says why).
     """
     rows: list[dict[str, Any]] = []
     known: dict[int, torch.Tensor] = {}

@@ -7,8 +7,7 @@ The model is an unchanged Hugging Face Llama with the layer shapes of llama3-70b
         --out bench/results/models.jsonl
 
 - ``--tokens``: one sequence of each length runs (prefill), with the host in the loop.
-- ``--batches``: that many sequences of one token run, as CUDA graphs (``triton.cudagraphs``). A call has the matmuls
-  and collectives of a decode step.
+- ``--batches``: that many sequences of one token run, as CUDA graphs (``triton.cudagraphs``).
 
 Before a shape is timed, its logits are compared with those of the eager model. A row's time is in milliseconds: the
 mean of three calls, the median over samples, then the maximum over ranks. ``graphs_made``: the number of CUDA graphs

@@ -19,7 +19,7 @@ from bench.tables import row_efficiency
 
 def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw speed-up and overlap efficiency against the ratio of computation time to transfer time. Each world size has
-    a column of panels, and each program a line.
+    a column of panels.
 
     The drawn rows are stored in the file as its description. A test compares them with the rows in ``bench/results``.
     """
@@ -115,8 +115,8 @@ FIGURES = {"speedup": "speed-up over keep", "ratio": "time / max(matmul, collect
 def operators(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
     """Draw rows of ``bench.operators`` against tokens, and return the files.
 
-    Each machine, shape and dtype gets a file for each entry of ``FIGURES``. A file has a panel for each setting and
-    pattern, and a line for each provider. Rows whose parameters were set by ``--set`` are left out.
+    Each machine, shape and dtype gets a file for each entry of ``FIGURES``. Rows whose parameters were set by ``--set``
+    are left out.
     """
     return [
         _against_tokens(same, figure, folder)

@@ -39,7 +39,7 @@ class Case:
         transfer: the transfers alone.
         inputs: the arguments of ``whole`` and ``compute``.
         sites: the number of overlapped sites in the graphs of ``whole``.
-        trains: whether a call runs a forward and a backward, with gradients of inputs and parameters.
+        trains: whether a call runs a forward and a backward.
         tolerance: the largest allowed error, relative to the largest element.
     """
 

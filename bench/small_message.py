@@ -5,9 +5,9 @@ residual add and RMSNorm.
     torchrun --nproc-per-node 4 -m bench.small_message [--tokens 1 8 16 64 128] [--seconds 80] \\
         --out bench/results/small_message.jsonl
 
-``keep`` runs the ops that a compiled graph runs: ``torch.mm``, NCCL's all-reduce, and one Inductor kernel for residual
-and norm. Before and after the timing, every provider is compared with fp32 on random data. All ranks' results must be
-bitwise equal, except those of ``keep``, whose norm each rank tunes by itself.
+``keep`` runs ``torch.mm``, NCCL's all-reduce, and one Inductor kernel for residual and norm. Before and after the
+timing, every provider is compared with fp32 on random data. All ranks' results must be bitwise equal, except for
+``keep``, whose norm each rank tunes by itself.
 
 Providers are timed in turn. A row's time is the median over rounds, then the maximum over ranks, in microseconds for
 one call::

@@ -118,8 +118,8 @@ def operators(rows: Sequence[dict[str, Any]], details: bool = False) -> str:
     """Rows of ``bench.operators`` as tables, one for each GPU, number of ranks, shape, dtype and setting.
 
     A cell has microseconds and, except for ``keep``, the speed-up over ``keep`` of the same run in brackets. For
-    ``auto``, the brackets also name the schedule that ran. ``best`` is the provider with the largest speed-up, ``keep``
-    left out. The last columns have its speed-up, its time divided by ``max`` (the bound), and its overlap efficiency.
+    ``auto``, the brackets also name the schedule. ``best`` is the provider with the largest speed-up. The last columns
+    have its speed-up, its time divided by ``max`` (the bound), and its overlap efficiency.
 
     Args:
         details: whether each table is followed by one with every row, also rows whose parameters were set by ``--set``.

@@ -5,9 +5,8 @@ With the host *hidden*, the host launches a call while the device sleeps, so onl
 
 With the host *in the loop*, a sample is several calls in a row without a sleep. A call then takes its device time or
 its host time, whichever is longer. All samples have the same number of calls, within ``CALLS_IN_LOOP``. A sample of the
-fastest call takes about ``LOOP_MS``. One more call before each sample is not counted, because the device is idle while
-the host launches it. A result is freed before the next call. So the next call gets the same addresses, as in the steps
-of a compiled model.
+fastest call takes about ``LOOP_MS``. A result is freed before the next call. So the next call gets the same addresses,
+as in the steps of a compiled model.
 
 On a CPU, both times are wall-clock time.
 """
@@ -71,8 +70,9 @@ class Clock:
         """Time ``calls`` calls in a row. All ranks call this together.
 
         Args:
-            sleep_ms: the device's sleep before the first call. With 0, the host pauses for ``REST_MS`` instead, and a
-                call that is not counted comes first. Ignored on a CPU.
+            sleep_ms: the device's sleep before the first call. With 0, the host pauses for ``REST_MS`` instead. Then
+                one more call comes first and is not counted: the device is idle while the host launches it. Ignored on
+                a CPU.
 
         Returns:
             ``(device, host)``: mean microseconds of one call. On a CPU, both are the same.
@@ -179,8 +179,8 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
     samples: list[list[tuple[float, float]]] = [[] for _ in calls]
     order, chance = list(zip(samples, calls.values(), sleeps)), random.Random(0)
     for _ in range(repeats):
-        # A call is faster if the call before it did not heat the GPU, so each round has a new order. All ranks draw the
-        # same order.
+        # A call is faster if the call before it did not heat the GPU. So each round has a new order, equal on all
+        # ranks.
         chance.shuffle(order)
         for mine, call, sleep in order:
             mine.append(clock.sample(call, number, sleep))

@@ -9,9 +9,9 @@ Steps under plain ``torch.compile``, ``auto`` and forced schedules take turns in
 A block has four linear layers of ``hidden x hidden`` in its attention, and an MLP of width ``2 * hidden``. In backward,
 a gathered tensor feeds two matmuls, and a scattered tensor is a sum of matmuls.
 
-A step computes the output, multiplies it by a target, sums the product, and runs backward, without an optimizer. Before
-the timing, gradients are compared with those of the plain compile. The host is in the loop (``bench.timing``). A row's
-time is the median over samples, then the maximum over ranks, in milliseconds for one step.
+A step is a forward and a backward. Before the timing, gradients are compared with those of the plain compile. The host
+is in the loop (``bench.timing``). A row's time is the median over samples, then the maximum over ranks, in milliseconds
+for one step.
 """
 
 from __future__ import annotations

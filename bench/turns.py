@@ -4,12 +4,11 @@
     torchrun --nproc-per-node 8 -m bench.turns --out rows.jsonl
 
 Without turns, two ranks that are microseconds out of step send to one receiver at once. Each gets half of the
-receiver's link, and is further out of step in the next round (``transports.copy_engine``). So the bandwidth falls with
-the number of rounds.
+receiver's link, and is further out of step in the next round (``transports.copy_engine``).
 
-A call ends when the rank knows that the rows of all peers have arrived. A JSON row holds the median over samples, then
-the maximum over ranks. Transfers are timed alone, and while two matmuls run that take longer. Before the timing, the
-data that arrived is compared with the data that was sent.
+A call ends when the rows of all peers have arrived. A JSON row holds the median over samples, then the maximum over
+ranks. Transfers are timed alone, and while two longer matmuls run. Before the timing, the data that arrived is compared
+with the data that was sent.
 """
 
 from __future__ import annotations

@@ -8,15 +8,14 @@
     python tools/sweep_models.py --part torchtitan    # tests/support/torchtitan_models.py says what must be installed
     python tools/sweep_models.py --part programs --seeds 0 500    # the ranks differ in bias, K and padding
 
-Ranks are gloo processes, weights are random, and nothing is downloaded. Schedule ``ring`` is forced, so every site that
-it can compute is overlapped. Rewritten graphs are interpreted, because compiling is slow. ``--generated`` runs
-Inductor's code instead.
+Ranks are gloo processes with random weights. Schedule ``ring`` is forced, so every site that it can compute is
+overlapped. Rewritten graphs are interpreted, because compiling is slow. ``--generated`` runs Inductor's code instead.
 
 By default, Hugging Face families have odd sizes. Some, such as the vocabulary, are primes that the number of ranks does
 not divide. If a family does not run even without overlap, it is tried once more, with even sizes of the MLP.
 
 ``--sequence-parallel on`` rewrites every all-reduce that may be rewritten. A family's row says how many all-reduces its
-graphs have and how many were rewritten, and why others were not (``left``).
+graphs have, how many were rewritten and why others were not (``left``).
 
 Each case is one JSON row, appended to ``--out``. Its ``outcome`` is one of::
 

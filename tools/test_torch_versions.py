@@ -4,12 +4,11 @@
     python tools/test_torch_versions.py [--all] [2.11.0 2.15.0]
 
 The tests are the unit tests, the compile tests, and those of a transformer block (by hand and with DTensor). ``--all``
-also runs the tests of kernels (in Triton's interpreter), of numerics (over gloo), and of all models. This takes some 15
-minutes for each version on two cores.
+also runs the tests of kernels (in Triton's interpreter), of numerics (over gloo), and of all models. On two cores, this
+takes some 15 minutes for each version.
 
 ``TORCH_PYTHONS`` may list the paths of interpreters that already have torch, separated by spaces. Without it, an
-environment for each version is made in ``.torch-versions/``. Two versions run at a time. If a version cannot be
-installed, the output says so.
+environment for each version is made in ``.torch-versions/``. Two versions run at a time.
 """
 
 from __future__ import annotations

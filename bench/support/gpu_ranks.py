@@ -22,8 +22,7 @@ def start_rank(seconds: float = 600.0, share_gpus: bool = False) -> tuple[int, i
     the group and of the waits in its kernels.
 
     With ``share_gpus``, several ranks share a GPU, so a test of many ranks needs few GPUs. NCCL does not allow this, so
-    the group uses gloo in place of NCCL. Processes take turns on a GPU, milliseconds at a time. So kernels that wait
-    for each other are slow.
+    the group uses gloo. Processes take turns on a GPU, so kernels that wait for each other are slow.
     """
     timeout = datetime.timedelta(seconds=seconds)
     local = int(os.environ["LOCAL_RANK"])

@@ -2,7 +2,7 @@
 """``overlap-inductor bugreport``: pack a dump folder into one zip file that a user can send with a bug report.
 
 The file holds the dump of every graph, tracebacks, versions and the doctor's checks, but no weights. The home folder
-and the user's name are replaced in every file.
+and the user's name are replaced.
 """
 
 from __future__ import annotations
@@ -54,12 +54,8 @@ def write_bug_report(folder: str, output: str | None = None) -> Path:
 
 
 class Redaction:
-    """Replaces the user's home folder by ``~`` and the user's name by ``<user>`` in a text.
-
-    Args:
-        home: path of the home folder; by default this user's.
-        user: the user's name; by default this user's. May be empty.
-    """
+    """Replaces the user's home folder by ``~`` and the user's name by ``<user>`` in a text. ``home`` and ``user`` are
+    by default this user's."""
 
     def __init__(self, home: str | None = None, user: str | None = None) -> None:
         place = Path(home) if home is not None else Path.home()

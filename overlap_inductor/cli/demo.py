@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``overlap-inductor demo``: run two models here with and without overlap, compare the results and time the runs.
 
-The models are a Hugging Face Llama and a sequence-parallel block. By default, the ranks run on the most of 8, 4 or 2
-GPUs that this machine has. With fewer than two GPUs, they are two CPU processes, joined by a slow link if possible.
+The models are a Hugging Face Llama and a sequence-parallel block. By default, they run on the most of 8, 4 or 2 GPUs
+that this machine has. With fewer than two GPUs, they run on two CPU processes, joined by a slow link if possible.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class DemoOptions:
 
     Attributes:
         tokens: length of the whole sequence.
-        link: rate in Mbit/s of the slow link between CPU ranks, or ``none``. ``auto``: ``MEGABITS``, or none if this
-            process cannot make a link.
+        link: rate in Mbit/s of the slow link between CPU ranks, ``none``, or ``auto`` (``MEGABITS`` if possible).
         timeout: seconds after which ranks that still run are stopped, and the demo fails.
     """
 
@@ -76,15 +75,15 @@ class Setup:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo and print what it found. Returns 0 if all went well. Returns 1 if one of these happened:
+    """Run the demo and print what it found. Returns 0 if all went well. Returns 1 in these cases:
 
-    - a rank failed, or a part returned no result;
-    - numbers differ too much;
-    - no schedule overlapped a site of a part.
+    - A rank failed, or a part returned no result.
+    - Numbers differ too much.
+    - No schedule overlapped a site of a part.
 
     Raises:
         ConfigError: the options contradict each other or this machine, or name a folder that cannot be written.
-        UnsupportedError: a package is missing, this torch is not supported, or the estimate for another machine failed.
+        UnsupportedError: a package is missing, this torch is not supported, or the estimate failed.
     """
     setup = _resolve(options)
     folder = _writable(options.keep_dir or tempfile.mkdtemp(prefix="overlap_inductor_demo_"))
@@ -146,11 +145,10 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def _estimate() -> None:
-    """Print the estimated gain of the block (``cli.demo_estimate``) on the first machine in ``BOXES``, from a process
-    of its own.
+    """Print the estimated gain of the block (``cli.demo_estimate``) on the first machine in ``BOXES``.
 
     Raises:
-        UnsupportedError: that process failed. The message has the end of its standard error.
+        UnsupportedError: the process of the estimate failed.
     """
     box = next(iter(BOXES.values()))
     print(f"\nAn estimate for {box.title}: the same block with the hidden size of Llama-3-8B", flush=True)

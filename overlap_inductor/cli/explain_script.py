@@ -51,8 +51,7 @@ def explain_script(
     """Run ``script`` in this process as ``__main__`` with ``arguments``. At its end, rank 0 prints the reports of the
     last 256 graphs and the total of their estimated times.
 
-    Returns the script's own exit status, or 1 if it raised an exception. If it needs a launcher's variables, a line
-    says how to start it.
+    Returns the script's own exit status, or 1 if it raised an exception.
 
     Args:
         machine: name of the machine for which plans are made. ``None``: this machine.
@@ -134,8 +133,7 @@ def _box(machine: str | None, ranks: int | None) -> Box | None:
 
 @contextmanager
 def _elsewhere(box: Box | None, ranks: int | None) -> Iterator[None]:
-    """In this context, this process is rank 0 of a group whose other ranks do not exist. Its graphs are planned for
-    ``box`` and not run."""
+    """In this context, this process plays rank 0 of a group. Its graphs are planned for ``box`` and not run."""
     from overlap_inductor.inductor.post_grad import stopped_before_code
     from overlap_inductor.torch_compat.fake_ranks import one_process_as
     from overlap_inductor.torch_compat.target import planning_for

@@ -63,7 +63,7 @@ def run_ranks(
         hosts: network namespaces to run in, one for each rank. If empty, this process's network.
         timeout: seconds after which all ranks are stopped.
         on_line: called, on another thread, with every line that rank 0 writes to its standard output.
-        on_wait: called several times a second while waiting.
+        on_wait: called several times a second.
 
     Raises:
         RankError: a rank ended with an error, or the timeout expired. All ranks have been stopped by then.
@@ -95,8 +95,8 @@ def run_ranks(
 
 
 def rank_environment(device: str) -> dict[str, str]:
-    """This process's environment for ranks with one OpenMP thread each. The switches ``OVERLAP_INDUCTOR*`` are left
-    out, because each rank chooses its own. On ``cpu``, no GPU is visible."""
+    """This process's environment for ranks with one OpenMP thread each, without the switches ``OVERLAP_INDUCTOR*``. On
+    ``cpu``, no GPU is visible."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OVERLAP_INDUCTOR")}
     kept.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
     if device == "cpu":
@@ -130,8 +130,8 @@ def _watch(ranks: list[_Rank], timeout: float, on_wait: Callable[[], None]) -> N
 
 
 def _first_to_blame(failed: list[_Rank]) -> _Rank:
-    """The failed rank to report. Errors about lost peers name a connection. So the first log counts that ends with a
-    traceback and names no connection, or else the first failed rank."""
+    """The failed rank to report: the first one with a traceback that names no connection, or else the first one. Errors
+    about lost peers name a connection."""
     blamed = [r for r in failed if "Traceback" in _tail(r) and "onnection" not in _tail(r)]
     return (blamed or failed)[0]
 

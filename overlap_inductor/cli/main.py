@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _reader_gone() -> bool:
     """Whether standard output is a pipe without a reader, as after ``| head``. If so, buffered text is dropped: Python
-    would try to write it at exit and print an error."""
+    would print an error at exit."""
     try:
         number = sys.stdout.fileno()
     except OSError:  # replaced by an object that is no file

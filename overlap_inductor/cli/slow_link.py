@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates hosts that a slow link joins, on one Linux machine. They are network namespaces on a bridge, with a rate
-limit in each direction.
+"""Simulates hosts that a slow link joins, on one Linux machine: network namespaces on a bridge with rate limits.
 
 Needs root, and the tools ``ip`` and ``tc`` of iproute2. Everything is removed at the end, also after an error.
 """

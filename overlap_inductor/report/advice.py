@@ -60,6 +60,5 @@ ADVICE = {
 
 
 def advice_for(codes: Iterable[str]) -> list[tuple[str, str]]:
-    """``(code, advice)`` of each code that has advice, once, in the order of ``codes``. Codes of a pattern or schedule
-    from outside the package may have none."""
+    """``(code, advice)`` of each code that has advice, once, in order. Codes from outside the package may have none."""
     return [(code, ADVICE[code]) for code in dict.fromkeys(codes) if code in ADVICE]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write each graph's report to ``<folder>/rank_<r>/<graph id>_<phase>/``: text, JSON, both graphs and an HTML page.
 
-These files depend on neither time nor process: a report that is written twice gives the same bytes. Only ``run.json``
-beside them and ``<folder>/index.html``, the page of all graphs, depend on them.
+A report that is written twice gives the same bytes. Only ``run.json`` beside these files and ``<folder>/index.html``,
+the page of all graphs, depend on time and process.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ _warned: set[str] = set()
 
 
 def write_dump(report: OverlapReport, folder: str | os.PathLike[str], rank: int) -> Path | None:
-    """Write one graph's report below ``folder`` and return its path. If the folder cannot be written, log a warning
-    once and return ``None``: a compile must not fail for a report.
+    """Write one graph's report below ``folder`` and return its path. If that fails, log a warning once and return
+    ``None``: a compile must not fail for a report.
 
-    The same report overwrites its files with the same content. Further reports of one name get the suffixes ``_2``,
-    ``_3``, ... in the order of the compiles.
+    Further reports of one name get the suffixes ``_2``, ``_3``, ... in the order of the compiles.
     """
     digest = hashlib.sha256(report.to_json(graphs=True).encode()).hexdigest()
     dump = Path(folder).absolute()

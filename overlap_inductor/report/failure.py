@@ -25,8 +25,7 @@ class Failure:
     Attributes:
         stage: the part that failed, see below.
         error: the exception's type and message.
-        traceback: as Python prints it. File paths are relative to the import folder, so they are equal on every
-            machine.
+        traceback: as Python prints it, with file paths relative to the import folder.
         sites: ids of the sites concerned; empty for stages ``pass`` and ``sequence_parallel``.
 
     Stages:

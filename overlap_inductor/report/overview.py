@@ -45,8 +45,7 @@ class GraphRow:
 def write_overview(dump: Path) -> Path:
     """Write ``<dump>/index.html`` and return its path. Raises ``OSError`` if the page cannot be written.
 
-    Several ranks may write at once, because each replaces the whole file. If a report was added meanwhile, the page is
-    written again, up to ``_TRIES`` times in all.
+    If another rank adds a report meanwhile, the page is written again, up to ``_TRIES`` times in all.
     """
     for _ in range(_TRIES):
         runs = runs_of(dump)
@@ -57,10 +56,10 @@ def write_overview(dump: Path) -> Path:
 
 
 def keep_overview(dump: Path) -> None:
-    """Write the page now, and once more when the process ends. Call this function after each report.
+    """Write the page now, and once more when the process ends. Call this after each report. Raises ``OSError`` if the
+    page cannot be written.
 
-    The page is not written now if the last write was too recent (``_SHARE``) or another thread writes it. Raises
-    ``OSError`` if the page cannot be written.
+    The page is not written now if the last write was too recent (``_SHARE``) or another thread writes it.
     """
     start = time.monotonic()
     with _lock:

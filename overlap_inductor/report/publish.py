@@ -52,9 +52,9 @@ def activate(report: OverlapReport, config: OverlapConfig | None = None, *, from
     """Publish a graph's report.
 
     Args:
-        config: the switches that are set now. They hold the dump folder, which is not part of a cached report. With
-            ``None``, no dump is written, and the log line is shown only if the user configured logging.
-        from_cache: whether the graph was loaded from a cache; the log line says so.
+        config: the switches that are set now; a cached report has no dump folder. With ``None``, no dump is written,
+            and the log line is shown only if the user configured logging.
+        from_cache: whether the graph was loaded from a cache.
 
     Raises:
         StrictError: the report's mode is ``strict``, and a site was refused, or a rewrite or the pass failed. The
@@ -120,7 +120,7 @@ def _dump(report: OverlapReport, folder: str) -> str:
 
 def announcement(report: OverlapReport, where: str, from_cache: bool = False) -> str:
     """The ``summary``, the estimate and the place of the report (``where``). If there is no estimate and nothing is
-    overlapped, the main reason takes the place of the estimate.
+    overlapped, the main reason instead of the estimate.
 
     ``graph 0_0 forward: 2 sites found, 2 overlapped (2 ring), estimated 9.10 ms -> 7.90 ms, 1.15x; report: FILE``
     ``graph 0_0 forward: 1 site found, 0 overlapped, 1 kept (too_small): TEXT OF THE REASON; report: FILE``

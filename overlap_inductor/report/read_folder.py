@@ -16,10 +16,8 @@ from overlap_inductor.report.groups import ranges
 
 
 def read_reports(folder: str) -> str:
-    """All reports below ``folder``, each headed by its graph and the ranks that wrote it.
-
-    If several runs wrote to one dump folder, a line with the id and date heads each run, oldest first. A report that a
-    later run has overwritten is listed under the later run.
+    """All reports below ``folder``, each headed by its graph and the ranks that wrote it. If there are several runs, a
+    line with the id and date heads each run, oldest first.
 
     Raises:
         OverlapError: there is no such folder, or no report below it.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``OverlapReport``: the outcome of the pass on one graph, as data.
 
-The report is stored with the compiled graph and used again on a cache hit. So it holds neither this process's rank nor
-the dump folder.
+The report is stored with the compiled graph and used on a cache hit. So it holds neither this process's rank nor the
+dump folder.
 """
 
 from __future__ import annotations
@@ -54,17 +54,16 @@ class OverlapReport:
         phase: ``forward`` | ``backward`` | ``inference``.
         before / after: the FX graph's readable code before and after the pass. Empty in a graph without collectives.
         plan_hash: digest of the plan in ``exchange``. Empty if the graph is as written.
-        exchange: JSON text of the graph's ``ExchangePlan``, which the ranks compare before they move data. Empty in a
-            graph without collectives.
-        groups: for each process group: the workspace that its sites need (JSON text) and its limit in MiB. An empty
-            list if they need none.
+        exchange: JSON text of the graph's ``ExchangePlan``. Empty in a graph without collectives.
+        groups: ``[workspace that the sites need (JSON text), its limit in MiB]`` of each process group. ``[]`` if they
+            need none.
         workspaces: symmetric memory that the sites hold on each rank: ``{"ranks", "bytes"}`` for each group that has
             any.
         notices: further texts for the user, for example that ranks differ.
-        failures: errors inside the pass, with their tracebacks.
-        same_inputs: ``[index, name, group, lasting]`` of each graph input that a rewritten stretch reads. The input
-            must be the same on all ranks of the group. ``lasting``: true for a parameter or buffer.
-        stretches: what the sequence-parallel rewrite did with each stretch that has a collective in the graph.
+        failures: errors inside the pass.
+        same_inputs: ``[index, name, group, lasting]`` of each graph input that a rewritten stretch reads. All ranks of
+            the group must have the same input. ``lasting``: true for a parameter or buffer.
+        stretches: what the sequence-parallel rewrite did with each stretch of the graph.
     """
 
     overlap_inductor: str
@@ -88,8 +87,8 @@ class OverlapReport:
     stretches: list[StretchFacts] = field(default_factory=list)
 
     def counters(self) -> Counter[str]:
-        """The counters ``sites_found``, ``sites_overlapped``, ``schedule.<name>`` and ``reason.<code>``. If they apply,
-        also ``failed``, ``stretches_found`` and ``stretches_rewritten``."""
+        """``sites_found``, ``sites_overlapped``, ``schedule.<name>``, ``reason.<code>`` and, if they apply, ``failed``,
+        ``stretches_found`` and ``stretches_rewritten``."""
         counts: Counter[str] = Counter(sites_found=len(self.sites))
         if self.failures:
             counts["failed"] = len(self.failures)

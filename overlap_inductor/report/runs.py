@@ -5,8 +5,8 @@ Ranks write reports while graphs are compiled, so they cannot communicate to agr
 
 1. the launcher's variables that are the same on all ranks;
 2. the launching process, if all ranks share one;
-3. the number of earlier processes that wrote for the same rank with equal values of 1 and 2. It tells apart runs with
-   the defaults of ``torchrun``.
+3. the number of earlier processes that wrote for the same rank with equal values of 1 and 2. With the defaults of
+   ``torchrun``, only this number differs between runs.
 
 ``run.json`` beside a graph's report holds the id. A later run overwrites both files.
 """
@@ -42,7 +42,7 @@ _begun: dict[tuple[str, Path], tuple[str, str]] = {}
 
 @dataclass(frozen=True)
 class Mark:
-    """The content of ``run.json``: who wrote a graph's report, and the report's first lines.
+    """The content of ``run.json``.
 
     Attributes:
         run: id of the run, the same on all ranks.
@@ -81,8 +81,8 @@ def this_process() -> str:
 def begin(rank_folder: Path) -> tuple[str, str]:
     """``(id of this process's run, date)`` for reports below ``rank_folder``, the same on each call.
 
-    The id is 8 hex digits. The suffix ``-2``, ``-3``, ... follows if earlier processes wrote there under these digits.
-    The date is that of the first call (UTC, ISO 8601).
+    The id is 8 hex digits. If earlier processes wrote there under these digits, ``-2``, ``-3``, ... follows. The date
+    is that of the first call (UTC, ISO 8601).
     """
     # A forked process inherits its parent's table, but needs an entry of its own.
     key = this_process(), rank_folder

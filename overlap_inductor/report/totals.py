@@ -50,7 +50,6 @@ class Times:
 
     @property
     def each(self) -> tuple[str, str]:
-        """Both times as text, in one unit."""
         longest = max(self.keep, self.plan)
         return words.microseconds(self.keep, longest), words.microseconds(self.plan, longest)
 
@@ -69,8 +68,8 @@ def moves(decision: Decision) -> bool:
 
 
 def of_decision(decision: Decision) -> Times | None:
-    """The times of one site at the example's token count, with the shortest estimate of the plan's schedules. ``None``
-    if the plan only keeps the site, or if a piece was not estimated."""
+    """The times of one site at the example's token count, for the fastest schedule of the plan. ``None`` if the plan
+    only keeps the site, or if a piece was not estimated."""
     if not moves(decision):
         return None
     estimate = decision.moving.estimate_us
@@ -80,8 +79,8 @@ def of_decision(decision: Decision) -> Times | None:
 
 
 def of_report(report: OverlapReport) -> Times | None:
-    """The sum of ``of_decision`` over all sites that are overlapped, or would be in mode ``on``. ``None`` if there are
-    none, or if one was not estimated."""
+    """The sum of ``of_decision`` over the sites that are overlapped, or would be. ``None`` if there are none, or if one
+    was not estimated."""
     return added(of_decision(s.decision) for s in report.sites if moves(s.decision))
 
 
@@ -121,7 +120,7 @@ def line(report: OverlapReport) -> str:
 def line_of_all(reports: Iterable[OverlapReport]) -> str:
     """``total of 161 sites of 2 graphs: estimated 214.72 ms -> 144.24 ms, 1.49x (32.8 % less)``; empty without sites.
 
-    Kept sites count with their time as written. The line also gives the number of sites without an estimate.
+    Kept sites count with their time as written. Sites without an estimate are counted apart.
     """
     reports = list(reports)
     sites = [site for report in reports for site in report.sites]

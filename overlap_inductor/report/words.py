@@ -59,14 +59,14 @@ def dtype(name: str) -> str:
 
 
 def matmul(value: Matmul) -> str:
-    """``mm [s0 x 8192 x 3584] bf16``: M x N x K of the rank's own matmul. A batch size other than 1 comes first: ``bmm
-    [4 x 64 x 64 x 256] fp32``."""
+    """``mm [s0 x 8192 x 3584] bf16``: M x N x K of the rank's own matmul. With a batch: ``bmm [4 x 64 x 64 x 256]
+    fp32``."""
     batch = "" if value.batch == 1 else f"{value.batch} x "
     return f"{value.kind} [{batch}{value.m} x {value.n} x {value.k}] {dtype(value.dtype)}"
 
 
 def matmuls(facts: SiteFacts) -> str:
-    """``mm [64 x 64 x 256] fp32 (x2)``: all matmuls of a site. Equal ones are shown once, with their number."""
+    """``mm [64 x 64 x 256] fp32 (x2)``: all matmuls of a site."""
     counts = Counter(matmul(m) for m in facts.matmuls)
     return ", ".join(text if n == 1 else f"{text} (x{n})" for text, n in counts.items())
 
@@ -84,8 +84,8 @@ def size_in_bytes(value: int | str) -> str:
 
 
 def memory(report: OverlapReport) -> list[str]:
-    """``symmetric memory: 96.0 MiB on each of 8 ranks; the limit is 4.0 GiB for each group``. One line for each group
-    that has a workspace."""
+    """``symmetric memory: 96.0 MiB on each of 8 ranks; the limit is 4.0 GiB for each group``. One line for each
+    workspace."""
     most = size_in_bytes(report.config["workspace_limit"] << 20) if report.workspaces else ""
     return [
         f"symmetric memory: {size_in_bytes(held['bytes'])} on each of {count(len(held['ranks']), 'rank')}; the limit is"
@@ -120,8 +120,7 @@ def status(decision: Decision) -> str:
 
 
 def outcome(decision: Decision) -> str:
-    """``overlapped: ring/p2p S=4``, ``kept: too_small``, ``overlapped: ring/p2p S=4 (tokens >= 513)``: a site's status,
-    and its plan or its reason codes."""
+    """``overlapped: ring/p2p S=4``, ``kept: too_small``, ``overlapped: ring/p2p S=4 (tokens >= 513)``."""
     moving = [piece for piece in decision.plan if piece.schedule != "keep"]
     several = len(decision.plan) > 1
     plan = "; ".join(schedule(piece) + (f" (tokens {tokens(piece)})" if several else "") for piece in moving)
@@ -157,7 +156,7 @@ PARTS = ("matmul", "collective")
 
 def estimates(piece: PlanPiece) -> str:
     """``ring 902 us, keep 1342 us (matmul 644 us, collective 698 us)``: the estimates of a piece of a plan, cheapest
-    schedule first. Empty without estimates."""
+    schedule first."""
     ordered = sorted(piece.estimate_us.items(), key=lambda item: (item[1], item[0]))
     times = {name: microseconds(value, ordered[-1][1]) for name, value in ordered}
     schedules = ", ".join(f"{name} {time}" for name, time in times.items() if name not in PARTS)
@@ -186,15 +185,14 @@ def headline(report: OverlapReport) -> str:
 
 
 def mode_on(report: OverlapReport) -> str:
-    """What mode ``on`` would do with the graph of a report in mode ``report``: ``; mode on would run the plan below``.
-    Empty if it would change nothing."""
+    """What mode ``on`` would do, in a report of mode ``report``: ``; mode on would run the plan below``. Empty if it
+    would change nothing."""
     if any(reason.code == "report_mode" for stretch in report.stretches for reason in stretch.reasons):
         return "; mode on would first rewrite a stretch, so the graph would have other sites and plans"
     return "; mode on would run the plan below" if any(map(_planned, (s.decision for s in report.sites))) else ""
 
 
 def pass_failed(report: OverlapReport) -> bool:
-    """Whether the whole pass failed on this graph."""
     return any(failure.stage == "pass" for failure in report.failures)
 
 

@@ -104,7 +104,7 @@ class DispatchedNodes(SiteNodes):
         return bool(self.handed_out())
 
     def handed_out(self) -> list[fx.Node]:
-        """The steps that nodes outside the site also read, for example tensors saved for the backward graph."""
+        """The steps that nodes outside the site also read, for example in the backward graph."""
         members = {*self.steps, self.put}
         return [n for n in self.steps if any(user not in members for user in n.users)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name sites: module names as the user writes them, and ids that are equal on all ranks and in all runs."""
+"""Name sites: module names as the user writes them, and ids that are equal on all ranks and in every run."""
 
 from __future__ import annotations
 

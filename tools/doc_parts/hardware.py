@@ -59,8 +59,8 @@ def _names(schedules: Sequence[str]) -> str:
 
 
 def _measured(name: str) -> list[str]:
-    """The numbers of GPUs on which schedules were measured, and what a user can expect. In a stored row, the memory
-    size may follow the GPU's name (``NVIDIA H100 80GB HBM3``), so only the beginning is compared."""
+    """The numbers of GPUs on which schedules were measured, and what a user can expect. Stored rows may have the memory
+    size after the GPU's name (``NVIDIA H100 80GB HBM3``)."""
     stored = [row for row in rows.read(rows.RESULTS / "operators.jsonl") if row["gpu"].startswith(name)]
     *others, most = [str(count) for count in sorted({row["world_size"] for row in stored})] or [""]
     counts = f"{', '.join(others)} and {most} GPUs" if others else f"{most} GPUs"

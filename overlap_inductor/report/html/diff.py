@@ -19,7 +19,7 @@ class Line:
 
     Attributes:
         kind: same | del | ins.
-        before / after: the line's number in each graph, counted from 1, or ``None``.
+        before / after: the line's number in each graph, from 1 on, or ``None``.
         first: whether a run of changed lines begins here.
         anchors: HTML ids of this line.
     """
@@ -43,7 +43,6 @@ class Diff:
 
     @property
     def folded(self) -> int:
-        """How many of the unchanged lines are folded."""
         return sum(len(lines) for folded, lines in self.blocks if folded)
 
 

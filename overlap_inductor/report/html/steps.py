@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lays out the bars of a timeline. Each function is a way in which a matmul and a transfer run together.
 
-Arguments:
-
-- ``matmul``, ``transfer``: microseconds of the whole matmul and transfer, or 1 each without an estimate. The bars of a
-  kind add up to them, and do not overlap.
+- ``matmul``, ``transfer``: microseconds of each as a whole, or 1 each without an estimate.
 - ``world_size``: ranks, at least 2.
 - ``parts``: sub-chunks of a shard, or bands of a result, at least 1.
 """
@@ -23,9 +20,9 @@ class Bar:
     """One box of a timeline.
 
     Attributes:
-        kind: ``matmul``, ``transfer`` or ``fixed`` (fixed costs). ``with_exposed`` cuts each ``transfer`` into parts of
-            kind ``hidden`` or ``exposed``.
-        start / end: time since the start of the timeline, in the unit of ``matmul`` and ``transfer``.
+        kind: ``matmul``, ``transfer`` or ``fixed`` (fixed costs). ``with_exposed`` cuts each ``transfer`` into
+            ``hidden`` and ``exposed``.
+        start / end: in the unit of ``matmul`` and ``transfer``.
         label: the box's tooltip.
     """
 
@@ -36,12 +33,12 @@ class Bar:
 
     @property
     def lane(self) -> str:
-        """The row in which the bar is drawn: ``matmul``, ``transfer`` or ``fixed``."""
+        """The row in which the bar is drawn."""
         return "transfer" if self.kind in ("hidden", "exposed") else self.kind
 
 
 def end(bars: Iterable[Bar]) -> float:
-    """The time at which the last of ``bars`` ends. ``bars`` must not be empty."""
+    """The time at which the last of ``bars`` ends."""
     return max(bar.end for bar in bars)
 
 
@@ -84,7 +81,7 @@ def gather(matmul: float, transfer: float, world_size: int, parts: int) -> list[
 
 def reduce(matmul: float, transfer: float, world_size: int, parts: int, what: str) -> list[Bar]:
     """Matmul, then reduce-scatter or all-to-all. Each slice for another rank is sent while the next one is multiplied.
-    The own slice comes last. ``what``: the label of a transfer, with ``{}`` for its number."""
+    ``what``: the label of a transfer, with ``{}`` for its number."""
     hops = (world_size - 1) * parts
     hop, step = transfer / hops, matmul / (world_size * parts)
     bars: list[Bar] = []

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sketch one site's timeline on one rank, from the plan's estimates: as written, and by the plan.
 
-``estimate_us`` gives the times of the matmul, of the collective, of ``keep`` and of the piece's schedule. The steps
-follow a simple model:
+The steps follow a simple model:
 
 - If a piece does not overlap (``PlanPiece.overlaps``), the transfer runs after the matmul.
 - If a piece has parameter ``route`` (``transports.routes``), it moves in sub-chunks, step by step.
@@ -10,10 +9,9 @@ follow a simple model:
 - In any other piece, matmul and transfer run at the same time. A transfer of the matmul's result ends with or after the
   matmul. A matmul of the gathered tensor ends with or after the transfer.
 
-The plan's row ends at the estimate of its schedule:
-
-- If the steps end before, the rest is drawn as fixed costs: launches, credits, waits and mutual slowdown.
-- If they end later, the schedule's own transfer is faster than the collective, so the transfer is shortened.
+The plan's row ends at the estimate of its schedule. If the steps end before, the rest is drawn as fixed costs:
+launches, credits, waits and mutual slowdown. If they end later, the transfer is shortened: the schedule's own transfer
+is faster than the collective.
 """
 
 from __future__ import annotations
@@ -54,8 +52,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Sketch:
-    """Two timelines of one site. ``estimated``: whether lengths are microseconds; else matmul and collective are 1
-    each. ``merged_steps``: whether fewer steps are drawn than the plan has."""
+    """Two timelines of one site. Without ``estimated``, matmul and collective are 1 each. ``merged_steps``: whether
+    fewer steps are drawn than the plan has."""
 
     written: Row
     planned: Row
