@@ -141,7 +141,6 @@ def _blocks(sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: s
 
 
 def blocks_forward(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
-    """Inference of sequence-parallel MLP blocks, with gathers and scatters."""
     model, x = _blocks(sizes, batch, tokens, dtype, device)
 
     def step(function: Any) -> Outputs:
@@ -152,7 +151,6 @@ def blocks_forward(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: t
 
 
 def blocks_training(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
-    """Forward and backward of sequence-parallel MLP blocks."""
     model, x = _blocks(sizes, batch, tokens, dtype, device)
     x.requires_grad_()
 

@@ -44,7 +44,7 @@ OUTSIDE = "outside of sites"
 
 @dataclass(frozen=True)
 class Span:
-    """A range of a profile: its name, and its begin and end in microseconds."""
+    """A range of a profile. Times are microseconds."""
 
     name: str
     begin: float

@@ -205,8 +205,8 @@ def _on_one_core(device: str) -> Iterator[None]:
 def _first_run(
     variant: Variant, program: Program, function: Any, reference: Outputs, settings: Settings
 ) -> dict[str, Any]:
-    """Run three steps: the first compiles, the second is compared, the third is measured for memory. Returns what a row
-    says of them."""
+    """Run three steps: the first compiles, the second is compared, the third is measured for memory. Returns figures
+    for the row."""
     reporting.forget_reports()
     dist.barrier()
     begin = time.perf_counter()

@@ -54,7 +54,6 @@ RING_PARTS = 1
 
 
 def provider_names() -> list[str]:
-    """The providers, in the order of the tables."""
     return ["keep", "async_tp", *(f"{s.name}/{t}" for s in SCHEDULES for t in s.transports), "auto"]
 
 

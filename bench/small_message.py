@@ -69,8 +69,6 @@ def variants(world_size: int, tokens: int) -> dict[str, SmallParameters]:
 
 
 class Site:
-    """The operands, the workspace and the calls of all providers for one token count."""
-
     def __init__(self, tokens: int, arena: WorkspaceArena, faults: FaultRecord) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self.tokens, self.world_size = tokens, world_size

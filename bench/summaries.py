@@ -305,12 +305,10 @@ def layers_rows(name: str = "layers_slow_link") -> list[Row]:
 
 
 def layers() -> str:
-    """Whole layers over a slow link, by ranks, phase and variant."""
     return tables.layers(layers_rows()).strip()
 
 
 def layers_on_gpus() -> str:
-    """Whole layers on GPUs, by ranks, phase and variant."""
     return tables.layers(layers_rows("layers")).strip()
 
 

@@ -110,7 +110,6 @@ def as_planned(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def heading(row: dict[str, Any]) -> str:
-    """The heading of a table: the values that all its rows share."""
     return f"{row['world_size']} x {row['gpu']}, {row['shape']}, {row['dtype']}, {SETTING_WORDS[row['setting']]}"
 
 

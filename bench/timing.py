@@ -99,7 +99,6 @@ class Clock:
         return start.elapsed_time(end) * 1e3 / calls, host
 
     def mark(self) -> torch.cuda.Event:
-        """Record an event, which marks the beginning or the end of a sample."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

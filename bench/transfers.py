@@ -102,7 +102,6 @@ class Transfers:
         self.wait(1)
 
     def restart(self) -> None:
-        """Reset the flags for the next provider."""
         torch.cuda.synchronize()
         dist.barrier()
         self.flags.local.zero_()

@@ -54,8 +54,6 @@ PATTERNS = ("matmul_all_reduce", "matmul_reduce_scatter")
 
 
 class Site:
-    """The operands and the calls of all providers for one pattern at one size."""
-
     def __init__(self, pattern: str, tokens: int, layer: Layer, parameters: WaveParameters) -> None:
         self.scatters, self.group = pattern == "matmul_reduce_scatter", dist.group.WORLD
         hidden, inner = layer.hidden, layer.narrow // self.group.size()

@@ -16,7 +16,6 @@ SINGLE = (".ci/run", "Makefile", "MANIFEST.in", "pyproject.toml")
 
 
 def sources() -> Iterator[Path]:
-    """Every file that needs the SPDX line."""
     for folder in FOLDERS:
         yield from sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
     yield from (ROOT / name for name in SINGLE)

@@ -181,7 +181,6 @@ def _writable(folder: str) -> Path:
 
 
 def _lack_of_gpus(usable: int) -> str:
-    """Why fewer than two GPUs can be used, and what to change."""
     import torch
     import torch.distributed as dist
 

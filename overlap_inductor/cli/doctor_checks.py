@@ -48,7 +48,6 @@ def usable(checks: Sequence[Check]) -> bool:
 
 
 def as_dict(checks: Sequence[Check]) -> dict[str, Any]:
-    """The checks for ``--json``."""
     return {"usable": usable(checks), "checks": [asdict(check) for check in checks]}
 
 

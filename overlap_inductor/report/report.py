@@ -87,8 +87,8 @@ class OverlapReport:
     stretches: list[StretchFacts] = field(default_factory=list)
 
     def counters(self) -> Counter[str]:
-        """``sites_found``, ``sites_overlapped``, ``schedule.<name>``, ``reason.<code>`` and, if they apply, ``failed``,
-        ``stretches_found`` and ``stretches_rewritten``."""
+        """The counters ``sites_found``, ``sites_overlapped``, ``schedule.<name>`` and ``reason.<code>``. If they apply,
+        also ``failed``, ``stretches_found`` and ``stretches_rewritten``."""
         counts: Counter[str] = Counter(sites_found=len(self.sites))
         if self.failures:
             counts["failed"] = len(self.failures)
@@ -141,7 +141,6 @@ class OverlapReport:
         return f"<OverlapReport {title(self)}>"
 
     def _repr_html_(self) -> str:
-        """A compact table, for notebooks."""
         from overlap_inductor.report.html.notebook import render_compact
 
         return render_compact(self)

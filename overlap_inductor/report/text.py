@@ -30,7 +30,6 @@ REPEATED_BLOCK = (
 
 
 def render_text(report: OverlapReport) -> str:
-    """The report as text that ends in a newline."""
     groups = group_sites(report)
     sections = [_header(report), _switches(report), _sites(report, groups), _stretches(report)]
     sections += [_reasons(groups), _plans(groups)]

@@ -61,8 +61,6 @@ _KNOWN = {*_CUT, aten._scaled_dot_product_fused_attention_overrideable.default}
 
 @dataclass(frozen=True)
 class AttentionNode(MatmulNode):
-    """An attention op."""
-
     @property
     def lhs(self) -> fx.Node:
         return self._operand("query")

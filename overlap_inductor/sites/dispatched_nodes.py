@@ -56,7 +56,6 @@ class DispatchedNodes(SiteNodes):
 
     @property
     def ends(self) -> fx.Node:
-        """For each expert, the end of its rows."""
         return self.grouped[0].ends
 
     @property

@@ -54,7 +54,6 @@ class TableNodes(SiteNodes):
 
     @property
     def wire(self) -> Layout:
-        """The layout of what is sent and received."""
         rank, *others = self.block.refined().dims
         return Layout((rank, *self.tables.dims, *others))
 

@@ -144,7 +144,6 @@ PICTURES = {
 
 
 def picture(schedule: str) -> str:
-    """The drawings of one schedule, as SVG."""
     drawn = []
     for makers in PICTURES[schedule]:
         timelines = [make() for make in makers]

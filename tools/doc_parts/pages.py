@@ -33,7 +33,6 @@ def filled(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
 
 
 def names(text: str) -> list[str]:
-    """The names of the generated parts of ``text``."""
     return [match[1] for match in _PART.finditer(text)]
 
 

@@ -49,7 +49,6 @@ class SampleError(RuntimeError):
 
 
 def samples(text: str) -> list[Sample]:
-    """The blocks of ``text``, in order."""
     found = []
     for match in _BLOCK.finditer(text):
         kind = "file" if match[2] else match[3] or match[4]
@@ -104,7 +103,6 @@ def same(shown: str, found: str) -> bool:
 
 
 def with_outputs(text: str, outputs: Iterable[tuple[Sample, str]]) -> str:
-    """``text`` with its output blocks replaced by ``outputs``."""
     for sample, output in sorted(outputs, key=lambda pair: -pair[0].start):
         text = text[: sample.start] + output + text[sample.end :]
     return text
