@@ -122,8 +122,8 @@ class StepEmitter:
         return self.reshape(kept, [*shape[:dim], sharded.size, *shape[dim + 1 :]])
 
     def without_padding(self, x: fx.Node, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """``x`` with zeros in its padding rows, which may hold any values. So they add nothing to a sum over rows.
-        Along dim ``sharded.dim``, ``x`` holds ``block`` of rank ``r + shift``."""
+        """``x`` with its padding rows set to zero, so that they add nothing to a sum over rows. A rank may have sent
+        any values in them. Along dim ``sharded.dim``, ``x`` holds ``block`` of rank ``r + shift``."""
         if not sharded.short:
             return x
         dim, shape = sharded.dim, tools.shape(x)
