@@ -157,8 +157,8 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def cut(self) -> tuple[list[Size], str] | None:
-        """``(sizes, words)`` for ``ExchangeTerms.cut``, equal on all ranks. ``None`` if the cut depends on the
-        schedule."""
+        """``(sizes that are cut for the transfer, text after them)``, as in ``ExchangeTerms.cut``. Equal on all ranks.
+        ``None`` if the cut depends on the schedule."""
 
     @abstractmethod
     def order_sent(self) -> tuple[Layout, Layout] | None:
