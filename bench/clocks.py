@@ -4,8 +4,8 @@
 The scaled times show why a provider (``bench.providers``) is slow. It waits, or it heats the GPU so that the clock rate
 falls.
 
-    torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 --schedules chunked
-    fused/copy_engine --out rows.jsonl
+    torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 \\
+        --schedules chunked fused/copy_engine --out rows.jsonl
 
 Large matmuls take a GPU to its power limit. The less the GPU waits, the further its clock rate falls. Each provider
 runs in three ways (``bench.timing`` says what hidden and in the loop mean)::

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Plays one rank of a larger group on 2 GPUs, to check and time parameters for 4 and 8 GPUs.
+"""Plays one rank of a larger group on 2 GPUs, to check and time parameters for 4 and 8 GPUs.
 
     torchrun --nproc-per-node 2 -m bench.mirrored --world-size 8 --tokens 1024 4096 [--out rows.jsonl] \\
         [--variants '{"name": ["fused", {"parts": 2}]}']

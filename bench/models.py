@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Time a whole model under plain ``torch.compile`` and with schedule ``auto``, in turn.
+"""Time a whole model under plain ``torch.compile`` and with schedule ``auto``, in turn.
 
 The model is an unchanged Hugging Face Llama with the layer shapes of llama3-70b.
 

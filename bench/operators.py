@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Time the plain computation (``keep``), Inductor's async TP, and every schedule over each of its transports.
+"""Time the plain computation (``keep``), Inductor's async TP, and every schedule over each of its transports.
 
     torchrun --nproc-per-node 8 -m bench.operators                      # the cases of the README's picture
     torchrun --nproc-per-node 4 -m bench.operators --shapes llama3-8b-mlp --tokens 1 16 128 \\

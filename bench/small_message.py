@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Time schedule ``small_message`` against ``keep``: llama3-70b's down-projection in decode, with its all-reduce,
+"""Time schedule ``small_message`` against ``keep``: llama3-70b's down-projection in decode, with its all-reduce,
 residual add and RMSNorm.
 
     torchrun --nproc-per-node 4 -m bench.small_message [--tokens 1 8 16 64 128] [--seconds 80] \\

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Time training steps of sequence-parallel DTensor blocks, with overlap and without.
+"""Time training steps of sequence-parallel DTensor blocks, with overlap and without.
 
 Steps under plain ``torch.compile``, ``auto`` and forced schedules take turns in one run.
 
