@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives each rank of a CPU benchmark a physical core of its own.
-
-Two threads of one physical core share its arithmetic units. Without this choice, two ranks on such threads would slow
-each other down, and the rank on another core would wait for them.
-"""
+"""Gives each rank of a CPU benchmark a physical core of its own. Two ranks on one core would slow each other down."""
 
 from __future__ import annotations
 
