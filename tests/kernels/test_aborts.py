@@ -4,8 +4,10 @@
 After the fault:
 
 - each returned number is right or NaN;
-- each rank gets an error that names the rank that gave up or aborted, and what a rank that gave up waited for;
-- in its next call, the rank that gave up stores nothing at its peers, and sets no flag for which a peer waits.
+- each rank gets an error. On the other ranks, the error names the rank that gave up or aborted;
+- if a rank gave up, all errors say what that rank waited for;
+- in its next call, the rank that gave up stores nothing at its peers;
+- from that call on, it sets no flag for which a peer waits.
 
 This holds even if the host does not check for errors between calls, as in replays of a CUDA graph. Copy engines still
 store, but set each flag to a number for which no rank waits.
