@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On gloo ranks, schedule ``ring`` sends its messages with a transport from outside the package. The reports and the
-bench name that transport."""
+"""On gloo ranks, schedule ``ring`` sends its messages with a transport from outside the package, which reports and
+bench name."""
 
 from __future__ import annotations
 
