@@ -104,7 +104,7 @@ def test_other_breaks_are_not_reported() -> None:
 
 
 def test_a_compiled_program_reports_each_break_once() -> None:
-    """The report of the next graph does not repeat the break. A program loaded from a cache also reports it."""
+    """A program loaded from a cache also reports the break. The report of the next graph does not repeat it."""
     with fake_group(2), torch.no_grad(), overlap_inductor.overlap():
         for _ in range(2):
             torch.compiler.reset()
@@ -116,7 +116,7 @@ def test_a_compiled_program_reports_each_break_once() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_broadcast_is_listed() -> None:
-    """No pattern has a broadcast, so it is a near miss."""
+    """No pattern has a broadcast, so the broadcast is a near miss."""
     (report,) = reports_of(lambda x, w: funcol.broadcast(x @ w, 0, world()), torch.randn(4, 16), torch.randn(16, 8))
     assert misses(report) == [("broadcast", "pattern_not_available")] and report.before == report.after != ""
 

@@ -86,7 +86,7 @@ def test_refused_with_a_reason(name: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["matmul_all_to_all", "all_to_all_matmul"])
 def test_a_token_count_that_changes(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
-    """If overlap does not pay yet, or above ``max_tokens``, the op runs the plain collective."""
+    """The op runs the plain collective below the count from which overlap pays, and above ``max_tokens``."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
     with fake_group(2):
         made = HandGraph()

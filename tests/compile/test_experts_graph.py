@@ -183,6 +183,6 @@ def test_each_block_is_sent_before_the_next_one_is_multiplied() -> None:
     lines = lines_of(layer, (64, 16))
     found = [step for line in lines for mark, step in STEP.items() if mark in line and line.startswith("buf")]
     assert found == ["matmul", "matmul", "send"] * 7 + ["matmul", "matmul", "wait", "send", "wait"]
-    # This kernel reads the tokens and the block's places, mask and order.
+    # The kernel before a block's first grouped matmul reads the tokens and the block's places, mask and order.
     gathers = [line for line in lines if re.match(r"cpp_fused_\w*_grouped_mm_", line) and "arg0_1" in line]
     assert len(gathers) == 8 and all(line.count("buf") == 4 for line in gathers)

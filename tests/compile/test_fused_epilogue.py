@@ -204,8 +204,8 @@ def test_only_the_supported_part_of_a_chain_becomes_the_epilogue() -> None:
 
 
 def test_one_node_belongs_to_one_site() -> None:
-    """A sum adds the relus of two reductions. It joins the second reduction's epilogue only if the first relu comes
-    before the second reduction."""
+    """A sum adds the relus of two reductions. The sum joins the second reduction's epilogue only if the first relu
+    comes before the second reduction."""
     for early in (True, False):
         with fake_group(2):
             h = Hand("scatter")

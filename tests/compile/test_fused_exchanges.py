@@ -60,7 +60,7 @@ def test_one_text_on_all_ranks(name: str) -> None:
 
 def test_a_ulysses_block() -> None:
     """Each exchange and its matmul become one kernel. In the backward of q, k and v, the matmul of the weight's
-    gradient also reads what arrives. It runs after the kernel."""
+    gradient also reads what arrives. This matmul runs after the kernel."""
     with fake_group(2, 1):
         block = UlyssesAttention(256, 4, dist.group.WORLD).bfloat16()
         forward, backward = reports_of(block, torch.randn(2, 24, 256).bfloat16().requires_grad_(), schedule="fused")
@@ -137,7 +137,7 @@ def test_a_transport_that_the_kernel_cannot_use() -> None:
 
 @pytest.mark.parametrize("pattern", ["matmul_all_to_all", "all_to_all_matmul"])
 def test_a_token_count_that_changes(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
-    """The op is planned for up to ``max_tokens``. Above, the plain collective runs."""
+    """The op is planned for up to ``max_tokens``. For larger counts, it runs the plain collective."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
     with fake_group(2):
         made = HandGraph()
@@ -159,8 +159,8 @@ def test_an_empty_slice_is_planned_and_written() -> None:
 
 @pytest.mark.parametrize("make", [graphs.sent_rows, graphs.received_rows])
 def test_estimate(monkeypatch: pytest.MonkeyPatch, make: Callable[..., HandGraph]) -> None:
-    """The estimate counts the copy out of the workspace. The kernel must be estimated to be more than 25 % faster than
-    the plain graph, because all-to-alls were not measured on 8 ranks."""
+    """The estimate counts the copy out of the workspace. The kernel must save more than 25 % by estimate, because
+    all-to-alls were not measured on 8 ranks."""
     machine = machine_for("cuda")
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine)
     plain, plans = FusedSchedule.where_it_pays, []

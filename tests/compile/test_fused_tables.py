@@ -59,8 +59,14 @@ def test_golden_graphs_and_what_ranks_compare(rank: int) -> None:
     ],
 )
 def test_what_the_op_is_told(kind: str, joined: str, written: str) -> None:
-    """The op gets the mode, the order of the rows in a slot, and whether the backward reads other results of the
-    lookups. The forward graph no longer holds the lookups. The backward's exchange stays as written."""
+    """The op gets:
+
+    - the mode,
+    - the order of the rows in a slot,
+    - whether the backward reads other results of the lookups.
+
+    The forward graph no longer holds the lookups. The backward's exchange stays as written.
+    """
     with fake_group(2):
         forward, backward = _trained(kind, joined)
     assert [s.decision.status for s in forward.sites] == ["overlapped"]
@@ -136,7 +142,8 @@ def test_padding_samples_and_short_indices_are_computed() -> None:
 
 
 def test_bags_of_dynamic_lengths() -> None:
-    """The number of indices may be known only at run time. The batch size may not."""
+    """The number of indices may be known only at run time. If the batch size is known only at run time, the site is
+    refused."""
     with fake_group(2), torch.no_grad():
         model = DLRM(2, 50, 4, 5)
         batch = batch_of(model, 4, 3, torch.Generator().manual_seed(1))

@@ -57,8 +57,8 @@ def test_gated_mlp_in_chunks() -> None:
 
 
 def test_an_op_that_is_fused_elsewhere_stays_there() -> None:
-    """A scale before a softmax costs nothing in the softmax's kernel. On each piece, it would be one more pass over the
-    tensor."""
+    """A scale before a softmax costs nothing in the softmax's kernel. Computed on each piece, the scale would be one
+    more pass over the tensor."""
     lines = lines_of(lambda x, w: torch.softmax(all_gather(x, 0, world()) @ w * 2, 1), (16, 32), (32, 24))
     assert events(lines) == ["start", "mm", *["step", "mm"] * (WORLD_SIZE - 1), "pointwise"]
 
@@ -92,8 +92,8 @@ def test_chunks_are_read_in_place() -> None:
 
 @pytest.mark.parametrize("reduces", [False, True], ids=["gather", "reduction"])
 def test_a_kept_collective_stays_behind_the_steps(reduces: bool) -> None:
-    """All ranks must call the steps and the kept collective in one order. An edge keeps this order. It must not begin
-    at a result that no node reads, because Inductor removes such a result with its edges."""
+    """All ranks must call the steps and the kept collective in one order. An edge keeps this order. The edge must not
+    begin at a result that no node reads, because Inductor removes such a result with its edges."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = reduce_scatter(x @ w, "sum", 0, world()) if reduces else all_gather(x, 0, world()) @ w

@@ -35,8 +35,8 @@ from tests.support.structures import STRUCTURES
 
 TORCH = "2.13"
 ENDS = {2: (0, 1), 8: (0, 7)}
-"""``{number of ranks: its first and last rank}``. A golden file is only written if their texts are equal. So when
-golden files are compared, ``make test`` makes only the texts of the first of 2 ranks and of the last of 8."""
+"""``{number of ranks: its first and last rank}``. A golden file is only written if the texts of these ranks are equal.
+So ``make test`` compares only two texts: of the first of 2 ranks, and of the last of 8."""
 MIDDLES = {3: (1,), 64: (40,)}
 """``{number of ranks: one rank in the middle}``. Its text is only compared with the golden file."""
 OF_SITES = {**SPELLINGS, **exchange_spellings.SPELLINGS}

@@ -282,7 +282,8 @@ def test_there_is_no_warning_if_the_pass_ran(caplog: pytest.LogCaptureFixture) -
 
 
 def test_installed_twice_runs_once_a_graph() -> None:
-    """Both enable() and the backend may install our pass, or another pass may call it twice. It must run once."""
+    """Both enable() and the backend may install our pass, or another pass may call our pass twice. In either case, our
+    pass must run once."""
     overlap_inductor.enable()
     torch.compile(lambda x: x @ x, backend=backend)(torch.ones(2, 2))
     assert len(calls) == 1

@@ -31,7 +31,7 @@ def decision(machine: str | None, rows: int = 64, inner: int = 1024, columns: in
 
 @pytest.mark.usefixtures("two")
 def test_auto_overlaps_if_the_users_file_names_a_slow_link(tmp_path: Path) -> None:
-    """64 x 1024 fp32 take 0.3 ms at 1 GB/s, and a ring's four steps cost 0.4 ms, so the site is kept. At 62.5 MB/s, the
+    """64 x 1024 fp32 take 0.3 ms at 1 GB/s. A ring's four steps cost 0.4 ms, so the site is kept. At 62.5 MB/s, the
     transfer takes 4 ms, and the matmul hides most of it."""
     path = tmp_path / "machine.json"
     path.write_text(SLOW)

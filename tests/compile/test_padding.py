@@ -92,8 +92,8 @@ SMALL = [(7, 18), (18, 10), (10, 18)]
 
 
 def test_padding_elsewhere_renames_no_site() -> None:
-    """Padding changes the numbers in Inductor's node names. In a plain function, the site is named after a node. Its id
-    must not change."""
+    """Padding changes the numbers in Inductor's node names. In a plain function, the site is named after a node. The
+    site's id must not change."""
     group = torch.distributed.group
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ def test_padding_of_the_next_matmul_does_not_change_the_epilogue(budget: int) ->
 @pytest.mark.parametrize("mode", ["on", "report"])
 def test_matmuls_elsewhere_are_padded_as_before(mode: str) -> None:
     """A softmax is between the first matmul and the collective. In mode ``on``, the site's own matmul is not padded. In
-    mode ``report``, all matmuls are."""
+    mode ``report``, all matmuls are padded."""
     group = torch.distributed.group
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

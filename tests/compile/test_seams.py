@@ -195,8 +195,8 @@ def test_auto_gives_both_sites_the_sub_chunks_of_the_fastest_seam(monkeypatch: p
 
 
 def test_copies_for_other_readers_count() -> None:
-    """A node outside reads rows of the seam, so their bands are joined in a copy. The estimate counts it: ``[32, 64]``
-    floats are read and written at 2e10 B/s."""
+    """A node outside reads rows of the seam, so their bands are joined in a copy. The estimate counts the copy: ``[32,
+    64]`` floats are read and written at 2e10 B/s."""
 
     def read_elsewhere(made: HandGraph, scattered: fx.Node) -> fx.Node:
         positive = _relu(made, scattered)

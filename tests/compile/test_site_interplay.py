@@ -55,7 +55,7 @@ def test_a_site_that_feeds_another() -> None:
 @pytest.mark.parametrize("kind", ["operand", "external", "weight"])
 def test_a_site_that_reads_a_reduced_tensor(kind: str) -> None:
     """The first site's result is an operand, a summand or the weight of the second site. The first collective's wait is
-    gone when the second site is rewritten, so the second site must read its replacement."""
+    gone when the second site is rewritten. So the second site must read the result that replaces the wait."""
     with fake_group(2):
         made = HandGraph()
         reduced = made.reduce(made.mm(made.input(4, 16), made.input(16, 16, name="w")))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks whose graphs differ (uneven shards, a bias on one rank) find sites with equal ids, and move equal data in one
-order."""
+"""Ranks whose graphs differ (uneven shards, a bias on one rank): their sites have equal ids, and equal data moves in
+one order."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def layer(inner: int, bias: bool, adds: int = 0) -> HandGraph:
 
 
 def test_estimates_are_the_same_on_every_rank() -> None:
-    """If 3 ranks divide K = 11008, a rank's own K is 3670 or 3668. Estimates from a rank's own K could differ in their
-    choice."""
+    """If 3 ranks divide K = 11008, a rank's own K is 3670 or 3668. Estimates from each rank's own K could lead to
+    different choices."""
     with fake_group(3):
         found = []
         for inner, bias in ((3670, True), (3670, False), (3668, False)):

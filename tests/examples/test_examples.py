@@ -17,8 +17,8 @@ from tests.support.gloo_ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# For each example, parts of the lines that it must print, in this order: its sites, then a line that says that the
-# numbers agree.
+# For each example, parts of the lines that it must print, in this order. The first lines name its sites. The last line
+# says that the numbers agree.
 LINES: dict[str, list[str]] = {
     "dtensor_block": [
         "forward: mlp.0: all_gather_matmul: overlapped",

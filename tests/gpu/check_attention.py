@@ -4,7 +4,11 @@
     torchrun --nproc-per-node 2 -m tests.gpu.check_attention --bench
 
 Each rank has a GPU. ``--bench`` also times the sites with and without overlap. Prints one line for each case. The exit
-status is 1 if an output differs from fp64, a site is not overlapped, or a graph does not call the case's attention op.
+status is 1 in these cases:
+
+- an output differs from fp64;
+- a site is not overlapped;
+- a graph does not call the case's attention op.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def run_ranks(
 ) -> None:
     """Run ``function(rank, *args)`` in one forked process for each rank.
 
-    Fails if a rank does not end in time, or if the ranks' exit statuses are not ``ends`` (default: 0 for all; ``-n``
-    means signal ``n``).
+    Fails if a rank does not end in time, or if the ranks' exit statuses are not ``ends``. By default, all statuses must
+    be 0. A status ``-n`` means signal ``n``.
     """
     # A forked process has no threads of its parent. A matmul in the parent's thread pool would wait forever.
     torch.set_num_threads(1)

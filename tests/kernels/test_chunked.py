@@ -229,9 +229,9 @@ class _Side:
 def test_credits_are_awaited_on_the_stream_of_the_matmuls(
     monkeypatch: pytest.MonkeyPatch, pattern: str, before: int
 ) -> None:
-    """A call waits once for its peers' credits, before its first transfer: before the first matmul of a gather, or
-    after the first matmul of a reduction. It waits on the matmuls' stream. On another stream, the waiting kernel could
-    hold an SM and delay a matmul."""
+    """A call waits once for its peers' credits, before its first transfer. In a gather, this is before the first
+    matmul, and in a reduction after it. The call waits on the matmuls' stream. On another stream, the waiting kernel
+    could hold an SM and delay a matmul."""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     a, b = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t()
     plain = CopyEngine()

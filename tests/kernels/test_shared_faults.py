@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of a gloo group report faults to each other through the group's board, a file in host memory that all ranks
-map."""
+"""Ranks of a gloo group report faults to each other through the group's board: a file in host memory. All ranks map
+this file."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ def test_training(world_size: int, kind: str, joined: str) -> None:
 
 
 def _out_of_range(rank: int, world_size: int, kind: str, index: int) -> list[str]:
-    """Call the model with an index that is out of range. Returns this rank's error without and with overlap, and a text
-    for each schedule that then gives wrong results for a valid batch."""
+    """Call the model with an index that is out of range. Returns this rank's error without overlap, its error with
+    overlap, and texts. There is a text for each schedule that then gives wrong results for a valid batch."""
     compile_anew()
     torch.set_grad_enabled(False)
     model = _model(rank, kind)

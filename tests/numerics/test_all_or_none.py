@@ -117,8 +117,8 @@ def _workspace(rank: int, world_size: int, folder: str) -> list[Any]:
     symmetric.allocate = allocate
     group, requests = dist.group.WORLD, json.dumps([["a", 3000, 2], ["b", 500, 1]])
     for failing in (1, 1, 2, 3, 4):
-        # In each round, the next one of five allocations fails: the fault record, which ``workspace_of`` then makes, or
-        # the data and flags of two slots.
+        # Five allocations can fail: first the fault record, then the data and flags of two slots. In each round, the
+        # next one fails. In the first round, ``workspace_of`` makes the record after the failure.
         left[0] = failing
         said.append(workspace.prepare(group, CPU, requests, 2**30))
         assert not workspace.workspace_of(group, CPU).arena.slots

@@ -162,8 +162,8 @@ def test_drawn_layers(world_size: int, examples: int) -> None:
 
 
 def _bit_for_bit(rank: int, world_size: int, budget: int) -> list[str]:
-    """The names of the layers whose result differs in any bit from the expected one: the matmuls run slice by slice,
-    and one collective."""
+    """The names of the layers whose result differs in any bit from the expected one. To get the expected result, run
+    the matmuls slice by slice, and one collective."""
     config = OverlapConfig(schedule="ring", sub_chunks=1, step_node_budget=budget)
     torch.manual_seed(rank)
     x, w = torch.randn(24 * world_size, 16), torch.randn(16, 16 * world_size)
@@ -199,6 +199,6 @@ def _bit_for_bit(rank: int, world_size: int, budget: int) -> list[str]:
 
 @pytest.mark.parametrize("budget", [4000, pytest.param(1, marks=pytest.mark.thorough)])
 def test_equal_bit_for_bit_to_the_same_matmuls_slice_by_slice(budget: int) -> None:
-    """A slice must be computed by a matmul of its own shape, and products must be added in the order in which slices
+    """A slice must be computed by a matmul of its own shape. Products must be added in the order in which slices
     arrive."""
     assert run_ranks(3, _bit_for_bit, budget, timeout=300) == [[]] * 3

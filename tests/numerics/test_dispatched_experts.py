@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of experts between two exchanges of rows on gloo ranks, forward and backward, with several loads of the
-experts, compared with fp64."""
+"""Layers of experts between two exchanges of rows on gloo ranks, compared with fp64. The layers run forward and
+backward, with several loads of the experts."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def _generated(rank: int, world_size: int) -> tuple[list[list[str]], dict[str, f
 
 
 def test_generated_code() -> None:
-    """Inductor must not reuse a buffer while rows travel, must be able to write all sizes into its code, and must not
-    recompile for other loads."""
+    """Inductor must not reuse a buffer while rows travel, and must not recompile for other loads. It must be able to
+    write all sizes into its code."""
     for rank, found in enumerate(run_ranks(2, _generated, timeout=400)):
         assert found == ([[PATTERN]] * 2, {}, []), f"rank {rank}"
 

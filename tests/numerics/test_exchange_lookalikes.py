@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that look like all-to-alls of table lookups or of uneven parts, or like sums of experts, but differ in a
-dtype, an order or a dim. Each must give the results of eager PyTorch, and have a site or a reason."""
+"""Programs that look like a supported exchange, but differ in a dtype, an order or a dim. They look like all-to-alls of
+table lookups or of uneven parts, or like sums of experts. Each must give the results of eager PyTorch, and have a site
+or a reason."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank alone recompiles its graph, and the new graph exchanges other data.
 
-The ranks compare their plans as for graphs on GPUs: on the call page of their group, memory that ranks of one machine
-share. The usual comparison of graphs on CPUs, through the store at every call, is switched off.
+The ranks compare their plans as for graphs on GPUs: on the call page of their group. The page is memory that ranks of
+one machine share. The usual comparison of graphs on CPUs, through the store at every call, is switched off.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of a 2-D mesh run the plain program if one rank has another plan, or if one row cannot run its plan."""
+"""All ranks of a 2-D mesh run the plain program in two cases: one rank has another plan, or one row cannot run its
+plan."""
 
 from __future__ import annotations
 

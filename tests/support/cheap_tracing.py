@@ -13,10 +13,9 @@ def trace_cheaply() -> None:
     """Leave out two kinds of work in this process and its forks:
 
     - Dynamo lists the functions of torch that a graph may call. Each new process group would drop this list, because it
-      may
-      be older than ``torch.distributed``. Here the list is made once, after that import.
-    - torch writes each event of a compile to a log with a handler. pytest would give this log a handler that keeps all
-      events. Here pytest does not find the log.
+      may be older than ``torch.distributed``. Here the list is made once, after that import.
+    - torch writes each event of a compile to a log. pytest would give this log a handler that keeps all events. Here
+      pytest does not find the log.
     """
     import torch.distributed.tensor  # noqa: F401
 

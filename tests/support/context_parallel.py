@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context-parallel attention as models write it: each rank has the queries, keys and values of its tokens, and gathers
+"""Context-parallel attention as models write it. Each rank has the queries, keys and values of its tokens, and gathers
 the keys and values of all ranks."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fake process groups, in which one process acts as any rank of a group of any size, and the reports of graphs compiled
-there."""
+"""Fake process groups, and the reports of graphs compiled in them. One process acts as any rank of a group of any
+size."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def trained_norm(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor, v: torch.Ten
     return ScatterTokens.apply(hidden @ v, 1, world())
 
 
-# name: (function, world size -> shapes of the function's inputs, (pattern, the "kind role" of each matmul, sorted))
-# A role is the matmul's dim that is cut: M, N, K, or B for a batch.
+# name: (function, world size -> input shapes, (pattern, sorted "kind role" of the matmuls)) A role is the matmul's dim
+# that is cut: M, N, K, or B for a batch.
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expected]] = {
     "rms norm": (lambda x, g, w: rms(gather(x), g) @ w, lambda n: [(4, 16), (16,), (16, 6)], (GATHER, ["mm M"])),
     "rms norm of a sequence": (
@@ -289,7 +289,7 @@ OWN = {
     "a scalar bias, scattered",
     "a scalar bias, gathered",
 }
-"""Programs that no looping op can compute. In the first two, the scale may differ between ranks: each receiver must use
+"""Programs that no looping op can compute. In the first two, the scale may differ between ranks. Each receiver must use
 its own scale, but a looping op would use the sender's. In the other three, the bias is a scalar."""
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a graph on all ranks of one group in one process: each node runs on every rank before the next node runs.
+"""Runs a graph on all ranks of one group in one process. Each node runs on every rank before the next node runs.
 
 A collective reads the values of all ranks. Ops that ask for the rank get the simulated rank. The inputs may have other
 sizes than the graph's example. The values of symbols are read from the inputs.

@@ -64,8 +64,8 @@ N. One gather that several matmuls read (q, k, v; gate, up). The gathered tensor
 
        gather(x) -> wait -> mm, mm, output
 
-O. Backward of a row-wise layer: the gathered gradient is multiplied by the weight (dgrad, gathered on M) and contracted
-   with the activations (wgrad, gathered on K). ::
+O. Backward of a row-wise layer. The gathered gradient is multiplied by the weight (dgrad, gathered on M),
+   and contracted with the activations (wgrad, gathered on K). ::
 
        gather(dy) -> wait -> mm(dy, w.t()), mm(x.t(), dy)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small functions with one site each that differ between ranks: in the sizes of shards, in K, or in a bias of one
+"""Small functions with one site each that differ between ranks: in the sizes of shards, in K, or by a bias of one
 rank."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph for every reason why a site is refused, kept or failed: first the checks, in their order, then the plan and
-the rewrite."""
+"""A graph for every reason why a site is refused, kept or failed. First come the checks, in their order, then the plan
+and the rewrite."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of a device run in the order in which the host makes them, on any streams, from any threads, and in
-captures and replays. Streams are simulated (``tests.support.fake_streams``)."""
+"""The calls of a device run in the order in which the host makes them. This holds on any streams, from any threads, in
+captures and in replays. Streams are simulated (``tests.support.fake_streams``)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of a graph's exchange is equal on all ranks, even if their graphs differ in ways that do not change what is
+"""The text of a graph's exchange is equal on all ranks. Their graphs may differ in ways that do not change what is
 sent."""
 
 from __future__ import annotations

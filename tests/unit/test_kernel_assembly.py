@@ -293,7 +293,8 @@ def test_all_slices_of_a_contraction_share_a_loop(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.thorough), 4])
 def test_weights_of_one_launch_share_a_loop(count: int, tmp_path: Path) -> None:
     """There is one loop over K for own tiles and one for the peers' tiles, whatever the number of weights. A weight's
-    tensor map is selected before the loop and not copied to the stack, where the bulk copy unit could not read it."""
+    tensor map is selected before the loop. It must not be copied to the stack, where the bulk copy unit could not read
+    it."""
     types, others = _weights(count, 256, halves=True)
     constants = (
         GATHER
@@ -432,8 +433,8 @@ def test_a_matmul_in_groups_stores_in_bulk_and_counts_after_a_fence(
 def test_a_tile_is_counted_when_its_bulk_stores_are_done(
     kernel: Any, constants: dict[str, Any], counts: str, tmp_path: Path
 ) -> None:
-    """Before one thread counts a tile with a release, the block waits for its bulk stores, fences them against later
-    loads, and meets at a barrier."""
+    """One thread counts a tile with a release. Before that, the block waits for its bulk stores, fences them against
+    later loads, and meets at a barrier."""
     text, _, _ = _assembled(kernel, constants, (128, 256, 64), tmp_path, 4, {})
     # Triton 3.9 adds a barrier before an atomic, and turns an atomic whose result is not used into a ``red``.
     found = re.findall(rf"bar\.sync|fence\.proxy\.async\.global|cp\.async\.bulk\.wait_group 0|{counts}", text)

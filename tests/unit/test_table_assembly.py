@@ -36,8 +36,8 @@ def _assembly(width: int) -> str:
 
 
 def test_rows_are_loaded_together_in_wide_loads_without_a_barrier() -> None:
-    """A barrier, an assert or a conversion through shared memory in the loop over a bag's rows would keep loads from
-    overlapping. The kernel must have asserts elsewhere."""
+    """A barrier or a conversion through shared memory in the loop over a bag's rows would keep loads from overlapping.
+    The kernel must have asserts, but none in this loop."""
     assembly = _assembly(64)
     blocks = re.split(r"\n\$L__BB\w+:", assembly)
     (loop,) = [b for b in blocks if len(re.findall(r"ld\.global[.\w:]*v4", b)) == UNROLL]

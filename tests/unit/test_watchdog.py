@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog: after a fault, it logs the error, stops the waits, and ends a program that was not told of the error.
+"""The watchdog: after a fault, it logs the error and stops the waits. It ends a program that was not told of the error.
 It never ends a healthy process."""
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def test_a_fault_is_logged_once_and_ends_the_process_after_the_grace_period(capl
 
 
 def test_the_rank_that_gave_up_first_is_named_and_waits_here_are_stopped(caplog: pytest.LogCaptureFixture) -> None:
-    """The rank that gave up cannot always abort the waits of this GPU: there may be no peer access, or its host may
-    have timed out. So the watchdog stops them."""
+    """The rank that gave up cannot always abort the waits of this GPU. There may be no peer access, or the rank's host
+    may have timed out. So the watchdog stops the waits."""
     scene = Scene()
     scene.give_up(0, stamp=7)
     scene.give_up(2, stamp=6)
