@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If one rank of a group is out of memory, no rank gets a workspace, and no rank waits for it."""
+"""If one rank of a group is out of memory, no rank gets a workspace, and no rank hangs."""
 
 from __future__ import annotations
 

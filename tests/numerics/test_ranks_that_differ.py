@@ -233,7 +233,7 @@ def test_another_version_is_an_error_at_once() -> None:
 
 def _again(rank: int, world_size: int, changes: list[dict[str, Any]]) -> dict[str, Any]:
     """All ranks call one graph. Then the ranks with ``changes`` compile another graph, call it twice, and call the
-    first one again."""
+    first graph again."""
     compile_anew(kernels=False)
     heard, inputs, problems, plain = Heard(), inputs_of(rank), [], []
     first = torch.compile(block, dynamic=False)
@@ -250,7 +250,7 @@ def _again(rank: int, world_size: int, changes: list[dict[str, Any]]) -> dict[st
 
 
 def test_a_rank_that_recompiles_alone_to_another_exchange() -> None:
-    """The ranks compare plans at every call. So both run the plain program while rank 1's plan differs."""
+    """The ranks compare plans at every call. So both ranks run the plain program while rank 1's plan differs."""
     results = run_ranks(2, _again, [{}, {"sub_chunks": 2}])
     assert all(r["problems"] == [] for r in results), results
     assert (
@@ -370,7 +370,7 @@ def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dic
 
 @pytest.mark.parametrize("as_on_gpus", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_kept_graphs_that_break_on_one_rank_only(as_on_gpus: bool) -> None:
-    """Rank 0 counts one call more than rank 1. It must not wait for a call that rank 1 never makes. No graph with
+    """Rank 0 counts one call more than rank 1. Rank 0 must not wait for a call that rank 1 never makes. No graph with
     overlap differs, so overlap must go on."""
     results = run_ranks(2, _kept_graphs_are_broken, as_on_gpus, timeout=120)
     assert all(r["problems"] == [] and r["warnings"] == [] for r in results), results

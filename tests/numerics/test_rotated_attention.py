@@ -79,7 +79,7 @@ def _compared(rank: int, ranks: int) -> list[str]:
         # The program itself attends to one block at a time and merges the results, so overlap adds nearly no error.
         if not error <= 1.01 * plain + 4 * torch.finfo(dtype).eps:
             problems.append(f"{text}: error {error}, without overlap {plain}")
-    # A causal rank never waits for a block that it skips. If it left now, its peers would lose their connection.
+    # A causal rank never waits for a block that it skips. If the rank left now, its peers would lose their connection.
     dist.barrier()
     return problems
 

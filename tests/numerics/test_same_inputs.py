@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """If a norm's weight differs between ranks, a graph that divides the tokens would give other results. So all ranks run
-the plain program, or raise an error if there is none. The weight is an argument or a module's parameter."""
+the plain program. If there is none, they raise an error. The weight is an argument or a module's parameter."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _two_groups(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_each_layer_is_compared_if_its_graph_has_several_groups() -> None:
     """A parameter may be equal on all ranks of one group only. So the plan, which is compared in both groups, does not
-    hold the digests. The ranks must compare them separately, once for each layer."""
+    hold the digests. The ranks must compare the digests separately, once for each layer."""
     results = run_ranks(2, _two_groups)
     assert all(result["off"] < 1e-4 for result in results), results
     assert "are not those of the first rank" in results[0]["texts"][0], results

@@ -150,8 +150,8 @@ def _site_uncompiled(rank: int, world_size: int, as_on_gpus: bool, known: bool) 
     ids=["store", "page", "new plans", "three ranks, new plans"],
 )
 def test_a_site_runs_uncompiled_on_one_rank(world_size: int, as_on_gpus: bool, known: bool) -> None:
-    """Rank 0 publishes no plan, and waits for the other ranks in its collective. They must not wait for its plan until
-    the timeout, end overlap for the group or raise an error."""
+    """Rank 0 publishes no plan, and waits for the other ranks in its collective. The other ranks must not wait for rank
+    0's plan until the timeout, end overlap for the group or raise an error."""
     results = run_ranks(world_size, _site_uncompiled, as_on_gpus, known, timeout=200)
     for result in results:
         assert result["problems"] == [] and result["apart"] == "" and result["seconds"] < 60, result

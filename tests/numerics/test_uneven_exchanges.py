@@ -24,7 +24,7 @@ SENT, RECEIVED = "matmul_all_to_all", "all_to_all_matmul"
 
 
 def _inputs(rank: int, rows: int, k: int, n: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    """The inputs of a layer in ``dtype``, and the same in fp64."""
+    """The inputs of a layer in ``dtype``, and the same inputs in fp64."""
     generator = torch.Generator().manual_seed(rank)
     shapes = [(rows, k), (k, n), (n, k), (n,)]
     inputs = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]

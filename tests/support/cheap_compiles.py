@@ -38,8 +38,7 @@ def compile_cheaply() -> None:
     - no measurement of a graph's guards, for which Dynamo writes 256 MB to empty the processor's caches;
     - no parse of each file of traced functions, which serves only a log;
     - garbage collections do not visit the objects of torch's import. They are also rarer, because few objects of a
-      compile
-      are in cycles;
+      compile are in cycles;
     - the C++ compiler optimizes kernels less, which halves the time to build one.
     """
     import torch._dynamo.guards

@@ -12,7 +12,7 @@ from tests.support.cheap_tensors import compute_cheaply
 
 
 def interpret_cheaply() -> None:
-    """Change the interpreter in this process and its forks. The first launch of a process imports Gluon, so it is
+    """Change the interpreter in this process and its forks. The first launch of a process imports Gluon. So Gluon is
     imported here, and not by each rank."""
     import triton.experimental.gluon  # noqa: F401
     from triton.runtime import interpreter

@@ -26,5 +26,6 @@ def trace_cheaply() -> None:
 
 
 def hash_torch() -> None:
-    """Compute the hash of torch's source, so that forks need not. It is part of every key of Inductor's caches."""
+    """Compute the hash of torch's source, so that forks need not. The hash is part of every key of Inductor's
+    caches."""
     torch._inductor.codecache.torch_key()

@@ -4,13 +4,12 @@
 The fakes record queued work and raise errors where CUDA does. ``run`` plays the queues of several ranks.
 
 - A stream runs its queue in order.
-- To record an event marks a point in a stream. A wait refers to the event's last mark when the wait is queued.
+- Recording an event marks a point in a stream. A wait refers to the event's last mark when the wait is queued.
 - A stream that waits for an event of a running capture joins the capture.
 - A wait is an error if the event belongs to a capture that has ended.
 - A wait in a capture is an error if the event was recorded outside.
 - A *call* is work that all ranks do together. It ends when every rank has begun it. A GPU runs one call at a time,
-  while
-  its other streams go on.
+  while its other streams go on.
 - A replay of a graph queues only its calls: on the current stream, in the order of capture.
 """
 

@@ -5,9 +5,9 @@ A *base* is a process that imports torch once, but not the package, nor what env
 ``ForkBase.run`` forks the base for a command line of Python, with its own environment. ``ForkBase.grown`` gives a base
 that has imported more, for example Inductor.
 
-In the fork, ``sys.modules`` first has no module of torch, as in a new interpreter. ``import torch`` puts them back.
-Then it does what the last lines of ``torch/__init__.py`` do: it reads the environment and calls the entry points of
-``torch.backends``. Other modules that torch imports are there from the start.
+In the fork, ``sys.modules`` first has no module of torch, as in a new interpreter. ``import torch`` puts torch's modules
+back. Then it does what the last lines of ``torch/__init__.py`` do: it reads the environment and calls the entry points
+of ``torch.backends``. Other modules that torch imports are there from the start.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HASH_SEED = "1"
 TORCH = ("torch", "torch.distributed.fsdp", "sympy")
 """torch, and what ``import torch._inductor.config`` imports besides Inductor, Dynamo and Triton."""
 DYNAMO = ("torch._dynamo",)
-"""A base imports these, too, for programs that import Inductor's configuration. This saves them 0.8 s."""
+"""A base imports these modules, too, for programs that import Inductor's configuration. This saves them 0.8 s."""
 INDUCTOR = ("tests.support.first_compile",)
 """What a base imports in addition to ``DYNAMO``, for programs that compile."""
 

@@ -115,7 +115,7 @@ def _run(
 
 def _subgraph_of(before: Any, subgraph: torch.fx.GraphModule, *operands: Any) -> Any:
     """Run the subgraph of a ``control_deps`` node, because some torch versions have no kernel for ``control_deps``. The
-    nodes already run in the order that it demands."""
+    nodes already run in the order that ``control_deps`` demands."""
     nodes = list(subgraph.graph.nodes)
     return _run(subgraph, nodes, _read_last(nodes), iter(operands))
 

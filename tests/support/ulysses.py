@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Ulysses attention block as diffusers writes it (``TemplatedUlyssesAttention``).
 
-Every rank has a shard of the sequence, with all heads. Before attention, an exchange gives it the whole sequence, with
-some heads. After attention, a second exchange gives it its shard, with all heads.
+Every rank has a shard of the sequence, with all heads. Before attention, an exchange gives each rank the whole
+sequence, with some heads. After attention, a second exchange gives each rank its shard, with all heads.
 """
 
 from __future__ import annotations

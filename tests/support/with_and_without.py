@@ -56,8 +56,8 @@ def compared(
 
     Args:
         generated: Inductor's code runs. Otherwise an interpreter runs the rewritten graphs.
-        close: if all ranks' results with overlap differ from eager PyTorch by less, the plain compile is left out.
-            Eager PyTorch's results take its place.
+        close: if all ranks' results with overlap differ from eager PyTorch by less than this, the plain compile is
+            left out. Eager PyTorch's results take its place.
         fields: fields of ``OverlapConfig``.
     """
     compile_anew()

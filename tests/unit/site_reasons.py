@@ -130,9 +130,9 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "over an accepted site")
 def _() -> OverlapReport:
-    """The first site's weight is the result of an all-reduce, which must not move. So its steps move down to the second
-    gather's matmul, which reads their result. The second site's steps must follow. But another node reads the second
-    gathered tensor earlier."""
+    """The first site's weight is the result of an all-reduce, which must not move. So the first site's steps move down
+    to the second gather's matmul, which reads their result. The second site's steps must come after them. But another
+    node reads the second gathered tensor earlier."""
     made = HandGraph()
     first = made.gather(made.input(4, 16))
     w = made.reduce(weight(made))

@@ -162,8 +162,8 @@ def test_a_call_that_cannot_begin_does_not_block_other_threads(rank: Rank, monke
 
 
 def test_calls_in_a_capture_wait_only_for_each_other(rank: Rank) -> None:
-    """CUDA refuses a wait across a capture's border: for an event from outside, or from outside for an event of the
-    capture."""
+    """CUDA refuses a wait across a capture's border. A wait in a capture must not be for an event from outside, and a
+    wait outside must not be for an event of the capture."""
     rank.call("A", rank.first)
 
     def body() -> None:

@@ -125,7 +125,8 @@ def test_a_text_that_has_no_room_is_an_error() -> None:
 
 
 def test_an_entry_that_is_half_written_counts_as_absent() -> None:
-    """Only the first or the last bytes of the entry have arrived. The others are those of an earlier call, or zeros."""
+    """Only the first or the last bytes of the entry have arrived. The remaining bytes are those of an earlier call, or
+    zeros."""
     memory, (mine, theirs) = _pages(2)
     call = 5 + CALLS
     start = theirs._offset(call, 0, 1)

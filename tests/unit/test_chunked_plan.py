@@ -47,8 +47,8 @@ def test_chunks_cover_the_other_ranks_rows_once_in_ring_order(world_size: int, r
 def test_a_chunk_waits_for_exactly_what_it_reads(
     world_size: int, rows: int, chunks: int, scattered: bool, read_in_order: bool
 ) -> None:
-    """A chunk's parts hold exactly the rows that it reads or sends. Each row is written to a receiver once. The number
-    of a row's part gives the distance between sender and receiver."""
+    """A chunk's parts hold exactly the rows that the chunk reads or sends. Each row is written to a receiver once. The
+    number of a row's part gives the distance between sender and receiver."""
     made, bounds = transfer_of(world_size, rows, chunks, scattered, read_in_order)
     landed: dict[tuple[int, int], tuple[int, int, int]] = {}
     for rank in range(world_size):
@@ -66,11 +66,11 @@ def test_a_chunk_waits_for_exactly_what_it_reads(
             rows_of = chunked_plan.chunk_rows(first, last, rank, world_size, rows, made.part_rows)
             for row in (row for start, stop in rows_of for row in range(start, stop)):
                 if read_in_order:
-                    # The chunk reads exactly the rows that other ranks send to this rank in its parts.
+                    # The chunk reads exactly the rows that other ranks send to this rank in the chunk's parts.
                     sender, source, number = landed[rank, row]
                     assert (sender, source) == (row // rows, rank * rows + row % rows) and first <= number < last
                 elif scattered:
-                    # The chunk's parts send exactly the rows that this rank multiplies in it.
+                    # The chunk's parts send exactly the rows that this rank multiplies in the chunk.
                     owner = row // rows
                     sender, source, number = landed[owner, rank * rows + row % rows]
                     assert (sender, source) == (rank, row) and first <= number < last

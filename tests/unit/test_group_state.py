@@ -93,7 +93,7 @@ def test_nothing_is_dropped_while_a_graph_is_captured(monkeypatch: pytest.Monkey
 
 
 def test_a_state_stays_if_its_calls_cannot_be_waited_for() -> None:
-    """If CUDA has failed, the end of running calls cannot be awaited. They may still use the state's memory."""
+    """If CUDA has failed, the end of running calls cannot be awaited. The calls may still use the state's memory."""
     broken = [True]
 
     def close(thing: Thing) -> None:
@@ -154,8 +154,8 @@ def test_threads_make_a_state_once_and_the_states_of_two_devices_at_the_same_tim
 
 
 def test_exchanges_of_a_destroyed_group_are_not_those_of_the_next_one() -> None:
-    """Ops find an exchange by its buffer's address, which a later group's buffer may reuse. They must not find the
-    destroyed group's exchange."""
+    """Ops find an exchange by its buffer's address, which a later group's buffer may reuse. The later group's ops must
+    not find the destroyed group's exchange."""
     buffer = torch.zeros(2, 4)
 
     def opened(group: dist.ProcessGroup) -> exchange.Exchange:

@@ -97,8 +97,8 @@ def test_the_second_call_with_the_same_tensors_is_a_graph(monkeypatch: pytest.Mo
 
 
 def test_a_copy_from_another_allocation_at_the_same_address_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a copied tensor's memory was freed and allocated again, CUDA refuses to launch the old graph. So a new one is
-    captured."""
+    """If a copied tensor's memory was freed and allocated again, CUDA refuses to launch the old graph. So a new graph
+    is captured."""
     noted, a, b = Noted(monkeypatch), torch.zeros(4, 4), torch.zeros(4)
     for number in range(3):
         noted.allocations[a.data_ptr()] = number

@@ -119,8 +119,8 @@ def test_owner_sends_every_partial_sum_to_its_owner(world_size: int, parts: int)
 
 @every_size
 def test_travel_adds_every_partial_sum_once(world_size: int, parts: int) -> None:
-    """At step i, rank r sends the accumulator of slice r - 1 - i to the next rank. When it reaches its owner, it holds
-    the partial sum of every other rank once."""
+    """At step i, rank r sends the accumulator of slice r - 1 - i to the next rank. When an accumulator reaches its
+    slice's owner, it holds the partial sum of every other rank once."""
     arrived: list[dict[tuple[int, int], tuple[int, Counter[int]]]] = [{} for _ in range(world_size)]
     for index, ranks in enumerate(hops("travel", world_size, parts)):
         step, part = divmod(index, parts)

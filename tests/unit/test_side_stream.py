@@ -49,8 +49,8 @@ def test_the_streams_wait_for_each_other_at_fork_and_join(said: list[str]) -> No
 
 
 def test_a_stream_that_was_not_entered_is_not_waited_for(said: list[str]) -> None:
-    """In a capture, an error may be raised before the side stream is entered. If ``join`` then waited for it, CUDA's
-    error about a stream outside the capture would hide the first error."""
+    """In a capture, an error may be raised before the side stream is entered. If ``join`` then waited for the side
+    stream, CUDA's error about a stream outside the capture would hide the first error."""
     side = SideStream(CUDA)
     side.join()
     assert said == []

@@ -88,7 +88,8 @@ def test_the_direct_launch_replaces_only_the_varying_arguments(monkeypatch: pyte
         launch_cooperative_grid=False,
         launch_pdl=False,
     )
-    # ``_Direct`` would inspect the closure of a Python function. A launcher in C has none, and neither has this object.
+    # ``_Direct`` would inspect the closure of a Python function. A launcher in C has no closure, and neither has this
+    # object.
     run.launch = _callable(run.launch)
     meta = {"swizzle": 0, "elem_size": 2, "elem_type": 0, "block_size": [16, 16]}
     metadata = SimpleNamespace(tensordesc_meta=[meta, meta])

@@ -32,8 +32,8 @@ from tests.support.fake_group import fake_group
 
 @dataclass
 class Scene:
-    """A watchdog with one group, and a clock that tests set. ``ends``: the messages with which it would have ended the
-    process."""
+    """A watchdog with one group, and a clock that tests set. ``ends``: the messages with which the watchdog would have
+    ended the process."""
 
     now: float = 0.0
     alive: bool = True

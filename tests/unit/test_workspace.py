@@ -76,7 +76,7 @@ def test_a_plan_without_room_runs_without_overlap_and_takes_no_slot_from_others(
 
 
 def test_what_a_call_needs_is_looked_up_once_for_each_plan(group: Any) -> None:
-    """A new plan may give the site another slot, or its first. So the slot is looked up again."""
+    """A new plan may give the site another slot, or its first slot. So the slot is looked up again."""
     place, asked = workspace.workspace_of(group, CPU), []
 
     def make() -> Any:
