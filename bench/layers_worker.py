@@ -34,6 +34,7 @@ from bench.layer_variants import counted
 from bench.layer_variants import sites
 from bench.layer_variants import stretches
 from bench.layer_variants import variants
+from bench.support import cores
 from bench.timing import Clock
 from bench.timing import greatest
 from bench.timing import in_turn
@@ -192,15 +193,15 @@ def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Ite
 
 @contextmanager
 def _on_one_core(device: str) -> Iterator[None]:
-    """On a CPU, keep this thread on a core of its own if there are enough cores. At the end, allow all cores again, so
-    that processes which Inductor starts to compile may use all of them."""
-    cores = sorted(os.sched_getaffinity(0))
+    """On a CPU, keep this thread on a physical core of its own if there are enough cores. At the end, allow all cores
+    again, so that processes which Inductor starts to compile may use all of them."""
+    before = os.sched_getaffinity(0)
     if device == "cpu":
-        os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
+        os.sched_setaffinity(0, {cores.own_core(dist.get_rank(), dist.get_world_size(), cores.allowed_cores())})
     try:
         yield
     finally:
-        os.sched_setaffinity(0, cores)
+        os.sched_setaffinity(0, before)
 
 
 def _first_run(
@@ -255,7 +256,7 @@ def main() -> None:
     settings, folder = Settings.from_json(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    where = {"cores": len(os.sched_getaffinity(0))}
+    where = {"cores": len(os.sched_getaffinity(0)), "physical_cores": len(cores.allowed_cores())}
     for row in run(settings, folder, where):
         if dist.get_rank() == 0:
             print(json.dumps(row), flush=True)

@@ -24,6 +24,7 @@ from bench.slow_link_cases import CASES
 from bench.slow_link_cases import Case
 from bench.slow_link_cases import Sizes
 from bench.slow_link_cases import results
+from bench.support import cores
 
 
 def timed(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -45,10 +46,9 @@ def timed(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, fl
 def main() -> None:
     options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.sched_setaffinity(0, {cores.own_core(rank, world_size, cores.allowed_cores())})
     # In the cases with uneven parts, the program reads the sizes of the parts. Without this setting, Dynamo would break
     # the graph there.
     torch._dynamo.config.capture_scalar_outputs = True
