@@ -196,7 +196,7 @@ def test_a_moving_pass_leaves_the_site() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_rows_that_are_pooled_by_a_sum_are_pooled_table_by_table() -> None:
-    """A sum follows the lookup in each table. As with bags, it is not cut into pieces for each rank."""
+    """A sum follows the lookup in each table. As with bags, the sum is not cut into pieces for each rank."""
 
     def layer(w: torch.Tensor, v: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
         return exchange(torch.cat([F.embedding(i, t).sum(1) for t in (w, v)], 1))

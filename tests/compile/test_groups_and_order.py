@@ -82,7 +82,7 @@ def test_kept_collectives_of_the_group_are_chained() -> None:
 
 
 def test_a_kept_collective_after_a_looping_op() -> None:
-    """The kept collective needs an edge from one of the looping op's results. Without it, a rank could run the
+    """The kept collective needs an edge from one of the looping op's results. Without the edge, a rank could run the
     collective first."""
     with fake_group(1024):
         made = HandGraph()

@@ -138,7 +138,8 @@ def test_another_authors_pass_stays(added: CosForSin, monkeypatch: pytest.Monkey
 
 
 def test_it_is_part_of_the_cache_key(added: CosForSin) -> None:
-    """With another version of the pass, the graph is compiled again. Otherwise the pass does not run again."""
+    """With another version of the pass, the graph is compiled again. With the same version, the graph comes from the
+    cache, and the pass does not run again."""
     x = torch.randn(5)
     # Other tests of this process may have switched the caches off.
     on = inductor_config.patch(fx_graph_cache=True), torch._functorch.config.patch(enable_autograd_cache=True)

@@ -26,8 +26,8 @@ from tests.support.structures import GatherTokens
 
 
 def test_one_gather_feeds_matmuls_of_several_kinds_and_roles() -> None:
-    """All matmuls that read the gathered tensor belong to one site. Otherwise it would be gathered twice, or a matmul
-    would wait for the end of the ring."""
+    """All matmuls that read the gathered tensor belong to one site. Otherwise the tensor would be gathered twice, or a
+    matmul would wait for the end of the ring."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 16)
