@@ -55,8 +55,6 @@ def test_both_graphs_are_rewritten_unless_they_are_kept() -> None:
 
     - forward: the shared expert's first matmul;
     - backward: the matmuls for the gradients of all experts' weights.
-
-    Without the pattern, the graphs stay as written. The planner keeps what it cannot estimate.
     """
     first, without_the_pattern, planned = _reports(0, {}, {"patterns": ("all_to_all_matmul",)}, {"schedule": "auto"})
     found = [first, *_reports(1, {})]

@@ -54,8 +54,8 @@ def test_a_site_that_feeds_another() -> None:
 
 @pytest.mark.parametrize("kind", ["operand", "external", "weight"])
 def test_a_site_that_reads_a_reduced_tensor(kind: str) -> None:
-    """The first site's result is an operand, a summand or the weight of the second site. The first collective's wait is
-    gone when the second site is rewritten. So the second site must read the result that replaces the wait."""
+    """The first site's result is an operand, a summand or the weight of the second site. The second site must read the
+    result that replaces the first collective's wait."""
     with fake_group(2):
         made = HandGraph()
         reduced = made.reduce(made.mm(made.input(4, 16), made.input(16, 16, name="w")))
@@ -331,7 +331,7 @@ def test_the_matmul_of_a_kept_gather_is_not_a_term_if_it_is_read_elsewhere() -> 
 @pytest.mark.parametrize("kind", ["at the same place", "before the other's matmul"])
 def test_two_gathers_that_sink(kind: str) -> None:
     """The second site's matmul reads a tensor computed from the first gathered tensor, or computes an operand of the
-    first site. Each gather moves down with other nodes. The site's steps must come after these nodes."""
+    first site. A site's steps must come after the nodes that move down with its gather."""
     with fake_group(2):
         made = HandGraph()
         first, second = made.gather(made.input(4, 8)), made.gather(made.input(4, 8, name="z"))

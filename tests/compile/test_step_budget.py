@@ -202,8 +202,8 @@ def test_dgrad_and_wgrad_in_one_looping_op() -> None:
 
 
 def test_a_dynamic_token_count_can_be_compared_if_tokens_are_contracted() -> None:
-    """At run time, the op compares a shard's rows with the token count from which overlap pays. In a wgrad, these rows
-    are tokens. If a matmul contracts gathered columns, the columns are not tokens, and the site is kept."""
+    """The op compares a shard's rows with the token count from which overlap pays. In a wgrad, these rows are tokens.
+    Gathered columns that are contracted are not tokens, so the site is kept."""
     with fake_group(2):
         for transposed, status in ((True, "overlapped"), (False, "kept")):
             made = HandGraph()

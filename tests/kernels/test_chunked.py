@@ -229,9 +229,8 @@ class _Side:
 def test_credits_are_awaited_on_the_stream_of_the_matmuls(
     monkeypatch: pytest.MonkeyPatch, pattern: str, before: int
 ) -> None:
-    """A call waits once for its peers' credits, before its first transfer. In a gather, this is before the first
-    matmul, and in a reduction after it. The call waits on the matmuls' stream. On another stream, the waiting kernel
-    could hold an SM and delay a matmul."""
+    """A call waits once for its peers' credits, before its first transfer. It waits on the matmuls' stream: on another
+    stream, the waiting kernel could hold an SM and delay a matmul."""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     a, b = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t()
     plain = CopyEngine()
@@ -298,7 +297,7 @@ def test_the_gathered_tensor_is_copied_during_the_last_chunk(monkeypatch: pytest
 )
 def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, what: str) -> None:
     """Rank 0 sends to rank 1 only after rank 1 has the rows of rank 2. Here rank 2 sends nothing, so rank 0's wait for
-    its turn times out. With too few hardware queues, there are no turns. Then the wait for rows of rank 1 times out."""
+    its turn times out. With too few hardware queues, there are no turns, and the wait for rows of rank 1 times out."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     monkeypatch.setattr(symmetric, "hardware_queues", symmetric.hardware_queues.__wrapped__)
     workspace = SharedWorkspace.of(3, 20_000, 8)
@@ -313,8 +312,7 @@ def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, w
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_finished_rows_are_not_signalled_if_a_peer_never_comes(transport: str) -> None:
     """If its peers never come, an all-reduce must not signal finished rows. Neither must a second call that was queued
-    before the host saw the timeout: a peer may wait for that call's number. In a captured graph, the host checks
-    nothing between calls."""
+    before the host saw the timeout: a peer may wait for that call's number."""
     workspace = SharedWorkspace.of(3, 20_000, 8)
     launch, p = workspace.launch(0, patience_ns=20_000), replace(SMALL, transport=transport, chunks=2, bands=3)
     a, matmul, out = torch.ones(72, 32).half(), VendorMatmul(torch.ones(32, 16).half()), torch.empty(72, 16).half()

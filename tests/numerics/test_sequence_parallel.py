@@ -207,8 +207,7 @@ def _other_weights(rank: int, world_size: int, trains: bool, schedule: str) -> t
 @pytest.mark.parametrize("schedule", ["ring", "auto"])
 def test_ranks_with_other_norms_run_the_plain_program(schedule: str) -> None:
     """As written, each rank scales all tokens by its own norm weights. After the rewrite, it would scale only its own
-    rows. So all ranks must run the plain program. ``auto`` overlaps no site of these sizes, but rewrites the
-    stretch."""
+    rows. So all ranks must run the plain program."""
     found = run_ranks(2, _other_weights, False, schedule, timeout=300)
     assert all(error < LIMIT and rewritten == 1 for error, _, rewritten in found), found
     texts = [text for _, heard, _ in found for text in heard]

@@ -5,7 +5,7 @@ A *base* is a process that imports torch once, but not the package, nor what env
 ``ForkBase.run`` forks the base for a command line of Python, with its own environment. ``ForkBase.grown`` gives a base
 that has imported more, for example Inductor.
 
-In the fork, ``sys.modules`` first has no module of torch, as in a new interpreter. ``import torch`` puts torch's modules
+In the fork, ``sys.modules`` first has no module of torch, as in a new interpreter. ``import torch`` puts the modules
 back. Then it does what the last lines of ``torch/__init__.py`` do: it reads the environment and calls the entry points
 of ``torch.backends``. Other modules that torch imports are there from the start.
 """

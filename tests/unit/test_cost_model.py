@@ -93,8 +93,8 @@ def test_parts_hide_more() -> None:
 
 
 def test_fewest_sub_chunks() -> None:
-    """With 2 shards and equal times, a quarter of the transfer is exposed with 2 sub-chunks, and an eighth with 4. So 4
-    are chosen. With 8 shards or unequal times, 2 suffice. If steps cost much, 1 is chosen."""
+    """With 2 shards and equal times, 4 sub-chunks expose half as much as 2, so 4 are chosen. With 8 shards or unequal
+    times, 2 suffice. If steps cost much, 1 is chosen."""
     two = dataclasses.replace(BALANCED, world_size=2)
     assert ring_cost.fewest_parts(two, FREE, 4) == 4
     assert ring_cost.fewest_parts(BALANCED, FREE, 4) == 2

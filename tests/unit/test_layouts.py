@@ -63,7 +63,6 @@ def regrouped(draw: st.DrawFn, shape: list[int]) -> list[int]:
 @many
 @given(st.data(), shards, world_sizes)
 def test_chains_of_views_and_permutes(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """With wrong atoms, a site would multiply rows of another rank."""
     raw = Layout.gathered(shard, world_size)
     layout, array = raw, arange(raw)
     for _ in range(data.draw(st.integers(1, 4))):

@@ -93,7 +93,6 @@ def test_gathers_bring_every_shard_to_every_rank(route: str, world_size: int, pa
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("route", (*GATHERS, "direct"))
 def test_distances_name_every_other_rank_once(route: str, world_size: int) -> None:
-    """Otherwise a shard would be multiplied twice or never."""
     found = [shift % world_size for shifts in routes.distances(route, world_size) for shift in shifts]
     assert sorted(found) == list(range(1, world_size))
     assert len(routes.distances(route, world_size)) == routes.hop_count(route, world_size, 1)
@@ -169,7 +168,6 @@ def test_bounds_cut_all_rows_evenly(parts: int) -> None:
 
 
 def test_unknown_routes_are_errors() -> None:
-    """A misspelt route must not be accepted: it would move nothing."""
     with pytest.raises(ValueError, match="unknown route 'circle'; expected one of ring"):
         routes.hop("circle", 4, 0, 1, 0)
     with pytest.raises(ValueError, match="route 'owner' receives no shards in steps"):
