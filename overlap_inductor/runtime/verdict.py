@@ -76,7 +76,7 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
             found.append({})
             behind[number] = _left_behind(state)
     if known and len(states) == 1 and not behind[0] and _all_equal(states[0], plan, found[0]):
-        # Without a verdict, ranks that wait for a late rank return as soon as it publishes its value.
+        # No verdict is needed, so ranks that wait for a late rank return as soon as it publishes its value.
         states[0].newest = plan
         return YES
     here = [_of_this_call(s, plan, values) for s, values in zip(states, found, strict=True)]
