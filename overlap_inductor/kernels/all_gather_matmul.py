@@ -17,11 +17,10 @@ Forward progress. Before a block waits for a peer's part, every outgoing piece o
 waits only for a peer's credit, which depends only on the previous call. So one resident block on each rank is enough.
 All waits are bounded (``signals``).
 
-Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``). The last piece of
-a part sets the part's flag. The receiver waits for the flag and then runs ``load_fence``, because it reads by bulk
-loads. A peer writes into this rank's workspace again only after this rank's credit. The last block gives the credit
-when all blocks have finished, and resets the queues. With ``KEEP``, a later kernel gives the credit:
-``signals.end_call`` or ``transfer.end_call_and_spoil``.
+Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``). The receiver
+waits for the part's flag and then runs ``load_fence``, because it reads by bulk loads. A peer writes into this rank's
+workspace again only after this rank's credit. The last block gives the credit when all blocks have finished, and resets
+the queues. With ``KEEP``, a later kernel gives the credit: ``signals.end_call`` or ``transfer.end_call_and_spoil``.
 
 CUDA graphs: as in ``kernels``.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused``, transport ``sm_push``: lookups in tables and the all-to-all that follows, in one kernel (fused
-embedding + all-to-all, arXiv 2305.06942). The kernel looks up the batch in this rank's tables. It stores each result
-into the workspace of the rank that needs it.
+embedding + all-to-all, arXiv 2305.06942). A rank looks up the batch in its own tables, and stores each result at the
+rank that needs it.
 
 A *slice* is the part of the batch that belongs to one rank. A *piece* is some bags of one table and one slice. ::
 
@@ -28,7 +28,7 @@ flag before it copies (``receive``). ``last_block_ends`` gives the credits after
 
 Forward progress. A piece waits only for its peer's credit, which depends only on the previous call. A block claims a
 copy only after running blocks have claimed all pieces of its rank. So all pieces end, and then all copies, even with
-one resident block on each rank. All waits are bounded.
+one resident block on each rank.
 
 Aborts. If the abort word is set, nothing is stored to peers or signalled, and copied words become NaN.
 

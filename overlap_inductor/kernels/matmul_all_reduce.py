@@ -134,7 +134,7 @@ def _flush(
 
 @triton.jit
 def _places(row, column, columns, limit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offsets and mask of a tile in rows of ``columns`` elements. The mask admits columns below ``limit``."""
+    """Offsets and mask of a tile in rows of ``columns`` elements."""
     at_n = column + tl.arange(0, BLOCK_N)
     return (row + tl.arange(0, BLOCK_M))[:, None].to(tl.int64) * columns + at_n[None, :], (at_n < limit)[None, :]
 

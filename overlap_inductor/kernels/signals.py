@@ -2,8 +2,7 @@
 """Signals between GPUs: how a kernel signals a peer, waits for a signal for a bounded time, and records a fault.
 
 A flag is one int32 in symmetric memory, with 128 bytes to itself. Until an abort, a flag only grows (modulo 2**32). A
-kernel waits until a flag has ``reached`` a target. The flag may be larger, because the peer that sets it may be one
-call ahead.
+kernel waits until a flag has ``reached`` a target. A peer that is one call ahead may have set a larger value.
 
 Memory ordering (PTX memory model, section 8).
 

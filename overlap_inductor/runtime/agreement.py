@@ -12,13 +12,12 @@ comparison. Each rank counts its calls of graphs that hold a collective of the g
               else  -> run the plain program at this call, and also at all later calls if the plan was never agreed
 
 A round passes a rejection on to the other groups of a rank. A graph with one group has one round. A graph with several
-groups has one round for each group, and a last round for late ranks. There, a late rank reads the verdict of ranks
-whose wait for it timed out. So all ranks that the groups connect reach one result. A rank whose plan was rejected at an
-earlier call publishes a refusal, so no rank waits for its verdicts.
+groups has one round for each group, and a last round for late ranks. So all ranks that the groups connect reach one
+result. A rank whose plan was rejected at an earlier call publishes a refusal, so no rank waits for its verdicts.
 
-A rank that reaches Dynamo's recompile limit runs a frame uncompiled. It makes no call where the others make one. So
-ranks publish the place of each call in the sequence of the group's collectives (``call_place``), and report their own
-place (``call_report``). If a rank does not join a call, the others run their plain programs in this call.
+A rank that reaches Dynamo's recompile limit makes no call where the others make one. So ranks publish the place of each
+call in the sequence of the group's collectives (``call_place``), and report their own place (``call_report``). If a
+rank does not join a call, the others run their plain programs in this call.
 
 Overlap is disabled for the group permanently (``apart``) if calls of two ranks cannot be matched:
 
@@ -33,8 +32,8 @@ At later calls an agreed plan with one group skips the rounds. How digests are c
   nothing while the hosts run ahead of their GPUs.
 - Other ranks compare digests through the store: CPU groups at every call, GPU groups at a plan's first run only.
 
-If a rank recompiles alone and its new graph makes other transfers, all ranks run the plain program in that call. If
-digests are compared at the first run only, the rank raises an error at its deadline.
+If a rank recompiles alone and makes other transfers, all ranks run the plain program in that call. If digests are
+compared at the first run only, the rank raises an error at its deadline.
 """
 
 from __future__ import annotations
@@ -175,9 +174,8 @@ class Comparison:
         return outcome
 
     def _without_overlap(self, states: Sequence[GroupState], first: bool) -> Outcome:
-        """Publish a plan without overlap to the other ranks. At the first call, wait for their plans in mode
-        ``strict``. Also wait if the others may be inside the transfers of an agreed plan, because this rank recompiled
-        alone."""
+        """Publish a plan without overlap. At the first call, wait for the other ranks' plans in mode ``strict``, or if
+        they may be inside the transfers of an agreed plan."""
         # A plan that this rank has published before does not replace an agreed plan.
         new = any(self.plan.digest not in s.told for s in states)
         listening = self._listening(states, first)
@@ -244,8 +242,8 @@ _parsed = functools.lru_cache(maxsize=4096)(ExchangePlan.from_json)
 
 
 def require(group: dist.ProcessGroup, text: str) -> None:
-    """Raise unless the ranks agree upon the plan. Inductor's own callable has compared the plan before the graph
-    begins. For other callables the plan is compared here.
+    """Raise unless the ranks agree upon the plan. If the graph does not run in Inductor's own callable, the plan is
+    compared here.
 
     Args:
         text: an ``ExchangePlan`` as JSON.

@@ -159,8 +159,8 @@ def _earlier(state: GroupState, plan: ExchangePlan, ranks: Sequence[int]) -> dic
 
 
 def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, str]:
-    """The values that the other ranks published for this call before ``deadline``, by rank of the group. If a rank
-    publishes a call that this rank ran uncompiled, this rank skips it (``skip``) and waits for the next call.
+    """The values that the other ranks published for this call before ``deadline``, by rank of the group. Calls that
+    this rank ran uncompiled are skipped (``skip``).
 
     A *missing* rank has published no value yet. The wait ends early in five cases:
 
@@ -271,10 +271,9 @@ def _absent(state: GroupState, mine: ExchangePlan, place: int) -> str:
 
 
 def soon(page: CallPage, call: int, text: str) -> bool:
-    """Whether all ranks publish ``text`` within ``_SOON`` seconds. The wait ends early if a rank publishes another
-    value.
+    """Whether all ranks publish ``text`` within ``_SOON`` seconds. Ends early if a rank publishes another value.
 
-    A late host's entry ends the wait of the others within microseconds, so the hosts of a group stay in step.
+    A late host's entry ends the others' wait within microseconds, so hosts stay in step.
     """
     look = page.watcher(call, text)
     # Ranks in step find each other's entries here, without a system call.

@@ -16,7 +16,7 @@ the group's newest call. It makes a report if two looks in a row find this threa
   call uncompiled, the collective would have ended.
 
 Reports go to the group's store. One lock is held while a report is made, and while a call is counted. So once a rank
-has counted a call, it makes no report about the time before the call.
+has counted a call, it reports nothing from before the call.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """Calls CUDA's driver through its documented API: copies by address, mapped host memory, allocations, streams that no
 other code uses, and captures.
 
-A copy by address takes about 7 us on a slow host; a slice and its ``copy_`` take 13 us. No bounds are checked here. A
-copy on a stream that is being captured becomes a node of the graph.
+A copy by address takes about 7 us on a slow host; a slice and its ``copy_`` take 13 us. No bounds are checked. A copy
+on a stream that is being captured becomes a node of the graph.
 
 Captures do not use ``torch.cuda.CUDAGraph``. If such a capture fails, torch's random number generator and allocator
 behave as if it still ran (torch 2.11). A failed capture through the driver leaves no state behind.
@@ -122,8 +122,7 @@ def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     """A new stream of ``device``, which must be the current device. The stream is never destroyed. ``priority``: -1 is
     higher than 0. Raises ``RuntimeError`` if the driver refuses.
 
-    ``torch.cuda.Stream`` returns one of 32 streams in turn. Two users of one stream would be captured together, or
-    would wait for each other.
+    ``torch.cuda.Stream`` returns one of 32 streams in turn. Two users of one stream would wait for each other.
     """
     # Makes the device's context current on this thread, and is allowed in a capture.
     torch.cuda.is_current_stream_capturing()

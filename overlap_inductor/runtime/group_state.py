@@ -120,7 +120,7 @@ _HELD: dict[tuple[Kind[Any], dist.ProcessGroup, torch.device | None], Owner] = {
 
 def drop_destroyed() -> None:
     """Close the things of all destroyed groups, the last made first, then drop all of them. Does nothing while a CUDA
-    graph is captured on the current stream. Raises what a kind's ``close`` raises; nothing is dropped then."""
+    graph is captured on the current stream. If a ``close`` raises, nothing is dropped."""
     if symmetric.capturing():
         return
     left = [(key, owner) for key, owner in reversed(tuple(_HELD.items())) if not is_alive(owner.group)]

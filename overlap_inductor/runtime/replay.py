@@ -26,8 +26,8 @@ frees this allocation, a new one may cover the same address. ``cuGraphLaunch`` t
 
 Forward progress. In a graph, only edges order the nodes, and its branches run at the same time. A call's graph has two
 branches and needs two hardware queues, so nothing is replayed with ``CUDA_DEVICE_MAX_CONNECTIONS=1``. If copies take
-turns, there are three branches. Copies take turns only where there are three queues or more. A graph's copies run on
-copy engines (``tests.gpu.check_stress`` on driver 580), so waiting kernels do not hold them up.
+turns, there are three branches. Copies take turns only with three queues or more. A graph's copies run on copy engines
+(``tests.gpu.check_stress`` on driver 580), so waiting kernels do not hold them up.
 
 Captures run on their own thread, with their own stream and memory pool. The vendor's matmul library has one workspace
 for each thread and stream, and a graph keeps the workspace's address. So only these graphs write to this workspace.

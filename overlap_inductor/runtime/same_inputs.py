@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare, between the ranks of a group, the inputs of a graph that the sequence-parallel rewrite assumes to be equal.
 
-A graph cannot show that such an input, for example a norm's weight, is the same on all ranks
-(``passes.sequence.same_values``). So each rank hashes these inputs. There are two kinds:
+A graph cannot show that such an input, for example a norm's weight, is the same on all ranks. So each rank hashes these
+inputs:
 
 - *Parameters and buffers*: their digests are part of the plan that ranks compare before they run the graph
   (``ExchangePlan.inputs``). A digest is taken once, when the process first sees the memory, and not again after

@@ -39,8 +39,7 @@ class Outcome:
 
     Attributes:
         overlapped: True if every rank runs the plan with overlap.
-        difference: why not every rank overlaps the plan. Empty if every rank does, if this rank's plan overlaps
-            nothing, or if the reason was reported before.
+        difference: why not every rank overlaps the plan. Empty if there is nothing new to report.
         fresh: True if all ranks agreed upon this plan in this call and not in an earlier one.
     """
 
@@ -259,8 +258,7 @@ def _difference(
 
 
 def _astray(state: GroupState, plan: ExchangePlan, values: Mapping[int, str]) -> dict[int, int]:
-    """``{rank: place of its call}``, for the ranks whose call cannot be matched with this rank's call. Either only some
-    of the collectives of the two calls are the same, or the other call ended before this one began."""
+    """``{rank: place of its call}``, for the ranks whose call cannot be matched with this rank's call."""
     return {
         r: CallPlace.parsed(v).place
         for r, v in values.items()

@@ -10,7 +10,7 @@ handled in this order:
 2. If the program was told, or has destroyed the group, it goes on. A destroyed group is watched until its calls have
    ended, and longer if the program was not told of a fault.
 3. Any other program is ended by SIGABRT, ``GRACE_SECONDS`` after the fault was seen. The error and the stacks of all
-   threads are written to standard error. ProcessGroupNCCL's watchdog does the same on a timeout.
+   threads are written to standard error.
 4. A program that ends without having been told gets exit status 1, because it may have used wrong results. Its exit
    status is also 1 if calls are still in flight ``EXIT_SECONDS`` after its end. The exit hook ends such a process at
    once, so exit hooks that were registered earlier do not run.

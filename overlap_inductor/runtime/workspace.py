@@ -3,8 +3,7 @@
 record and patience.
 
 All ranks of the group make a workspace together, at the first run of a graph that needs it. (Allocating symmetric
-memory is a collective.) The workspace lives as long as the group (``runtime.group_state``). Calls of a rank run one
-after the other on its GPU (``runtime.call_order``).
+memory is a collective.) The workspace lives as long as the group (``runtime.group_state``).
 """
 
 from __future__ import annotations
