@@ -83,11 +83,10 @@ def _agree(group_name: str, *args: Any) -> Any:
 
 
 def _take(x: Any, dim: int, shift: int, chunk: Any, start: Any, length: Any, group_name: str) -> Any:
-    x.realize()
     chunk, start, length = map(_expression, (chunk, start, length))
     sizes = list(x.get_size())
-    if not ir.is_storage_and_layout(x):
-        x = ir.ExternKernel.copy_input(x)
+    # This also takes a view of a computed tensor as it is. A copy for each piece would be as large as the tensor.
+    x = ir.ExternKernel.realize_input(x)
     offsets: list[Any] = [0] * len(sizes)
     offsets[dim] = _slot(group_name, shift) * sympy.sympify(chunk) + start
     sizes[dim] = length
