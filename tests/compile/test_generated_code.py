@@ -103,8 +103,8 @@ def test_a_view_of_a_computed_tensor_is_cut_in_place() -> None:
 
 @pytest.mark.parametrize("reduces", [False, True], ids=["gather", "reduction"])
 def test_a_kept_collective_stays_behind_the_steps(reduces: bool) -> None:
-    """All ranks must call the steps and the kept collective in one order, which an edge keeps. The edge must not begin
-    at a result that no node reads: Inductor removes such a result with its edges."""
+    """All ranks must call the steps and the kept collective in one order. An edge of the graph keeps this order. The
+    edge must not begin at a result that no node reads: Inductor removes such a result with its edges."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = reduce_scatter(x @ w, "sum", 0, world()) if reduces else all_gather(x, 0, world()) @ w
