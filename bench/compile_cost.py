@@ -11,6 +11,7 @@ compiled, and no compiled code runs. Programs: the forward without gradients (``
     plain      the package's hooks are not installed
     auto       the pass chooses the schedules
     ring       schedule ring is forced; the default budget limits how many sites are unrolled
+    rewritten  as ring, with the sequence-parallel rewrite wherever it is legal
     looping    schedule ring is forced; every ring is one looping op
 
 A compile goes from Dynamo to the generated code, with no cache and one thread. Settings take turns. The row of a
@@ -67,6 +68,7 @@ SETTINGS: dict[str, OverlapConfig | None] = {
     "plain": None,
     "auto": OverlapConfig(),
     "ring": OverlapConfig(schedule="ring"),
+    "rewritten": OverlapConfig(schedule="ring", sequence_parallel="on"),
     "looping": OverlapConfig(schedule="ring", step_node_budget=1),
 }
 PHASES = ("inference", "training")
