@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Skips the tests of this folder unless kernels run in Triton's interpreter: ``TRITON_INTERPRET=1 pytest
-tests/kernels``. ``TRITON_INTERPRET`` must be set before a kernel is defined."""
+tests/kernels``. The variable must be set before a kernel is defined."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _starts_gloo_ranks(item: pytest.Item) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With ``--dist loadgroup``, one worker runs all tests that start gloo ranks. So only this worker prepares a
-    process from which such ranks are forked."""
+    process to fork ranks from."""
     for item in items:
         if HERE in item.path.parents and _starts_gloo_ranks(item):
             item.add_marker(pytest.mark.xdist_group("gloo ranks"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs README's third step, README's Python block and the demo, in small sizes and without GPUs."""
+"""README's third step, README's Python block and the demo, in small sizes and without GPUs."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ SMALLER = {"4096": "64", "14336": "256", "16384": "128"}
 
 
 def test_one_variable_switches_the_script_on(tmp_path: Path) -> None:
-    """Runs the command of README's step "Switch the pass on", on two ranks instead of eight. The script is that of the
-    step before."""
+    """The command of README's step "Switch the pass on", on two ranks, with the script of the step before."""
     (script,) = [sample.content for sample in samples(TEXT) if sample.name == "tp_mlp.py"]
     for size, small in SMALLER.items():
         assert re.search(rf"\b{size}\b", script)
@@ -80,8 +79,8 @@ def test_the_three_ways_in_code() -> None:
 
 
 def _worker(rank: int, world_size: int, settings: str, environment: dict[str, str]) -> str:
-    """What ``python -m overlap_inductor.cli.demo_worker`` prints on this rank. No C++ kernel is built, and the plain
-    model is not compiled, because these two things would take most of the demo's time."""
+    """What ``python -m overlap_inductor.cli.demo_worker`` prints on this rank. To save time, no C++ kernel is built,
+    and the plain model is not compiled."""
     compile_anew(kernels=False)
     made = torch.compile
     torch.compile = lambda model, *a, **k: model if k.get("backend") == "inductor" else made(model, *a, **k)
@@ -95,7 +94,7 @@ def _worker(rank: int, world_size: int, settings: str, environment: dict[str, st
 def _forked(
     command: list[str], ranks: int, folder: Path, *, environment: Any, on_line: Callable[[str], None], **rest: Any
 ) -> None:
-    """Runs the demo's ranks in processes that have already imported torch and compiled a first graph."""
+    """Run the demo's ranks in processes that have already imported torch and compiled a first graph."""
     module, settings = command[1:]
     assert module == "overlap_inductor.cli.demo_worker" and not rest["hosts"]
     first, _ = run_ranks(ranks, _worker, settings, dict(environment), grouped=False, timeout=500)
@@ -105,8 +104,7 @@ def _forked(
 
 @pytest.mark.timeout(600)
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs ``demo`` in small sizes. The demo's own checks must pass, all sites must be overlapped, and times must be
-    printed. (``tests/unit/test_demo.py`` starts ranks as the command does, and runs the estimate.)"""
+    """The demo's own checks must pass, all sites must be overlapped, and times must be printed."""
     monkeypatch.setattr(demo, "run_ranks", _forked)
     monkeypatch.setattr(demo, "_estimate", lambda: print("estimated"))
     small = ["--layers", "1", "--hidden", "64", "--tokens", "64"]

@@ -36,7 +36,7 @@ CASES: tuple[tuple[Any, str, bool, bool], ...] = (
 
 
 class _Problem:
-    """A rank's queries, keys and values, and its output in fp64. All ranks draw the same whole tensors. Each rank keeps
+    """A rank's queries, keys and values, and its output in fp64. All ranks draw the same whole tensors, and each keeps
     its own tokens."""
 
     def __init__(self, rank: int, ranks: int, causal: bool, balanced: bool, dtype: torch.dtype) -> None:
@@ -54,7 +54,7 @@ class _Problem:
 
 def _expected_sites(ranks: int, rank: int, layer: Any, method: str, causal: bool, balanced: bool) -> int:
     """The number of steps in which this rank attends to a block while the ranks pass their blocks on. In the last step,
-    the ranks pass nothing on. An all-gather is a single site."""
+    they pass nothing on. An all-gather is a single site."""
     if method == "allgather":
         return 1
     return min(ranks - 1, rank + 1) if causal and not balanced else ranks - 1
@@ -76,22 +76,22 @@ def _compared(rank: int, ranks: int) -> list[str]:
         found = [site.decision.status for report in reports for site in report.sites]
         if found != ["overlapped"] * _expected_sites(ranks, rank, layer, method, causal, balanced):
             problems.append(f"{text}: {found}, {[m.reason for r in reports for m in r.near_misses]}")
-        # The program itself attends to one block at a time and merges the results. So overlap adds nearly no error.
+        # The program itself attends to one block at a time and merges the results, so overlap adds nearly no error.
         if not error <= 1.01 * plain + 4 * torch.finfo(dtype).eps:
             problems.append(f"{text}: error {error}, without overlap {plain}")
-    # A causal rank never waits for a block that it skips. If it left now, its peers would lose their connection to it.
+    # A causal rank never waits for a block that it skips. If the rank left now, its peers would lose their connection.
     dist.barrier()
     return problems
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_rotated_attention(ranks: int) -> None:
-    """Catches an attention that reads a block before it has arrived, and a merge of wrong blocks."""
+    """No attention may read a block before it has arrived, or merge wrong blocks."""
     assert run_ranks(ranks, _compared, timeout=500) == [[]] * ranks
 
 
 def _generated(rank: int, ranks: int) -> list[str]:
-    """The problems of this rank with generated code. In the unbalanced causal case, ranks have different graphs."""
+    """This rank's problems with generated code. In the unbalanced causal case, ranks have different graphs."""
     compile_anew()
     problems = []
     for layer, causal, balanced in ((torch_ring, True, True), (torch_ring, True, False), (token_ring, True, False)):
@@ -112,5 +112,5 @@ def _generated(rank: int, ranks: int) -> list[str]:
 
 
 def test_generated_code() -> None:
-    """Catches ranks that issue exchanges in different orders, and a buffer that Inductor reuses too early."""
+    """Ranks must issue exchanges in one order, and Inductor must not reuse a buffer too early."""
     assert run_ranks(3, _generated, timeout=500) == [[]] * 3

@@ -9,7 +9,7 @@ A comment before a code block says what the block is::
                           the block is run in the root of the repository
     <!-- output -->       the block is the standard output of the last block that ran
 
-All blocks of one text share a folder and run in the text's order, so later blocks find the files of earlier blocks.
+The run's folder is the same for all blocks of one text. The blocks run in the text's order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One block. ``kind``: file | runs | runs in the checkout | output. ``start`` and ``end`` are the positions of its
+    """One block. ``kind``: file | runs | runs in the checkout | output. ``start``, ``end``: the positions of its
     content in the text."""
 
     kind: str
@@ -49,7 +49,6 @@ class SampleError(RuntimeError):
 
 
 def samples(text: str) -> list[Sample]:
-    """The blocks of ``text``, in order."""
     found = []
     for match in _BLOCK.finditer(text):
         kind = "file" if match[2] else match[3] or match[4]
@@ -58,11 +57,11 @@ def samples(text: str) -> list[Sample]:
 
 
 def run(found: Iterable[Sample], folder: Path, programs: Path | None = None) -> list[tuple[Sample, str]]:
-    """Run the blocks in ``folder``. Returns each output block with the output of this run. ``programs``: a folder whose
-    ``python`` and ``overlap-inductor`` are used.
+    """Run the blocks in ``folder``, or in the checkout if a block says so. Returns each output block with the output of
+    this run. ``programs``: a folder whose ``python`` and ``overlap-inductor`` are used.
 
     Raises:
-        SampleError: a block failed. The text of the error has the block's output.
+        SampleError: a block failed or ran too long. If it failed, the text of the error has the block's output.
     """
     outputs, last = [], ""
     for sample in found:
@@ -104,7 +103,6 @@ def same(shown: str, found: str) -> bool:
 
 
 def with_outputs(text: str, outputs: Iterable[tuple[Sample, str]]) -> str:
-    """``text`` with its output blocks replaced by ``outputs``."""
     for sample, output in sorted(outputs, key=lambda pair: -pair[0].start):
         text = text[: sample.start] + output + text[sample.end :]
     return text
