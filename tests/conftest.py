@@ -27,7 +27,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if "torch._dynamo.guards" in sys.modules:
         compile_cheaply()
     if "torch._dynamo.trace_rules" in sys.modules:
-        # Not imported before, because it imports Inductor.
+        # Imported only here, because ``cheap_tracing`` imports Inductor.
         from tests.support.cheap_tracing import trace_cheaply
 
         trace_cheaply()

@@ -54,7 +54,7 @@ LINES: dict[str, list[str]] = {
 }
 
 WITH_KERNELS = ("functional_collectives",)
-"""The example with C++ kernels. Building them for the others would take most of the time."""
+"""The example with C++ kernels. To build kernels for the others would take most of the tests' time."""
 
 
 def test_every_example_is_run_here_and_is_short() -> None:

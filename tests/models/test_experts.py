@@ -127,8 +127,8 @@ def _trained(
 # smaller layers.
 @pytest.mark.thorough
 def test_training_where_routing_makes_graphs_differ(tmp_path: Path) -> None:
-    """The graphs around the exchange of tokens depend on how many tokens each expert got, so ranks recompile at
-    different times. Ranks must not take a peer's recompile for a difference of their plans."""
+    """Some graphs depend on how many tokens each expert got, so ranks recompile at different times. Ranks must not take
+    a peer's recompile for a difference of their plans."""
     arguments = "mixtral, one layer", str(tmp_path), (64, 1, 1), [{}, {}]
     results = run_ranks(2, _trained, *arguments, timeout=400)
     for result in results:

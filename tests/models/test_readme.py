@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's third step, README's Python block and the demo, in small sizes and without GPUs."""
+"""Runs README's third step, README's Python block and the demo, with small sizes and without GPUs."""
 
 from __future__ import annotations
 

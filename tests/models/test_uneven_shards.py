@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensor layers, forward and backward, whose sizes are no multiples of the group's size. All ranks must have one plan,
-and the results must agree with eager PyTorch."""
+"""DTensor layers, forward and backward, with sizes that the number of ranks does not divide. All ranks must have one
+plan, and the results must agree with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A block on a sequence of ``TOKENS`` tokens, a multiple neither of two nor of three. Input and output are this
-    rank's rows."""
+    """A block on a sequence of ``TOKENS`` tokens, which neither 2 nor 3 ranks divide. Input and output are this rank's
+    rows."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class RowWise(nn.Module):
 
 
 class _Reduced(torch.autograd.Function):
-    """The sum over ranks. ``backward`` returns the gradient, which is equal on all ranks."""
+    """The sum over ranks. ``backward`` returns the gradient as it is, because it is equal on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ def problems(
 
 
 THREE = ["head with bias", "row-wise", "sequence"]
-"""The layers that run on three ranks in every test."""
+"""``make test`` runs these layers, on three ranks."""
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,8 @@ def test_symbolic_lengths() -> None:
 
 
 def _emulated(kernel: str) -> Callable[..., Any]:
-    """CUDA's attention op ``kernel``, emulated on the CPU. Elements that the op does not define are NaN."""
+    """CUDA's attention op ``kernel``, emulated on the CPU. Elements that the op does not define are NaN or
+    infinite."""
 
     def attention(
         q: torch.Tensor,

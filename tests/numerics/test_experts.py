@@ -88,8 +88,8 @@ def _check(world_size: int, *arguments: Any, sites: list[tuple[str, bool]]) -> N
     ],
 )
 def test_blocks_of_tokens(world_size: int, spelling: str) -> None:
-    """Each row must be multiplied by its expert's weights, weighted by its own share, and summed for its own token. The
-    ranks do not divide the number of tokens."""
+    """Each row must be multiplied by its expert's matrices, scaled by its own weight, and summed for its own token. The
+    number of ranks does not divide the number of tokens."""
     _check(
         world_size, 15 if world_size == 4 else 13, SPELLINGS[spelling], False, {}, sites=[("matmul_all_reduce", True)]
     )
@@ -138,7 +138,7 @@ def _generated(rank: int, world_size: int, options: dict[str, Any]) -> tuple[lis
 
 @pytest.mark.parametrize("budget", [3000, pytest.param(1, marks=pytest.mark.thorough)])
 def test_any_number_of_tokens(budget: int) -> None:
-    """No block may keep the size of the first call, and the pieces must add no guard."""
+    """Blocks must not keep the size of the first call. They must add no guard, so one graph serves all token counts."""
     for statuses, errors, graphs in run_ranks(2, _generated, {"step_node_budget": budget}, timeout=400):
         assert statuses == ["overlapped"] and graphs == 1
         assert {tokens: error for tokens, error in errors.items() if not error < TOLERANCE} == {}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank alone recompiles its graph, and the new graph exchanges other data.
+"""One rank alone recompiles its graph. The new graph may exchange other data than the old one.
 
-The ranks compare their plans as for graphs on GPUs: on the call page of their group. The page is memory that ranks of
-one machine share. The usual comparison of graphs on CPUs, through the store at every call, is switched off.
+The ranks compare their plans as for graphs on GPUs. If they share memory, they compare plans on the *call page* of the
+group, which is in this memory. The usual comparison for graphs on CPUs, through the store at every call, is switched
+off.
 """
 
 from __future__ import annotations
@@ -274,8 +275,8 @@ def _differs_for_long(rank: int, world_size: int) -> list[int]:
 
 
 def test_reasons_of_old_verdicts_do_not_stay_in_the_store() -> None:
-    """A verdict says whether the ranks overlap a call. Its reason does not fit on the page, so it is in the store.
-    Reasons of old calls must be deleted."""
+    """A verdict says whether the ranks overlap a call. The reason for a verdict does not fit on the page, so the ranks
+    write it to the store. Reasons of old calls must be deleted."""
     for _, first, second in run_ranks(2, _differs_for_long, timeout=120):
         assert second - first < call_store.KEPT_CALLS, (first, second)
 

@@ -44,8 +44,8 @@ def test_a_difference_reaches_all_ranks_of_a_mesh(differs: bool) -> None:
 
 
 def _without_memory(rank: int, world_size: int) -> dict[str, Any]:
-    """On a 2 x 2 mesh, the ranks of one row have no memory for their workspace. Rings need none, so the failure is
-    simulated."""
+    """On a 2 x 2 mesh, the ranks of one row have no memory for their workspace. Rings need no workspace, so the
+    failure is simulated."""
     from overlap_inductor.inductor import compared_call
 
     compile_anew(kernels=False)

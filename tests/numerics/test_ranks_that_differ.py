@@ -31,7 +31,7 @@ TIMEOUT = 60
 
 
 def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run ``_once``, but compare plans as graphs on GPUs do, not through the store at every call."""
+    """Run ``_once``. The ranks compare plans as for graphs on GPUs, and not through the store at every call."""
     compare_as_on_gpus()
     return _once(rank, world_size, fields)
 
@@ -307,8 +307,8 @@ def _late(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_plan_that_one_rank_of_a_mesh_uses_too_early() -> None:
-    """Some ranks compare the early plan and refuse it. A rank that has not compared it must not wait for these
-    ranks."""
+    """Some ranks compare the early plan and refuse it. The other ranks have not compared this plan, and must not wait
+    for the ranks that refused it."""
     results = run_ranks(4, _late)
     assert all(r["problems"] == [] for r in results), results
 
@@ -378,8 +378,8 @@ def test_kept_graphs_that_break_on_one_rank_only(as_on_gpus: bool) -> None:
 
 
 def _graphs_hold_parts_of_others(rank: int, world_size: int) -> dict[str, Any]:
-    """Both ranks issue a kept collective and two overlapped ones. The graph is broken behind the first collective on
-    rank 0, and behind the second on rank 1. No data moves."""
+    """Both ranks compare plans of one function: a kept collective, then two overlapped ones. Its graph is broken behind
+    the first collective on rank 0, and behind the second on rank 1. No data moves."""
     from overlap_inductor.facts.exchange import ExchangePlan
     from overlap_inductor.runtime import agreement
 
@@ -418,8 +418,8 @@ def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_group_of_one_rank_where_others_have_more() -> None:
-    """Ranks agree in rounds, whose number depends on the groups that a rank shares. The plans are equal, but rank 0
-    shares fewer groups. No rank may wait for a round in which others take no part."""
+    """Ranks agree in rounds, whose number depends on the groups in their plans. The smaller group is in the plans of
+    ranks 1 and 2, but not in rank 0's. No rank may wait for a round in which others take no part."""
     results = run_ranks(3, _alone_in_a_group, timeout=120)
     assert all(r["problems"] == [] for r in results) and sum(len(r["warnings"]) for r in results) == 1, results
 

@@ -91,7 +91,7 @@ def test_rotated_attention(ranks: int) -> None:
 
 
 def _generated(rank: int, ranks: int) -> list[str]:
-    """This rank's problems with generated code. In the unbalanced causal case, ranks have different graphs."""
+    """This rank's problems with generated code. In the unbalanced causal cases, ranks have different graphs."""
     compile_anew()
     problems = []
     for layer, causal, balanced in ((torch_ring, True, True), (torch_ring, True, False), (token_ring, True, False)):

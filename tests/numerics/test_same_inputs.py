@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """If a norm's weight differs between ranks, a graph that divides the tokens would give other results. So all ranks run
-the plain program. If there is none, they raise an error. The weight is an argument or a module's parameter."""
+the plain program. If there is no plain program, all ranks raise an error. The weight is an argument or a module's
+parameter."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def _calls(rank: int, world_size: int, schedule: str, differ: bool) -> dict[str,
 @pytest.mark.parametrize("schedule", ["ring", "auto"])
 def test_all_ranks_run_the_plain_program(schedule: str) -> None:
     """With ``auto``, no site of this small graph is overlapped. But the sequence-parallel rewrite has changed the
-    graph, so it must not run with different weights."""
+    graph, so the graph must not run with different weights."""
     for result in run_ranks(2, _calls, schedule, True):
         assert result["worst"] < 1e-4 and result["status"] == ["rewritten"], result
         assert bool(result["overlapped"]) == (schedule == "ring")
@@ -188,7 +189,7 @@ def _two_groups(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_each_layer_is_compared_if_its_graph_has_several_groups() -> None:
     """A parameter may be equal on all ranks of one group only. So the plan, which is compared in both groups, does not
-    hold the digests. The ranks must compare the digests separately, once for each layer."""
+    hold digests of parameters. The ranks must compare these digests separately, once for each layer."""
     results = run_ranks(2, _two_groups)
     assert all(result["off"] < 1e-4 for result in results), results
     assert "are not those of the first rank" in results[0]["texts"][0], results

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence-parallel rewrite on tensor-parallel blocks, compiled and trained as in users' programs. It must replace
-their all-reduces and must not change their results."""
+"""The sequence-parallel rewrite on tensor-parallel blocks, compiled and trained as in users' programs. The rewrite
+must replace the blocks' all-reduces, and must not change the blocks' results."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     "dynamic, even": (4, 4, 6, set()),
 }
 FAST = ("[B, S, H], odd, accumulated gradients",)
-"""The blocks that run in every test on two ranks. ``dynamic, even`` runs in every test on three ranks. All others are
-thorough only. ``tests/compile`` has golden graphs of similar blocks."""
+"""The blocks that ``make test`` runs on two ranks. On three ranks, ``make test`` runs ``dynamic, even``. Other blocks
+are thorough only. ``tests/compile`` has golden graphs of similar blocks."""
 
 
 def _rows(

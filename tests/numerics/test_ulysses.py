@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ulysses attention block, written as in diffusers, on gloo ranks: its sites, and output and gradients against
-fp64."""
+"""Checks the sites of a Ulysses attention block on gloo ranks, and compares its output and gradients with fp64. The
+block is written as in diffusers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_inference(world_size: int, batch: int) -> None:
 
 @pytest.mark.parametrize("generated", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_training(generated: bool) -> None:
-    """Gradients must be right, and exchanged inside sites."""
+    """Gradients must be right. The backward's exchanges of gradients must be inside sites."""
     _check(3, 2, True, False, {}, generated, patterns=[FORWARD, BACKWARD])
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some ranks reach Dynamo's recompile limit and run a frame uncompiled. Its collectives are then in graphs of the other
-ranks only."""
+"""Some ranks reach Dynamo's recompile limit and run a frame uncompiled. The frame's collectives are then in graphs of
+the other ranks only."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _kept(x: torch.Tensor, number: int) -> torch.Tensor:
 
 
 class _Steps:
-    """Runs steps with ``_block`` and collects what is wrong. Records for each call whether it ran with overlap: if so,
-    it issued more than one operation."""
+    """Runs steps with ``_block`` and collects what is wrong. Records for each call of ``_block`` whether it ran with
+    overlap. A call with overlap issues more than one operation."""
 
     def __init__(self, rank: int) -> None:
         self.block = torch.compile(_block, dynamic=False)
@@ -175,8 +175,8 @@ def _noisy(rank: int, world_size: int, differs: bool) -> dict[str, Any]:
             else:
                 steps.run_block()
             dist.monitored_barrier()
-            # Rank 0's backend has counted the most operations. It then comes late to the next call: the other ranks
-            # have already reported that they are inside a collective.
+            # Rank 0's backend has counted the most operations. Rank 0 then comes late to the next call, when the other
+            # ranks have already reported that they are inside a collective.
             time.sleep(0 if rank else 3 * call_report.INTERVAL)
     return {**steps.result, "issued": steps.count()}
 

@@ -2,8 +2,8 @@
 """Runs Python programs in forks of one process that has imported torch already, which saves seconds per program.
 
 A *base* is a process that imports torch once, but not the package, nor what environment variables switch on.
-``ForkBase.run`` forks the base for a command line of Python, with its own environment. ``ForkBase.grown`` gives a base
-that has imported more, for example Inductor.
+``ForkBase.run`` forks the base and runs a command line of Python in the fork, in an environment that the caller gives.
+``ForkBase.grown`` gives a base that has imported more, for example Inductor.
 
 In the fork, ``sys.modules`` first has no module of torch, as in a new interpreter. ``import torch`` puts the modules
 back. Then it does what the last lines of ``torch/__init__.py`` do: it reads the environment and calls the entry points
@@ -47,8 +47,9 @@ INDUCTOR = ("tests.support.first_compile",)
 
 
 class ForkBase:
-    """A process that has imported ``modules``, and from which programs are forked. For each entry of ``more``, a fork
-    imports further modules, and programs are forked from that fork."""
+    """A process that has imported ``modules``, and from which programs are forked. ``more`` has tuples of further
+    modules. For each tuple, the latest process is forked, and the fork imports the tuple's modules. Programs are forked
+    from the last fork."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         self.more: tuple[tuple[str, ...], ...] = ()
@@ -117,8 +118,7 @@ class _Torch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _serve(modules: list[str]) -> dict[str, Any]:
-    """Fork a process for each request. The fork gets the request as the result. In the base, the function does not
-    return."""
+    """Fork a process for each request. Returns the request in the fork, and never returns in the base."""
     answers = os.dup(1)
     os.dup2(2, 1)
     _load(modules)

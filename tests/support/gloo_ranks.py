@@ -111,9 +111,10 @@ def run_ranks(
     """Run ``function(rank, world_size, *args)`` on every rank and return the results by rank.
 
     Args:
-        expect_failure: ranks may raise or die. The result of such a rank is a traceback, or says that there is none.
+        expect_failure: ranks may raise or die. The result of such a rank is a traceback, or says that the rank left no
+            result.
         warm: if ``False``, each rank is a new process, in which this package was never used.
-        grouped: if ``False``, ``function`` makes the process group, as a script under ``torchrun`` does.
+        grouped: if ``False``, there is no process group at first, as in a script under ``torchrun``.
 
     Raises:
         AssertionError: a rank raised, died or did not end within ``timeout`` seconds; the message holds the tracebacks.

@@ -21,8 +21,8 @@ from tests.support import gloo_ranks
 
 
 def fork_server() -> None:
-    """Fork the server, and tell ``multiprocessing`` its address. Call this after all tests are collected and before one
-    runs: a test may start threads, which a fork does not have. The server ends when this process ends.
+    """Fork the server, and tell ``multiprocessing`` its address. Call this after all tests are collected and before the
+    first test runs: a test may start threads, which a fork does not have. The server ends when this process ends.
 
     The server imports modules when a first rank is started. If a server is running, nothing is done.
     """
