@@ -15,12 +15,13 @@ from tests.support.hugging_face_problems import problems
 @pytest.mark.parametrize(
     ("family", "trains"),
     [
-        ("llama", True),
+        ("llama", False),
+        pytest.param("llama", True, marks=pytest.mark.thorough),
         pytest.param("starcoder2, one layer", False, marks=pytest.mark.thorough),
         pytest.param("cohere, one layer", False, marks=pytest.mark.thorough),
         pytest.param("olmo2, one layer", True, marks=pytest.mark.thorough),
     ],
-    ids=["llama, trained", "starcoder2", "cohere", "olmo2, trained"],
+    ids=["llama", "llama, trained", "starcoder2", "cohere", "olmo2, trained"],
 )
 def test_family(family: str, trains: bool, tmp_path: Path) -> None:
     """Catches a site that is no longer recognised, a site that is counted twice, and a wrong slice of logits or
@@ -32,12 +33,12 @@ def test_family(family: str, trains: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "world_size", "trains", "generated"),
     [
-        ("llama, odd vocabulary", 2, False, False),
+        ("llama, odd vocabulary", 2, True, False),
         pytest.param("llama, odd vocabulary", 2, True, True, marks=pytest.mark.thorough),
         pytest.param("llama, odd vocabulary, ffn of 50", 3, True, False, marks=pytest.mark.thorough),
     ],
     ids=[
-        "vocabulary of 101 on 2 ranks",
+        "vocabulary of 101 on 2 ranks, trained",
         "vocabulary of 101 on 2 ranks, trained, generated code",
         "vocabulary of 101 and ffn of 50 on 3 ranks",
     ],

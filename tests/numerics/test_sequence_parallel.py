@@ -60,9 +60,9 @@ EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     "dynamic, even": (4, 4, 6, set()),
 }
 FAST = ("[B, S, H], odd, accumulated gradients",)
-"""The blocks that run in every test on two ranks. ``dynamic, even`` runs in every test on three ranks. All other blocks
-run in thorough tests only. The other blocks differ from these in the dtype, in the kind of checkpointing, in dropout,
-or in how many layers a graph holds. ``tests/compile`` has golden graphs of some similar blocks."""
+"""The blocks that run in every test, besides ``dynamic, even``. All other blocks run in thorough tests only. The other
+blocks differ from these in the dtype, in the kind of checkpointing, in dropout, or in how many layers a graph holds.
+``tests/compile`` has golden graphs of some similar blocks."""
 
 
 def _rows(
@@ -94,12 +94,11 @@ def _problems(rows: Mapping[str, dict[str, Any]], expected: Mapping[str, tuple[i
 @pytest.mark.parametrize(
     ("world_size", "names"),
     [
-        (2, FAST),
-        (3, ("dynamic, even",)),
-        pytest.param(3, ("dynamic",), marks=pytest.mark.thorough),
+        (2, (*FAST, "dynamic, even")),
+        pytest.param(3, (*FAST, "dynamic"), marks=pytest.mark.thorough),
         pytest.param(2, tuple(n for n in CASES if n not in (*FAST, "dynamic, even")), marks=pytest.mark.thorough),
     ],
-    ids=["2 ranks", "3 ranks", "3 ranks, even and uneven", "2 ranks, more blocks"],
+    ids=["2 ranks", "3 ranks", "2 ranks, more blocks"],
 )
 def test_blocks(world_size: int, names: tuple[str, ...]) -> None:
     """Catches a gradient that is summed twice or not at all, rows of the wrong rank, and padding rows in a sum. Also

@@ -93,7 +93,7 @@ def test_inference(world_size: int, batch: int) -> None:
 @pytest.mark.parametrize("generated", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_training(generated: bool) -> None:
     """Catches a gradient that is wrong or is exchanged outside of a site."""
-    _check(3, 2, True, False, {}, generated, patterns=[FORWARD, BACKWARD])
+    _check(3, 2, True, False, {"sub_chunks": 2}, generated, patterns=[FORWARD, BACKWARD])
 
 
 @pytest.mark.thorough
@@ -106,7 +106,7 @@ def test_looping_ops(budget: int) -> None:
 
 def test_attention_of_plain_matmuls() -> None:
     """Catches a site that takes a matmul of the attention in place of a projection."""
-    _check(2, 1, False, True, {}, patterns=[FORWARD])
+    _check(2, 1, False, True, {"sub_chunks": 2}, patterns=[FORWARD])
 
 
 def _lengths(rank: int, world_size: int, options: dict[str, Any], generated: bool) -> tuple[int, dict[str, float]]:
@@ -133,7 +133,7 @@ def _lengths(rank: int, world_size: int, options: dict[str, Any], generated: boo
 @pytest.mark.parametrize(
     ("options", "generated"),
     [
-        ({}, False),
+        ({"sub_chunks": 2}, False),
         pytest.param({}, True, marks=pytest.mark.thorough),
         pytest.param({"step_node_budget": 1}, True, marks=pytest.mark.thorough),
     ],
