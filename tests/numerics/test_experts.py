@@ -36,8 +36,9 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 }
 """Values of ``_every_load``'s argument ``layer``: ``kind`` is the class of the experts, and ``spelling`` holds keyword
 arguments of this class."""
-REPEATED = ("argsort", "negative places", "late weights")
-"""Spellings that compute what ``put`` computes. Their unrolled steps run in thorough tests only.
+REPEATED = ("put", "argsort", "negative places", "late weights")
+"""``put``, and spellings that compute what ``put`` computes. Their unrolled steps run in thorough tests only, because
+``test_any_number_of_tokens`` runs those of ``put``.
 (``tests/compile/test_experts_graph.py`` compares the graphs of all spellings.)"""
 
 
@@ -57,7 +58,8 @@ def _every_load(
     kind = layer.get("kind", Experts)
     experts = kind(rank, world_size, **layer.get("spelling", {}), **({"reduce": _scattered} if scatters else {}))
     reports: list[OverlapReport] = []
-    compiled = torch.compile(experts, backend=interpreted(OverlapConfig(schedule="ring", **options), reports))
+    config = OverlapConfig(**{"schedule": "ring", "sub_chunks": 2, **options})
+    compiled = torch.compile(experts, backend=interpreted(config, reports))
     errors = {}
     for loads in LOADS:
         x, ids, weights = inputs(tokens, loads)

@@ -70,7 +70,8 @@ def _rows(
 ) -> dict[str, dict[str, Any]]:
     builds = cases if isinstance(cases, Mapping) else {name: CASES[name] for name in cases}
     return {
-        name: with_and_without.compared(build, close=LIMIT, sequence_parallel="on") for name, build in builds.items()
+        name: with_and_without.compared(build, close=LIMIT, sequence_parallel="on", sub_chunks=2)
+        for name, build in builds.items()
     }
 
 
@@ -171,7 +172,8 @@ def _on_a_mesh(plan: str, shards: bool = False) -> Computation:
         pytest.param(4, "all-reduces", False, (4, 4, 6, set()), marks=pytest.mark.thorough),
         # FSDP2's hooks break the model into several graphs, one of which holds only the embedding's all-reduce.
         (4, "all-reduces", True, (4, 3, 3, {"refused: no_token_wise_work"})),
-        (2, "sequence-parallel", False, (0, 0, 6, set())),
+        # (Thorough only, because ``tests/models/test_blocks.py`` runs a block that is written as sequence-parallel.)
+        pytest.param(2, "sequence-parallel", False, (0, 0, 6, set()), marks=pytest.mark.thorough),
     ],
     ids=[
         "all-reduces, 1 x 2 ranks",

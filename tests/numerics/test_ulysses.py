@@ -93,7 +93,7 @@ def test_inference(world_size: int, batch: int) -> None:
 @pytest.mark.parametrize("generated", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_training(generated: bool) -> None:
     """Catches a gradient that is wrong or is exchanged outside of a site."""
-    _check(3, 2, True, False, {"sub_chunks": 2}, generated, patterns=[FORWARD, BACKWARD])
+    _check(3 if generated else 2, 2, True, False, {"sub_chunks": 2}, generated, patterns=[FORWARD, BACKWARD])
 
 
 @pytest.mark.thorough
