@@ -118,7 +118,7 @@ def _compared(rank: int, world_size: int, part: slice) -> list[str]:
 @pytest.mark.parametrize(
     ("world_size", "part"),
     [
-        pytest.param(2, slice(0, None, 4), marks=pytest.mark.thorough),
+        (2, slice(0, None, 4)),
         pytest.param(2, slice(2, None, 4), marks=pytest.mark.thorough),
         (3, slice(1, None, 4)),
         pytest.param(2, slice(1, None, 2), marks=pytest.mark.thorough),
