@@ -15,13 +15,13 @@ from tests.support.hugging_face_problems import problems
 @pytest.mark.parametrize(
     ("family", "trains"),
     [
-        ("llama", False),
+        # (Thorough only, because ``test_sizes_that_the_group_does_not_divide`` trains a Llama of one layer.)
         pytest.param("llama", True, marks=pytest.mark.thorough),
         pytest.param("starcoder2, one layer", False, marks=pytest.mark.thorough),
         pytest.param("cohere, one layer", False, marks=pytest.mark.thorough),
         pytest.param("olmo2, one layer", True, marks=pytest.mark.thorough),
     ],
-    ids=["llama", "llama, trained", "starcoder2", "cohere", "olmo2, trained"],
+    ids=["llama, trained", "starcoder2", "cohere", "olmo2, trained"],
 )
 def test_family(family: str, trains: bool, tmp_path: Path) -> None:
     """Catches a site that is no longer recognised, a site that is counted twice, and a wrong slice of logits or

@@ -103,7 +103,7 @@ def test_blocks_of_tokens(world_size: int, spelling: str) -> None:
     ("world_size", "spelling"),
     [
         pytest.param(2, "put", marks=pytest.mark.thorough),
-        (2, "negative places"),
+        pytest.param(2, "negative places", marks=pytest.mark.thorough),
         (2, "biases"),
         pytest.param(2, "gate apart", marks=pytest.mark.thorough),
     ],
