@@ -7,8 +7,8 @@ import logging
 
 
 class Heard(logging.Handler):
-    """Stores the messages of the package's warnings in ``texts``. A rank also warns if it waits for another rank for
-    ten seconds. These messages depend on the load of the machine and are left out."""
+    """Stores the messages of the package's warnings in ``texts``. A rank also warns if it waits long for
+    another rank. These messages depend on the load of the machine and are left out."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -9,7 +9,6 @@ fork takes these streams and runs what xdist sends. The script ends when the for
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import os
@@ -87,8 +86,11 @@ if __name__ == "__main__":
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         _serve(own)
+    except KeyboardInterrupt:
+        # Whoever stops pytest also stops this process.
+        sys.exit(130)
     os.chdir(sys.argv[2])
     # As in ``python -c``, which xdist's own workers are.
     sys.argv = ["-c"]
